@@ -3,9 +3,9 @@
     python benchmarks/state.py --mb 200,1000 --donors 1,2,4 --systems manyhands,hivemind [--rounds 5] [--json FILE]
     python benchmarks/state.py --link [--mb 50] [--donors 1,2] [--rounds 3] [--json FILE]     # Linux, root
 
-Donors and the newcomer are processes of this machine. Each donor trains all the while: its main thread multiplies
-matrices, without a step of the run. The newcomer looks for donors, downloads the state and compares it with what the
-donors have, in each round; all systems take turns.
+Donors and the newcomer are processes of this machine. The donors of the system whose turn it is train all the while:
+their main threads multiply matrices, without a step of the run. The newcomer looks for donors, downloads the state and
+compares it with what the donors have, in each round.
 
   manyhands  donors with `manyhands.Optimizer`; the newcomer downloads as one that joins
   hivemind   `DecentralizedAverager.load_state_from_peers()`, with default options
@@ -36,6 +36,8 @@ import signal
 import statistics
 import threading
 import time
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,13 +89,15 @@ class DonorSide:
     def __init__(self, system: str, mb: float, contacts: list[str], *place: Any) -> None:
         enter_place(place)
         self._donor = importlib.import_module(f"_state_{system}").Donor(make_tensors(mb), contacts, *place[1:])
-        self._num_batches, self._waited_s = 0, 0.0
+        self._num_batches, self._waited_s, self._may_train = 0, 0.0, threading.Event()
+        self._may_train.set()
         threading.Thread(target=self._train, daemon=True).start()
 
     def _train(self) -> None:
         left, right, product = torch.rand(256, 256), torch.rand(256, 256), torch.empty(256, 256)
         schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         while True:
+            self._may_train.wait()
             torch.matmul(left, right, out=product)
             self._num_batches += 1
             if self._num_batches % 10 == 0:
@@ -101,6 +105,14 @@ class DonorSide:
 
     def contacts(self) -> list[str]:
         return list(self._donor.contacts())
+
+    def go_on(self) -> None:
+        """Go on training."""
+        self._may_train.set()
+
+    def pause(self) -> None:
+        """Interrupt the training."""
+        self._may_train.clear()
 
     def batches(self) -> tuple[int, float]:
         """Batches so far, and seconds in which the training thread waited for a core."""
@@ -115,7 +127,7 @@ class NewcomerSide:
 
     def __init__(self, system: str, mb: float, contacts: list[str], *place: Any) -> None:
         enter_place(place)
-        self._sum = sum(float(tensor.sum(dtype=torch.float64)) for tensor in make_tensors(mb))
+        self._checksums = [zlib.crc32(tensor.numpy()) for tensor in make_tensors(mb)]
         self._newcomer = importlib.import_module(f"_state_{system}").Newcomer(make_tensors(mb), contacts, *place[1:])
 
     def load(self) -> float:
@@ -123,7 +135,7 @@ class NewcomerSide:
         begun = time.perf_counter()
         tensors = self._newcomer.load()
         seconds = time.perf_counter() - begun
-        if abs(sum(float(tensor.sum(dtype=torch.float64)) for tensor in tensors) - self._sum) > 1e-6 * self._sum:
+        if [zlib.crc32(tensor.numpy()) for tensor in tensors] != self._checksums:
             raise RuntimeError("the newcomer has another state than the donors")
         return seconds
 
@@ -138,7 +150,7 @@ class Swarm:
     """The donors and the newcomer of one system."""
 
     def __init__(self, stack: contextlib.ExitStack, system: str, mb: float, num_donors: int) -> None:
-        self.system, self._mb = system, mb
+        self.system, self._mb, self._num_donors = system, mb, num_donors
         has_children = system == "hivemind"
         self.donors: list[Worker] = []
         contacts: list[str] = []
@@ -154,9 +166,20 @@ class Swarm:
         self.extra: dict[str, list[float]] = {"donor": [], "newcomer": []}
         self.broken_s: dict[str, float] = {}
         self._is_first = True
+        for donor in self.donors:
+            donor.call("pause")
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Have the donors train meanwhile."""
+        for donor in self.donors:
+            donor.call("go_on")
+        yield
+        for donor in self.donors:
+            donor.call("pause")
 
     def round(self) -> None:
-        """Download once. The first time does not count, except for memory."""
+        """Download once. The first time does not count."""
         idle = self._speed(BASELINE_S)
         before = {worker: self._memory(worker, own_bytes) for worker in [*self.donors, self.newcomer]}
         for worker in before:
@@ -190,13 +213,15 @@ class Swarm:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
             time.sleep(SETTLE_S)
+        else:
+            self.donors.pop()
 
     def row(self) -> Row:
         seconds = statistics.median(self.seconds)
         return {
             "system": self.system,
             "mb": self._mb,
-            "donors": len(self.donors),
+            "donors": self._num_donors,
             "mb_per_s": round(self._mb / seconds, 1),
             "donor_step_slowdown": round(statistics.median(self.slowdowns), 3),
             "donor_extra_x_state": round(max(self.extra["donor"]), 3),
@@ -242,11 +267,13 @@ def measure(systems: list[str], mb: float, num_donors: int, num_rounds: int) -> 
         for number in range(num_rounds + 1):
             for swarm in swarms:
                 steps.begin(f"{swarm.system}, {num_donors} donors, {mb:g} MB: round {number} of {num_rounds}")
-                swarm.round()
+                with swarm.training():
+                    swarm.round()
         for how in (signal.SIGSTOP, signal.SIGKILL) if num_donors > 1 else ():
             for swarm in swarms:
                 steps.begin(f"{swarm.system}, {num_donors} donors, {mb:g} MB: {how.name} for one of them")
-                swarm.break_one(how)
+                with swarm.training():
+                    swarm.break_one(how)
         return [swarm.row() for swarm in swarms]
 
 

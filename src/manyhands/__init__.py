@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from manyhands.checkpoints.checkpoints import Checkpoints
     from manyhands.optim.config import ProgressConfig
     from manyhands.optim.loading import LoadedState, load_state_from_peers
+    from manyhands.optim.local_steps import LocalSteps
     from manyhands.optim.optimizer import Optimizer
     from manyhands.optim.process_group import ProcessGroupOptimizer
     from manyhands.peer import Peer
@@ -55,6 +56,7 @@ __all__ = [
     "DialFailed",
     "JoinFailed",
     "LoadedState",
+    "LocalSteps",
     "ManifestMismatch",
     "ManyhandsError",
     "MissingExtra",
@@ -85,6 +87,7 @@ _HOMES = {
     "AveragingConfig": "manyhands.averaging.config",
     "Checkpoints": "manyhands.checkpoints.checkpoints",
     "LoadedState": "manyhands.optim.loading",
+    "LocalSteps": "manyhands.optim.local_steps",
     "Optimizer": "manyhands.optim.optimizer",
     "Peer": "manyhands.peer",
     "ProcessGroupOptimizer": "manyhands.optim.process_group",

@@ -88,7 +88,8 @@ class RoundRunner:
         self._ends_at = 0.0  # when the current round is over for this peer or for the leader
         self._spare_N: torch.Tensor | None = None
         self._memory = Memory()
-        self._feedbacks: Feedbacks | None = None
+        self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
+        self._feedback: Feedbacks | None = None  # of the current round
         self._tasks = TaskOwner("rounds")
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
         self._streams = PartnerStreams(own, config, self._tasks)
@@ -112,7 +113,8 @@ class RoundRunner:
 
     def forget_errors(self) -> None:
         """Drop the error feedback: this peer no longer has the values that it belongs to."""
-        self._feedbacks = None
+        self._feedbacks.clear()
+        self._feedback = None
 
     async def hold_place(self) -> None:
         """Hold a place in the next round's group until this is cancelled or the peer's lineage changes.
@@ -149,6 +151,7 @@ class RoundRunner:
         gather_s: float | None = None,
         meter: RoundMeter | None = None,
         refill: Refill | None = None,
+        part: int = 0,
     ) -> CommittedRound:
         """Average ``flat_N`` over the group of the next round.
 
@@ -164,6 +167,7 @@ class RoundRunner:
             refill: writes the values again. The means then overwrite ``flat_N``, which is undefined if the round is
                 aborted; a second vector is allocated only after a member was lost. An exception from it ends the round
                 for this peer.
+            part: which of several vectors this is, if they take turns: each has an error feedback of its own.
         Raises:
             RoundAborted: no value was changed; the vector counts in the next attempt.
             NothingToAverage: likewise, because all members gave a weight of 0.
@@ -178,7 +182,7 @@ class RoundRunner:
         matchmaking_s = self._now() - started
         try:
             async with self._keeping_errors():
-                committed = await self._commit(group, flat_N, shapes, refill)
+                committed = await self._commit(group, flat_N, shapes, refill, part)
         except RoundAborted as error:
             if self._endpoint.peer_id in error.blamed:
                 self._bandwidth.lose_round()
@@ -206,7 +210,12 @@ class RoundRunner:
         return limited(group, self._limits) if self._limits is not None else group
 
     async def _commit(
-        self, group: Group, flat_N: torch.Tensor, shapes: Sequence[Sequence[int]] | None, refill: Refill | None
+        self,
+        group: Group,
+        flat_N: torch.Tensor,
+        shapes: Sequence[Sequence[int]] | None,
+        refill: Refill | None,
+        part: int,
     ) -> CommittedRound:
         """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
 
@@ -218,7 +227,7 @@ class RoundRunner:
         async with AsyncExitStack() as held:
             held.enter_context(self._matchmaker.in_round(group))
             await held.enter_async_context(self._agreement.of(group))
-            recovery = self._recovery(group, rank, flat_N, shapes, refill)
+            recovery = self._recovery(group, rank, flat_N, shapes, refill, part)
             held.enter_context(self._fetching.of(group, recovery))
             order, limit_s = recovery.everything(), self._left_s()
             while True:
@@ -278,6 +287,7 @@ class RoundRunner:
         flat_N: torch.Tensor,
         shapes: Sequence[Sequence[int]] | None,
         refill: Refill | None,
+        part: int,
     ) -> Recovery:
         shapes = shapes if shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec), dtype=flat_N.dtype)
@@ -285,20 +295,17 @@ class RoundRunner:
         spare_N, self._spare_N = self._spare_N, None
         if spare_N is not None and (spare_N.shape != flat_N.shape or spare_N.dtype != flat_N.dtype):
             spare_N = None
-        feedbacks = None
-        if not self._config.error_feedback:
-            self._feedbacks = None
-        elif plan.is_exact(0, plan.numel):
-            pass  # no error to add or record: the feedback waits for the next lossy round
-        elif self._feedbacks is None or self._feedbacks.plan.segments != plan.segments:  # first, or another codec
-            self._feedbacks = feedbacks = Feedbacks.of(plan)
-        else:
-            feedbacks = self._feedbacks
-        if feedbacks is not None and (weight := group.members[rank].weight) > 0:
-            feedbacks.sent.share = weight / sum(member.weight for member in group.members)
+        feedback = None
+        if self._config.error_feedback and not plan.is_exact(0, plan.numel):
+            feedback = self._feedbacks.get(part)
+            if feedback is None or feedback.plan.segments != plan.segments:  # the first round, or another codec
+                self._feedbacks[part] = feedback = Feedbacks.of(plan)
+            if (weight := group.members[rank].weight) > 0:
+                feedback.sent.share = weight / sum(member.weight for member in group.members)
+        self._feedback = feedback
         return Recovery(
             group, rank, flat_N, plan, self._exchange,
-            refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedbacks, limits=self._limits,
+            refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedback, limits=self._limits,
         )  # fmt: skip
 
     @asynccontextmanager
@@ -306,11 +313,11 @@ class RoundRunner:
         """Keep the codec's error in the block as feedback for the next round; discard it on an exception."""
         try:
             yield
-            if self._feedbacks is not None:
-                await run_to_end(self._feedbacks.commit)
+            if self._feedback is not None:
+                await run_to_end(self._feedback.commit)
         finally:
-            if self._feedbacks is not None:
-                self._feedbacks.abort()
+            if self._feedback is not None:
+                self._feedback.abort()
 
     def _left_s(self) -> float:
         """Seconds left in this round."""

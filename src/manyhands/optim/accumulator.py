@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -29,6 +30,46 @@ class Contribution:
     samples: int
     weight: float
     since_step: int = 0
+
+
+class Accumulator(Protocol):
+    """What one peer has computed since the last global step. Belongs to the training thread.
+
+    Attributes:
+        samples, weight: added so far.
+        since_step: the global step of the parameters behind the oldest samples.
+        was_out: some of them were handed out before, for a step that failed.
+    """
+
+    samples: int
+    weight: float
+    since_step: int
+    was_out: bool
+
+    def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
+        """Add the current ``.grad`` of all parameters; False, and nothing is added, when one is not finite."""
+
+    def fault(self) -> str:
+        """Why what was added cannot be used, in words; empty if it can."""
+
+    def freeze(self) -> Contribution:
+        """Return what was added so far as a contribution, and begin anew."""
+
+    def take_back(self, contribution: Contribution) -> None:
+        """Add back a contribution whose step was not made; it counts in the next attempt."""
+
+    def carry(self, contribution: Contribution) -> str:
+        """Add back a contribution that the others made a step without; returns why that is impossible."""
+
+    def count(self, contribution: Contribution, *, is_free: bool) -> None:
+        """Forget a contribution whose step was made.
+
+        Args:
+            is_free: nobody else holds its memory.
+        """
+
+    def drop(self) -> None:
+        """Forget what was added so far."""
 
 
 class GradientAccumulator:
@@ -142,9 +183,19 @@ class GradientAccumulator:
             self._count(contribution.samples, weight, contribution.since_step)
             self.was_out = True
 
-    def recycle(self, contribution: Contribution) -> None:
-        """Reuse the memory of a contribution whose step was made."""
-        self._spare_N = contribution.mean_N
+    def fault(self) -> str:
+        """None: what is not finite was never added."""
+        return ""
+
+    def carry(self, contribution: Contribution) -> str:
+        """Add back a contribution that the others made a step without."""
+        self.take_back(contribution)
+        return ""
+
+    def count(self, contribution: Contribution, *, is_free: bool) -> None:
+        """Reuse the memory of a contribution whose step was made, if it is free."""
+        if is_free:
+            self._spare_N = contribution.mean_N
 
     def drop(self) -> None:
         """Forget the gradients added so far."""

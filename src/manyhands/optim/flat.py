@@ -42,6 +42,12 @@ class GradientLayout:
         self._num_extra = num_extra
         self.numel = self.num_values + len(self._sizes) + num_extra
 
+    @property
+    def shapes(self) -> list[Sequence[int]]:
+        """Of the parts of the vector, in order."""
+        extra = [(self._num_extra,)] if self._num_extra else []
+        return [*self._shapes, (len(self._shapes),), *extra]
+
     def extra(self, flat_N: torch.Tensor) -> torch.Tensor:
         """A view of the extra values."""
         return flat_N[self.numel - self._num_extra :]

@@ -14,11 +14,12 @@ from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.tracebacks import clear_tracebacks
-from manyhands.optim.blocking_client import BlockingRunClient
+from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
+from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
 from manyhands.optim.model_hooks import HeldBatches, RunningStatistics
 from manyhands.optim.options import (
     Delay,
@@ -31,6 +32,7 @@ from manyhands.optim.options import (
 )
 from manyhands.optim.run.collaboration import Collaboration, Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
+from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.state.state import State, sealed
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
@@ -70,6 +72,9 @@ class Optimizer(OptimizerWrapper):
         matchmaking_time_s, averaging_timeout_s: as in ``averaging``.
         delay: ``"optimizer"`` to make the update in the background, ``"gradients"`` to average there too, while the
             next batches are computed on parameters that are one step old. None for exact, synchronous steps.
+        local_steps: train on this peer alone, and average what that has changed once in ``target_batch_size`` samples
+            of the run, for slow links; see :class:`manyhands.LocalSteps`. ``max_grad_norm`` then clips the gradient of
+            each batch, and ``scheduler`` moves once in ``target_batch_size`` samples.
         offload: keep optimizer state and float32 parameters on the host; the model's own may be of half precision. By
             default only where ``delay`` needs it.
         auxiliary: this peer has no data, and helps to average.
@@ -108,6 +113,7 @@ class Optimizer(OptimizerWrapper):
         matchmaking_time_s: float | None = None,
         averaging_timeout_s: float | None = None,
         delay: Delay | None = None,
+        local_steps: LocalSteps | None = None,
         offload: bool | None = None,
         auxiliary: bool = False,
         allow_solo: bool = False,
@@ -121,24 +127,35 @@ class Optimizer(OptimizerWrapper):
         self._options = options = Options(
             run_id=run_id, target_batch_size=target_batch_size, batch_size_per_step=batch_size_per_step,
             batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
-            auxiliary=auxiliary,
+            auxiliary=auxiliary, num_fragments=local_steps.fragments if local_steps is not None else None,
         )  # fmt: skip
         check_peer(peer)
-        averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
+        self._averaging = averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
         super().__init__(made_optimizer(optimizer, params))
         named = checked_parameters(self.inner)  # the model's own
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         extra = extra_tensors_of(buffers, extra_tensors)
-        self.wrap(
-            Replica(self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy, extra=extra)
-        )
+        facts = dict(must_match or {}) | options.facts()
+        self._local: InnerSteps | None = None
+        if local_steps is None:
+            replica = Replica(
+                self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy, extra=extra
+            )
+        else:
+            replica = local = LocalReplica(
+                self.inner, scheduler, local_steps, max_grad_norm=max_grad_norm, offload=bool(offload), extra=extra
+            )
+            self._local = InnerSteps(local)
+            facts |= local_steps.facts(local.optimizer)
+            target_batch_size //= local_steps.fragments  # each step changes a part
+        self.wrap(replica)
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
         self.peer = peer
         """As given."""
-        self._samples = SampleCounter(peer.peer_id, self._replica)
+        self._samples = SampleCounter(peer.peer_id, self._replica, self._local)
         self._layout = GradientLayout(self._replica.model_parameters, extra.numel)
         self._is_counted = False  # the .grad of this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
@@ -148,7 +165,6 @@ class Optimizer(OptimizerWrapper):
         self._num_failures = 0  # attempts at a step in a row
         self._was_alone = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
-        facts = dict(must_match or {}) | options.facts()
         self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
         """The settings of the run, which all its peers have signed."""
         self._collaboration = Collaboration(
@@ -173,6 +189,11 @@ class Optimizer(OptimizerWrapper):
     def statistics(self) -> Statistics:
         """Counts of this peer so far."""
         return self._samples.statistics
+
+    @property
+    def makes_local_steps(self) -> bool:
+        """Whether each call of :meth:`step` changes the parameters of this peer; see ``local_steps``."""
+        return self._local is not None
 
     @property
     def num_peers(self) -> int:
@@ -208,7 +229,7 @@ class Optimizer(OptimizerWrapper):
 
     def state_digest(self) -> str:
         """BLAKE3 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers that are in step."""
-        return sealed(self._replica.capture()).header.digest.hex()
+        return sealed(self._replica.capture_agreed()).header.digest.hex()
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
@@ -237,8 +258,10 @@ class Optimizer(OptimizerWrapper):
         if self._current is not None and self._current.is_done:
             self._end_step(self._current)
         self._is_counted = self._accumulate(batch_size, weight, at_step)
+        if self._current is not None and self._local is not None and self._local.must_wait:
+            self.settle(longest_attempt_s(self._averaging) + BLOCKED_S)
         if self._current is None:
-            may_wait = self._options.delay is None
+            may_wait = not self._averages_in_background
             self._act_on(self._membership.decide(self._samples.waiting, self._speed, may_wait=may_wait))
         else:
             self._membership.report(self._samples.waiting, self._speed, self._current)
@@ -323,9 +346,14 @@ class Optimizer(OptimizerWrapper):
         is_overflow = found_inf is not None and float(found_inf) > 0
         with uninterrupted():
             self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
-        return True
+        return self._local is None
 
     # global steps
+
+    @property
+    def _averages_in_background(self) -> bool:
+        replica = self._replica
+        return self._options.delay == "gradients" or (isinstance(replica, LocalReplica) and replica.overlap_steps > 0)
 
     def _act_on(self, decision: Decision) -> None:
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
@@ -343,7 +371,7 @@ class Optimizer(OptimizerWrapper):
     def _average(self) -> None:
         logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
         with self._begun() as step:
-            if self._options.delay == "gradients":
+            if self._averages_in_background:
                 self._membership.leave_to_background(step)
                 return
             try:
@@ -423,7 +451,7 @@ class Optimizer(OptimizerWrapper):
         logger.info("Optimizer step: done! Step %d, %s", self.global_step, self.statistics.summary())
         speed = self._collaboration.tracker.progress.samples_per_second
         if outcome.manifest is not None and speed > 0:
-            computing_s = self._options.target_batch_size / speed
+            computing_s = self.manifest.target_batch_size / speed
             if advice := self._advice.after_step(computing_s, outcome.averaging_s):
                 logger.warning("%s", advice)
         if error is not None:  # during a background step, or while reporting it

@@ -40,6 +40,7 @@ class Options:
     delay: Delay | None
     offload: bool | None
     auxiliary: bool
+    num_fragments: int | None = None  # with local steps
 
     def __post_init__(self) -> None:
         checked_run_id(self.run_id)
@@ -60,8 +61,24 @@ class Options:
             raise ConfigError(
                 f"delay={self.delay!r} needs a copy of the parameters to step on; leave offload out, or set it to True"
             )
+        if self.num_fragments is not None:
+            self._check_local()
         if self.auxiliary and self.batch_size_per_step is not None:
             raise ConfigError("an auxiliary peer has no batches: leave batch_size_per_step out")
+
+    def _check_local(self) -> None:
+        target, batch, num_fragments = self.target_batch_size, self.batch_size_per_step or 1, self.num_fragments or 1
+        if self.delay is not None:
+            raise ConfigError(
+                f"delay={self.delay!r} is for synchronous steps; with local_steps write "
+                "LocalSteps(overlap_steps=5) instead, which goes on training while the average is computed"
+            )
+        if target < max(batch, num_fragments):
+            raise ConfigError(
+                f"target_batch_size={target} is below one batch of {batch} or the number of fragments, "
+                f"{num_fragments}: local steps need at least one between two averages; for example "
+                f"{100 * max(batch, num_fragments)}"
+            )
 
     @property
     def has_host_copy(self) -> bool:

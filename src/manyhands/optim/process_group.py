@@ -244,7 +244,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         self._batch_size_per_step = batch_size_per_step
         self._standing = RankState()
         self._has_warned = False
-        self._shared: tuple[int, int] | None = None  # which parameters all ranks have; None if they may differ
+        self._shared: tuple[int, int, int] | None = None  # which parameters all ranks have; None if they may differ
 
         def make(_: Sequence[Batch]) -> None:
             assert peer is not None
@@ -392,7 +392,8 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     def _word(self, leader: Optimizer, result: Any) -> Word:
         standing = RankState(*(getattr(leader, name) for name in RankState._fields))
         standing = standing._replace(statistics=replace(leader.statistics))
-        before, self._shared = self._shared, (leader.global_step, leader.statistics.states_loaded)
+        num_inner = leader.statistics.samples_computed if leader.makes_local_steps else 0
+        before, self._shared = self._shared, (leader.global_step, leader.statistics.states_loaded, num_inner)
         has_moved = before != self._shared
         options = hyper_parameters_of(leader.param_groups) if has_moved else []
         return Word(standing=standing, result=result, has_moved=has_moved, options=options)

@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -146,7 +146,7 @@ class Collaboration:
             look_ahead = LookAhead(self._rounds, self.tracker, self.tasks, self._batch_size_lead)
             self.step_rounds = StepRounds(
                 presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self._local,
-                self._averaging, _shapes_of(manifest),
+                self._averaging,
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
             self._server = StateServer(
@@ -487,11 +487,3 @@ def _limits_of(presence: Presence, run_id: str) -> MemberLimits:
     if members is None:
         return OPEN_LIMITS
     return MemberLimits(**msgspec.structs.asdict(members.charter.charter.limits))
-
-
-def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:
-    """The shapes in a vector of gradients: see :class:`manyhands.optim.accumulator.GradientAccumulator`."""
-    frozen = set(manifest.frozen)
-    shapes: list[Sequence[int]] = [tensor.shape for tensor in manifest.tensors if tensor.name not in frozen]
-    num_extra = sum(math.prod(spec.shape) for spec in manifest.extra_tensors)
-    return [*shapes, (len(shapes),), *([(num_extra,)] if num_extra else [])]

@@ -65,6 +65,14 @@ class LocalState(Protocol):
     def flat_parameters(self) -> torch.Tensor:
         """A copy of the trained parameters as one vector; safe to call from any thread."""
 
+    @property
+    def part(self) -> int:
+        """Which part of the parameters the next step changes, if they take turns."""
+
+    @property
+    def shapes(self) -> Sequence[Sequence[int]]:
+        """Of the tensors in the vector of the next step, in order."""
+
 
 @dataclass
 class Averaged:
@@ -175,7 +183,6 @@ class StepRounds:
         assignment: the roster of the rounds.
         look_ahead: searches for the group before the attempt.
         local: this peer's replica.
-        shapes: of the gradients in the vector, in order.
     """
 
     def __init__(
@@ -188,11 +195,9 @@ class StepRounds:
         look_ahead: LookAhead,
         local: LocalState,
         config: AveragingConfig,
-        shapes: Sequence[Sequence[int]],
     ) -> None:
         self._own_id = own_id
         self._rounds = rounds
-        self._shapes = shapes
         self._assignment = assignment
         self._tracker = tracker
         self._drift = drift
@@ -244,7 +249,8 @@ class StepRounds:
                     averaged = await self._average_in_grid(position, mean_N, weight)
                 else:
                     tracker.is_in_round = True
-                    committed = await self._rounds.average(mean_N, weight, shapes=self._shapes)
+                    local = self._local
+                    committed = await self._rounds.average(mean_N, weight, shapes=local.shapes, part=local.part)
                     averaged = self._averaged_in_one_group(committed, position, weight)
         except BaseException as error:
             self._look_ahead.resume()
@@ -282,7 +288,7 @@ class StepRounds:
         No peer knows all groups, so all that step from one position get one lineage, whatever their groups committed.
         """
         loop, config, outcome = asyncio.get_running_loop(), self._config, StepOutcome()
-        numel, vector_N, shapes = mean_N.numel(), mean_N, self._shapes
+        numel, vector_N, shapes = mean_N.numel(), mean_N, self._local.shapes
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
             shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so they are never encoded with a loss

@@ -35,6 +35,7 @@ PIECE_BYTES = 16 << 20
 MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
 MAX_CONTRIBUTORS = 4096
+INNER = "inner."
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
 
@@ -61,7 +62,7 @@ class StateHeader(msgspec.Struct, frozen=True):
 
     Attributes:
         tensors: parameters first, then extra tensors such as buffers, then the optimizer's, named
-            ``parameter.statistic``.
+            ``parameter.statistic``, then those of an inner optimizer, named ``parameter.inner.statistic``.
         scalars: msgpack of :class:`Scalars`.
         digest: BLAKE3 over ``tensors``, ``scalars`` and the digests of all chunks; empty while these are not known.
         origin: the step that led there; None if unknown, as after a checkpoint was loaded.
@@ -75,18 +76,21 @@ class StateHeader(msgspec.Struct, frozen=True):
     origin: Origin | None = None
 
 
-class Scalars(msgspec.Struct):
+class Scalars(msgspec.Struct, omit_defaults=True):
     """The part of a state that is not in tensors.
 
     Attributes:
         statistics: of the optimizer, by index of the parameter, written as a decimal number.
         groups: the hyper-parameters of each parameter group.
         scheduler: its state.
+        inner_statistics, inner_groups: likewise of the donor's inner optimizer, in a run with local steps.
     """
 
     statistics: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any]
+    inner_statistics: dict[str, dict[str, Any]] = {}
+    inner_groups: list[dict[str, Any]] = []
 
 
 make_ready(Scalars)
@@ -177,23 +181,33 @@ class Capture:
         lineage_samples: int,
         origin: Origin | None = None,
         extra: Sequence[tuple[ParameterSpec, torch.Tensor]] = (),
+        inner: torch.optim.Optimizer | None = None,
     ) -> None:
         parameters = parameters_of(optimizer)
         self._sources = [parameter.detach() for parameter in parameters] + [tensor for _, tensor in extra]
         specs = [spec_of(f"{index}", parameter) for index, parameter in enumerate(parameters)]
         specs += [spec for spec, _ in extra]
-        packed = optimizer.state_dict()
-        statistics: dict[str, dict[str, Any]] = {}
+        statistics = self._add_statistics(optimizer, "", specs)
+        scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), plain_part(scheduler_state))
+        if inner is not None:
+            scalars.inner_statistics = self._add_statistics(inner, INNER, specs)
+            scalars.inner_groups = hyper_parameters_of(inner.param_groups)
+        encoded = msgspec.msgpack.encode(scalars, order="sorted")
+        self._header = StateHeader(position, lineage_samples, specs, encoded, b"", origin)
+
+    def _add_statistics(
+        self, optimizer: torch.optim.Optimizer, prefix: str, specs: list[ParameterSpec]
+    ) -> dict[str, dict[str, Any]]:
+        """Add the tensors among an optimizer's statistics; returns the others."""
+        packed, others = optimizer.state_dict(), dict[str, dict[str, Any]]()
         for index in sorted(packed["state"]):
             for name, value in sorted(packed["state"][index].items()):
                 if isinstance(value, torch.Tensor):
                     self._sources.append(value.detach())
-                    specs.append(spec_of(f"{index}.{name}", value))
+                    specs.append(spec_of(f"{index}.{prefix}{name}", value))
                 else:
-                    statistics.setdefault(str(index), {})[name] = value
-        scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), plain_part(scheduler_state))
-        encoded = msgspec.msgpack.encode(scalars, order="sorted")
-        self._header = StateHeader(position, lineage_samples, specs, encoded, b"", origin)
+                    others.setdefault(str(index), {})[name] = value
+        return others
 
     def copy(
         self, guard: Callable[[], AbstractContextManager[Any]] = nullcontext, is_moved: Callable[[], bool] = bool
@@ -294,6 +308,28 @@ def first_of(state: State, num_tensors: int) -> State:
     return replace(state, header=header, content=state.content[: offsets_of(specs)[1]], digests=())
 
 
+def split_inner(state: State, num_parameters: int, num_extra: int) -> tuple[State, State | None]:
+    """The state without the donor's inner optimizer, and a copy of that as a state of its own, with the parameters.
+
+    The second is None if the donor has none. The header must be checked.
+    """
+    specs, scalars = state.header.tensors, msgspec.msgpack.decode(state.header.scalars, type=Scalars)
+    first = num_parameters + num_extra
+    num_outer = first + sum(not _statistic_of(spec).startswith(INNER) for spec in specs[first:])
+    outer = _with_scalars(first_of(state, num_outer), Scalars(scalars.statistics, scalars.groups, scalars.scheduler))
+    if not scalars.inner_groups:
+        return outer, None
+    renamed = [msgspec.structs.replace(spec, name=spec.name.replace(INNER, "", 1)) for spec in specs[num_outer:]]
+    header = msgspec.structs.replace(state.header, tensors=[*specs[:num_parameters], *renamed])
+    inner = state_of(header, [*state.tensors[:num_parameters], *state.tensors[num_outer:]])
+    return outer, _with_scalars(inner, Scalars(scalars.inner_statistics, scalars.inner_groups, {}))
+
+
+def _with_scalars(state: State, scalars: Scalars) -> State:
+    encoded = msgspec.msgpack.encode(scalars, order="sorted")
+    return replace(state, header=msgspec.structs.replace(state.header, scalars=encoded))
+
+
 def num_chunks_of(num_bytes: int) -> int:
     """Chunks of a state of this size; the last one may be shorter."""
     return -(-num_bytes // CHUNK_BYTES)
@@ -345,7 +381,7 @@ def checked_scalars(
         raise ValueError("its numbers are nested too deeply") from error
     if len(scalars.groups) != num_groups:
         raise ValueError(f"it has {len(scalars.groups)} parameter groups, the optimizer here has {num_groups}")
-    if any(not _is_index(text, len(parameters)) for text in scalars.statistics):
+    if any(not _is_index(text, len(parameters)) for text in [*scalars.statistics, *scalars.inner_statistics]):
         raise ValueError("it has statistics of a parameter that does not exist")
     return scalars
 
@@ -361,7 +397,7 @@ def restore(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[Para
     first = len(parameters) + len(extra)
     statistics = {int(index): values for index, values in scalars.statistics.items()}
     for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
-        statistics.setdefault(_owner_of(spec), {})[spec.name.partition(".")[2]] = tensor.clone()
+        statistics.setdefault(_owner_of(spec), {})[_statistic_of(spec)] = tensor.clone()
     groups = [
         {name: _merged_option(name, value, sent) for name, value in group.items()}
         for group, sent in zip(own["param_groups"], scalars.groups, strict=True)
@@ -377,9 +413,20 @@ def restore(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[Para
     return scalars.scheduler
 
 
+def take_options(state: State, optimizer: torch.optim.Optimizer) -> None:
+    """Write the options of a state's groups, such as the learning rate, into an optimizer; they must be checked."""
+    scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
+    for group, sent in zip(optimizer.param_groups, scalars.groups, strict=True):
+        group.update({name: _merged_option(name, value, sent) for name, value in group.items()})
+
+
 def _owner_of(spec: ParameterSpec) -> int:
     index, _, _ = spec.name.partition(".")
     return int(index)
+
+
+def _statistic_of(spec: ParameterSpec) -> str:
+    return spec.name.partition(".")[2]
 
 
 def _is_index(text: str, num_parameters: int) -> bool:

@@ -18,7 +18,7 @@ from manyhands.averaging.messages import Position
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.tracebacks import clear_tracebacks
-from manyhands.optim.accumulator import Contribution, GradientAccumulator
+from manyhands.optim.accumulator import Accumulator, Contribution, GradientAccumulator
 from manyhands.optim.health import Statistics
 from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.progress import sum_of_samples
@@ -149,16 +149,19 @@ class GlobalStep:
 
 
 class SampleCounter:
-    """The gradients of one peer, and the counts of the samples behind them. Belongs to the training thread.
+    """What becomes of the samples of one peer. Belongs to the training thread.
+
+    Args:
+        accumulator: holds what they have led to; by default their gradients.
 
     Attributes:
         statistics: the counts.
     """
 
-    def __init__(self, own_id: PeerId, replica: Replica) -> None:
+    def __init__(self, own_id: PeerId, replica: Replica, accumulator: Accumulator | None = None) -> None:
         self._own_id = own_id
         self._replica = replica
-        self._accumulator = GradientAccumulator(replica.model_parameters, replica.extra)
+        self._accumulator = accumulator or GradientAccumulator(replica.model_parameters, replica.extra)
         self.statistics = Statistics()
 
     @property
@@ -183,7 +186,9 @@ class SampleCounter:
             logger.warning("a gradient of this micro-batch is not finite; its %d samples are dropped", samples)
 
     def freeze(self) -> Contribution:
-        """Return the waiting gradients as the contribution to a step."""
+        """Return what is waiting as the contribution to a step."""
+        if fault := self._accumulator.fault():
+            self.drop_waiting(fault)
         return self._accumulator.freeze()
 
     def give_up(self, step: GlobalStep) -> None:
@@ -207,16 +212,17 @@ class SampleCounter:
             self._drop(step, f"global step {number} changes nothing: {step.refusal}")
         elif not outcome.is_left_out:
             counts.samples_used += contribution.samples
-            self._recycle(step)
+            self._forget(step)
         elif outcome.is_outsized:
             self._drop(step, OUTSIZED % number)
         elif step.is_lost:  # the loaded state will show where they can count
             self._accumulator.take_back(contribution)
-        elif reason := self._reason_to_drop(step.left_from, contribution.since_step, was_out=True):
-            self._drop(step, f"the group made global step {number} without this peer, and {reason}")
         else:
-            self._accumulator.take_back(contribution)
-            self._carried(contribution.samples)
+            reason = self._reason_to_drop(step.left_from, contribution.since_step, was_out=True)
+            if reason := reason or self._accumulator.carry(contribution):
+                self._drop(step, f"the group made global step {number} without this peer, and {reason}")
+            else:
+                self._carried(contribution.samples)
 
     def load(self, before: Position) -> None:
         """Carry or drop the waiting samples after a loaded state replaced the position ``before``."""
@@ -235,7 +241,7 @@ class SampleCounter:
         """Drop all waiting samples: their parameters have changed."""
         if self.waiting:
             self._count_dropped(self.waiting, reason)
-            self._accumulator.drop()
+        self._accumulator.drop()
 
     def _reason_to_drop(self, before: Position, since_step: int, *, was_out: bool) -> str:
         """Why samples cannot count at this peer's new position; empty if they can.
@@ -262,13 +268,13 @@ class SampleCounter:
 
     def _drop(self, step: GlobalStep, reason: str) -> None:
         self._count_dropped(step.contribution.samples, reason)
-        self._recycle(step)
+        self._forget(step)
 
     def _count_dropped(self, samples: int, reason: str) -> None:
         self.statistics.samples_dropped += samples
         logger.warning("%d samples are dropped: %s", samples, reason)
 
-    def _recycle(self, step: GlobalStep) -> None:
-        """Reuse the memory of a contribution; after a step alone the wrapped optimizer may still hold it."""
-        if step.outcome is not None and step.outcome.manifest is not None:
-            self._accumulator.recycle(step.contribution)
+    def _forget(self, step: GlobalStep) -> None:
+        """Forget a contribution, whose memory the wrapped optimizer may still hold after a step alone."""
+        is_free = step.outcome is not None and step.outcome.manifest is not None
+        self._accumulator.count(step.contribution, is_free=is_free)

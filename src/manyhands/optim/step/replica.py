@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,6 @@ from manyhands.optim.state.state import (
     parameters_of,
     restore,
     spec_of,
-    specs_of,
 )
 from manyhands.optim.step.update import guarded_step, move_statistics
 
@@ -62,6 +61,7 @@ class Replica:
         extra: tensors beside the parameters that all peers share.
 
     Attributes:
+        wrapped: the optimizer that the user gave.
         position: of the optimizer's parameters; the model's may be a step behind.
         lineage_samples: samples in all steps that led there.
         origin: the last of these steps; None at the beginning, or if unknown.
@@ -79,7 +79,7 @@ class Replica:
     ) -> None:
         self.extra = ExtraTensors() if extra is None else extra
         self.extra_specs = [spec_of(*named) for named in zip(self.extra.names, self.extra.agreed, strict=True)]
-        self.optimizer = optimizer
+        self.optimizer = self.wrapped = optimizer
         self.model_parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
             scheduler = scheduler(optimizer)
@@ -97,8 +97,28 @@ class Replica:
         self.position = Position(0, hashlib.sha256(digest_of_parameters(optimizer)).digest())
         self.lineage_samples = 0
         self.origin: Origin | None = None
-        self.options = options_of(optimizer.param_groups)
         self._agreed_options = hyper_parameters_of(optimizer.param_groups)
+        self.options = options_of(self._guarded_groups)
+
+    @property
+    def _guarded_groups(self) -> list[dict[str, Any]]:
+        """The groups whose options only the schedule may change."""
+        return self.optimizer.param_groups
+
+    @property
+    def part(self) -> int:
+        """Which part of the parameters the next step changes, if they take turns."""
+        return 0
+
+    @property
+    def trained(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
+        """The parameters that the next step changes, and the layout of their gradients."""
+        return self._parameters, self._layout
+
+    @property
+    def shapes(self) -> Sequence[Sequence[int]]:
+        """Of the tensors in the vector of the next step, in order."""
+        return self.trained[1].shapes
 
     def advance(
         self,
@@ -129,13 +149,14 @@ class Replica:
         """
         with self._lock:
             self._num_changes += 1
-            check_unchanged(self.options, self.optimizer.param_groups)  # since :meth:`check_options` has, in background
+            check_unchanged(self.options, self._guarded_groups)  # since :meth:`check_options` has, in background
             if parameters_N is not None:
                 assign_flat(self._parameters, parameters_N)
             move_statistics(self.optimizer)
-            extra_N = self._layout.extra(averaged_N).clone()
+            parameters, layout = self.trained
+            extra_N = layout.extra(averaged_N).clone()
             reason = guarded_step(
-                self.optimizer, self._parameters, self._layout, averaged_N,
+                self.optimizer, parameters, layout, averaged_N,
                 max_grad_norm=self._max_grad_norm, spare_N=spare_N,
             )  # fmt: skip
             if not reason:
@@ -146,7 +167,7 @@ class Replica:
                 self.lineage_samples = sum_of_samples([self.lineage_samples, samples])
                 self.origin = Origin(self.position, contributors)
                 self.position = Position(self.position.step + 1, lineage)
-                self.options = options_of(self.optimizer.param_groups)
+                self.options = options_of(self._guarded_groups)
         return reason
 
     def _advance_schedule(self, *, is_alone: bool) -> None:
@@ -191,7 +212,7 @@ class Replica:
         if self.host_copy is not None:
             check_unchanged(self.host_copy.shown_options, self.host_copy.shown_groups)
         if not is_stepping:
-            check_unchanged(self.options, self.optimizer.param_groups)
+            check_unchanged(self.options, self._guarded_groups)
 
     @property
     def shown_groups(self) -> list[dict[str, Any]]:
@@ -199,18 +220,25 @@ class Replica:
         return self.optimizer.param_groups if self.host_copy is None else self.host_copy.shown_groups
 
     def capture(self) -> State:
-        """Copy the state, without its digests; safe to call from any thread.
+        """Copy the state for a newcomer, without its digests; safe to call from any thread.
 
         A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it. The last of
         ``MAX_COPIES`` attempts holds such a step up.
         """
+        return self.capture_agreed()
+
+    def capture_agreed(self) -> State:
+        """Copy the part of the state that is equal on all peers, without its digests; safe to call from any thread."""
+        return self._capture(self._begin_capture)
+
+    def _capture(self, begin: Callable[[], Capture]) -> State:
         for _ in range(MAX_COPIES - 1):
             with self._lock:
-                capture, num_changes = self._begin_capture(), self._num_changes
+                capture, num_changes = begin(), self._num_changes
             if state := capture.copy(self._between_steps, lambda begun=num_changes: self._num_changes != begun):  # type: ignore[misc]
                 return state
         with self._lock:
-            state = self._begin_capture().copy()
+            state = begin().copy()
         assert state is not None
         return state
 
@@ -220,10 +248,10 @@ class Replica:
             yield
         time.sleep(YIELD_S)  # a step that waits takes the lock now
 
-    def _begin_capture(self) -> Capture:
+    def _begin_capture(self, inner: torch.optim.Optimizer | None = None) -> Capture:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
-        return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra)
+        return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra, inner)
 
     def restore(self, state: State) -> None:
         """Load another peer's state.
@@ -232,18 +260,21 @@ class Replica:
             ValueError: it does not fit, or cannot be trained on; nothing was changed.
         """
         with self._lock:
-            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-            if fault := fault_of(state, self.optimizer, self._agreed_options, schedule, self.extra_specs):
-                raise ValueError(fault)
-            self._num_changes += 1
-            self._set_schedule(restore(state, self.optimizer, self.extra_specs))
-            first = len(parameters_of(self.optimizer))
-            self.extra.load(state.tensors[first : first + len(self.extra_specs)])
-            self.options = options_of(self.optimizer.param_groups)
-            self.position = state.header.position
-            self.lineage_samples = state.header.lineage_samples
-            self.origin = state.header.origin
+            self._restore(state)
         self.show()
+
+    def _restore(self, state: State) -> None:
+        schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
+        if fault := fault_of(state, self.optimizer, self._agreed_options, schedule, self.extra_specs):
+            raise ValueError(fault)
+        self._num_changes += 1
+        self._set_schedule(restore(state, self.optimizer, self.extra_specs))
+        first = len(parameters_of(self.optimizer))
+        self.extra.load(state.tensors[first : first + len(self.extra_specs)])
+        self.options = options_of(self._guarded_groups)
+        self.position = state.header.position
+        self.lineage_samples = state.header.lineage_samples
+        self.origin = state.header.origin
 
     # checkpoints
 
@@ -267,7 +298,7 @@ class Replica:
         with self._lock:
             self._num_changes += 1
             self.optimizer.load_state_dict(state_dict)
-            self.options = options_of(self.optimizer.param_groups)
+            self.options = options_of(self._guarded_groups)
             if place is not None:
                 self._set_schedule(place["scheduler"])
                 self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
@@ -374,17 +405,17 @@ def manifest_of(
     """The settings of this peer, which must be equal on all peers of the run."""
     if averaging.max_group_size != AveragingConfig.max_group_size:
         extra = extra | {"max_group_size": str(averaging.max_group_size)}
-    optimizer = replica.optimizer
+    optimizer = replica.wrapped
     groups = hyper_parameters_of(optimizer.param_groups)
     for group in groups:
         group.pop("param_names", None)  # they are in the tensors' specs
         group["lr"] = group.pop("initial_lr", group["lr"])
-    named = zip(names_of(optimizer), parameters_of(optimizer), strict=True)
+    named = list(zip(names_of(optimizer), parameters_of(replica.optimizer), strict=True))
     return RunManifest(
         protocol=PROTOCOL,
         run_id=run_id,
         target_batch_size=target_batch_size,
-        tensors=specs_of(optimizer),
+        tensors=[spec_of(name, parameter) for name, parameter in named],
         frozen=[name for name, parameter in named if not parameter.requires_grad],
         optimizer=type(optimizer).__name__,
         hyper_parameters=groups,

@@ -1,0 +1,459 @@
+"""Local steps: each peer trains by itself, and the run averages what that has changed.
+
+The wrapped optimizer is the *inner* one: each batch makes a step with it, on this peer alone. When the run has the
+samples of its target, the peers average their pseudo-gradients, the agreed parameters minus their own, weighted by
+samples. All make the same step with an *outer* optimizer from the agreed parameters, and go on from the result.
+
+What :class:`manyhands.optim.step.replica.Replica` says of position, state and digest holds for the agreed parameters
+and the outer optimizer here.
+
+Source: Douillard et al., DiLoCo, arXiv:2311.08105; Douillard et al., Streaming DiLoCo, arXiv:2501.18512.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.text import counted
+from manyhands.optim.accumulator import Contribution
+from manyhands.optim.extra_tensors import ExtraTensors
+from manyhands.optim.flat import GradientLayout, are_finite
+from manyhands.optim.options import check_unchanged, options_of
+from manyhands.optim.state.check import fault_of
+from manyhands.optim.state.state import (
+    State,
+    hyper_parameters_of,
+    parameters_of,
+    restore,
+    split_inner,
+    take_options,
+)
+from manyhands.optim.step.replica import HostCopy, Replica, SchedulerMaker
+
+logger = logging.getLogger(__name__)
+
+KEPT_SHARE = 0.5
+"""Of a peer's own parameters, where the average arrives after further inner steps (arXiv:2501.18512, section 3.2)."""
+MANY_STEPS = 500
+"""Inner steps from one average to the next, above which published runs lose much of their quality."""
+OUTER = "outer"
+"""Key of the outer optimizer's state in a checkpoint."""
+PARAMETERS = "parameters"
+
+
+def nesterov(params: Any) -> torch.optim.Optimizer:
+    """The default outer optimizer, as in DiLoCo."""
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """Makes a peer train by itself, and average with the others once in ``target_batch_size`` samples of the run.
+
+    How many inner steps it makes between two averages follows from the target, the number of peers and their batches.
+
+    Attributes:
+        outer: makes the optimizer that steps with the averaged change, from a list of parameter groups. ``SGD(lr=1.0)``
+            is plain averaging of parameters.
+        fragments: the parameters are averaged in so many parts, one after the other, which divides the peak of the
+            traffic. Each part is averaged once in ``target_batch_size`` samples.
+        overlap_steps: go on with up to so many inner steps while the average is computed.
+    Raises:
+        ConfigError: a number is out of bounds.
+    """
+
+    outer: Callable[[Any], torch.optim.Optimizer] = nesterov
+    fragments: int = 1
+    overlap_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.fragments < 1:
+            raise ConfigError(f"fragments={self.fragments} must be at least 1; for example 4")
+        if self.overlap_steps < 0:
+            raise ConfigError(f"overlap_steps={self.overlap_steps} must be at least 0; for example 5")
+        if not callable(self.outer):
+            raise ConfigError(
+                f"outer={self.outer!r} must be a function that makes an optimizer from parameters; for example "
+                "lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+            )
+
+    def facts(self, outer: torch.optim.Optimizer) -> dict[str, str]:
+        """What must be equal on all peers of a run, with the outer optimizer that was made."""
+        (options,) = hyper_parameters_of(outer.param_groups[:1])
+        shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if value and name != "param_names")
+        return {
+            "local_steps": f"outer {type(outer).__name__}({shown}), {counted(self.fragments, 'fragment')}, "
+            f"overlap_steps={self.overlap_steps}"
+        }
+
+
+class LocalReplica(Replica):
+    """The agreed parameters with their outer optimizer, and this peer's own parameters with the inner one.
+
+    Memory beyond the model and the inner optimizer, on the host, in multiples of the float32 parameters: one for the
+    agreed parameters, one for the momentum of the outer optimizer.
+
+    Args:
+        inner: of the model's parameters.
+        scheduler: of ``inner``; it moves once for each ``target_batch_size`` samples of the run.
+        max_grad_norm: bound of the norm of each batch's gradient.
+        offload: keep the inner optimizer's parameters and statistics on the host.
+    Raises:
+        ConfigError: ``outer`` makes no optimizer of the given parameters, or there are fewer tensors than fragments.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        scheduler: SchedulerMaker | None,
+        local_steps: LocalSteps,
+        *,
+        max_grad_norm: float | None = None,
+        offload: bool = False,
+        extra: ExtraTensors | None = None,
+    ) -> None:
+        self.inner = inner
+        self.num_fragments = local_steps.fragments
+        self.overlap_steps = local_steps.overlap_steps
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            scheduler = scheduler(inner)
+        model_parameters = [parameter for parameter in parameters_of(inner) if parameter.requires_grad]
+        super().__init__(_outer_of(local_steps, inner), scheduler, extra=extra)
+        self._max_inner_norm = max_grad_norm
+        self.wrapped, self.model_parameters = inner, model_parameters
+        self.inner_copy = HostCopy(inner) if offload else None
+        self._own = [parameter for parameter in parameters_of(inner) if parameter.requires_grad]
+        self._agreed_inner_options = hyper_parameters_of(inner.param_groups)
+        if self.num_fragments > len(self._own):
+            raise ConfigError(
+                f"fragments={self.num_fragments} is above the number of trained tensors; for example {len(self._own)}, "
+                "or fewer"
+            )
+        self._members = _fragments_of([parameter.numel() for parameter in self._own], self.num_fragments)
+        self._parts: list[tuple[Sequence[torch.Tensor], GradientLayout]] = [
+            (parameters, GradientLayout(parameters, self.extra.numel))
+            for parameters in ([self._parameters[index] for index in members] for members in self._members)
+        ]
+
+    # for the run
+
+    @property
+    def _guarded_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @property
+    def part(self) -> int:
+        """The fragment of the next step."""
+        return self.position.step % self.num_fragments
+
+    @property
+    def trained(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
+        """The agreed parameters that the next step changes, and the layout of their pseudo-gradients."""
+        return self._parts[self.part]
+
+    def _advance_schedule(self, *, is_alone: bool) -> None:
+        if (self.position.step + 1) % self.num_fragments == 0:
+            super()._advance_schedule(is_alone=True)  # this peer may have made no inner step
+
+    def show(self) -> None:
+        """Copy the extra tensors to the model; its parameters follow by :meth:`follow`."""
+        self.extra.show()
+
+    def check_options(self, *, is_stepping: bool) -> None:
+        """As for :class:`Replica`, of the inner optimizer."""
+        if self.inner_copy is not None:
+            check_unchanged(self.inner_copy.shown_options, self.inner_copy.shown_groups)
+        if not is_stepping:
+            check_unchanged(self.options, self.inner.param_groups)
+
+    @property
+    def shown_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the inner optimizer, with the model's own parameters."""
+        return self.inner.param_groups if self.inner_copy is None else self.inner_copy.shown_groups
+
+    def capture(self) -> State:
+        """As for :class:`Replica`, with the inner optimizer's statistics."""
+        return self._capture(functools.partial(self._begin_capture, self.inner))
+
+    def _restore(self, state: State) -> None:
+        """Load another peer's state; what this peer's own steps have changed stays, relative to the new parameters.
+
+        The inner statistics are taken from the donor if this peer has made no step yet.
+        """
+        num_parameters = len(parameters_of(self.optimizer))
+        outer, inner = split_inner(state, num_parameters, len(self.extra_specs))
+        if inner is not None:
+            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
+            if fault := fault_of(inner, self.inner, self._agreed_inner_options, schedule):
+                raise ValueError(f"its inner optimizer cannot be used: {fault}")
+        is_new = not self.inner.state
+        before = [agreed.clone() for agreed in self._parameters]
+        super()._restore(outer)
+        with torch.no_grad():
+            for own, agreed, was in zip(self._own, self._parameters, before, strict=True):
+                own.add_((agreed - was).to(own)) if not is_new else own.copy_(agreed)
+        if inner is not None and is_new:
+            restore(inner, self.inner)
+        elif inner is not None:
+            take_options(inner, self.inner)
+        self.options = options_of(self.inner.param_groups)
+        self._show_own()
+
+    # for the training thread
+
+    def step_inner(self, grad_scale: float) -> None:
+        """Make an inner step with the current ``.grad``, which are divided by the scale and clipped in place."""
+        if grad_scale != 1.0:
+            for parameter in self.model_parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(grad_scale)
+        if self._max_inner_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model_parameters, self._max_inner_norm)
+        with self._lock:
+            if self.inner_copy is not None:
+                for parameter, own in zip(self.model_parameters, self._own, strict=True):
+                    own.grad = parameter.grad.to(own) if parameter.grad is not None else None
+            self.inner.step()
+        self._show_own()
+
+    def own_is_finite(self) -> bool:
+        """Whether this peer's own parameters are finite."""
+        return are_finite(self._own)
+
+    @torch.no_grad()
+    def pseudo_gradient(self, flat_N: torch.Tensor | None) -> torch.Tensor:
+        """The agreed parameters of the next step minus this peer's own, as a vector on the host; see ``shapes``.
+
+        Args:
+            flat_N: memory to write it to, if it has the size.
+        """
+        parameters, layout = self.trained
+        if flat_N is None or flat_N.numel() != layout.numel:
+            flat_N = torch.empty(layout.numel)
+        values, shares = layout.views(flat_N)
+        for value, agreed, own in zip(values, parameters, self._own_of(self.part), strict=True):
+            torch.sub(agreed, own.to(agreed), out=value)
+        shares.fill_(1.0)
+        layout.extra(flat_N).copy_(self.extra.contribution())
+        return flat_N
+
+    @torch.no_grad()
+    def follow(self, fragment: int, kept_share: float = 0.0) -> None:
+        """Move this peer's own parameters to the agreed ones, but for a share of the way."""
+        for own, agreed in zip(self._own_of(fragment), self._parts[fragment][0], strict=True):
+            own.copy_(agreed) if kept_share == 0 else own.lerp_(agreed.to(own), 1 - kept_share)
+        self._show_own()
+
+    @torch.no_grad()
+    def differ_by(self, fragment: int, pseudo_gradient_N: torch.Tensor) -> None:
+        """Set this peer's own parameters to the agreed ones minus a pseudo-gradient."""
+        parameters, layout = self._parts[fragment]
+        values, _ = layout.views(pseudo_gradient_N)
+        for own, agreed, value in zip(self._own_of(fragment), parameters, values, strict=True):
+            own.copy_(agreed - value)
+        self._show_own()
+
+    def forget_inner(self) -> None:
+        """Begin with new statistics of the inner optimizer."""
+        self.inner.state.clear()
+
+    @contextmanager
+    def agreed_in_model(self) -> Iterator[None]:
+        """Within the block, the model has the agreed parameters instead of this peer's own."""
+        with torch.no_grad():
+            own = [parameter.detach().clone() for parameter in self.model_parameters]
+            for parameter, agreed in zip(self.model_parameters, self._parameters, strict=True):
+                parameter.copy_(agreed)
+            try:
+                yield
+            finally:
+                for parameter, value in zip(self.model_parameters, own, strict=True):
+                    parameter.copy_(value)
+
+    def _own_of(self, fragment: int) -> list[torch.Tensor]:
+        return [self._own[index] for index in self._members[fragment]]
+
+    def _show_own(self) -> None:
+        if self.inner_copy is not None:
+            self.inner_copy.show()
+
+    # checkpoints
+
+    def place(self) -> dict[str, Any]:
+        """As for :class:`Replica`, with the outer optimizer, and the agreed parameters where the model has others."""
+        pairs = zip(self.model_parameters, self._parameters, strict=True)
+        agreed = {f"{i}": value for i, (own, value) in enumerate(pairs) if not torch.equal(own.to(value), value)}
+        place = super().place() | {OUTER: self.optimizer.state_dict()}
+        return place | ({PARAMETERS: agreed} if agreed else {})
+
+    def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
+        """As for :class:`Replica`; the agreed parameters are the model's, where the checkpoint has no others."""
+        kept: Mapping[str, torch.Tensor] = (place or {}).get(PARAMETERS, {})
+        with torch.no_grad():
+            for index, (own, agreed) in enumerate(zip(self.model_parameters, self._parameters, strict=True)):
+                agreed.copy_(kept.get(f"{index}", own))
+        outer = (place or {}).get(OUTER, self.optimizer.state_dict() | {"state": {}})
+        super().load(outer, place)
+        self.inner.load_state_dict(state_dict)
+        self.options = options_of(self.inner.param_groups)
+        if self.inner_copy is not None:
+            self.inner_copy.take_over()
+
+
+class InnerSteps:
+    """Makes this peer's inner steps, and counts the samples behind the difference to the agreed parameters.
+
+    An :class:`manyhands.optim.accumulator.Accumulator`: the difference itself is in the model. Belongs to the training
+    thread.
+
+    Attributes:
+        samples, weight, since_step, was_out: as for every accumulator.
+    """
+
+    def __init__(self, replica: LocalReplica) -> None:
+        self._replica = replica
+        self._spare_N: torch.Tensor | None = None
+        self._num_steps = 0
+        self._frozen_at = 0  # inner steps when the last contribution was made
+        self._must_end_at = 0  # inner steps after which the average is waited for
+        self._weights = [0.0] * replica.num_fragments  # behind the difference in each fragment
+        self._has_told: set[str] = set()
+        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
+
+    def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
+        """Make an inner step with the current ``.grad``; False, and no step, when one is not finite."""
+        weight = float(samples) if weight is None else weight
+        gradients = [parameter.grad for parameter in self._replica.model_parameters if parameter.grad is not None]
+        if not are_finite([gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]):
+            return False
+        if weight > 0:
+            self._replica.step_inner(grad_scale)
+            self._num_steps += 1
+        self._count(samples, weight, at_step)
+        self._weights = [before + weight for before in self._weights]
+        return True
+
+    def fault(self) -> str:
+        """Why this peer's own parameters cannot be averaged; then they become the agreed ones."""
+        if self._replica.own_is_finite():
+            return ""
+        self._replica.forget_inner()
+        return "the parameters of this peer are not finite any more after its inner steps; look at its learning rate"
+
+    def freeze(self) -> Contribution:
+        """Return the pseudo-gradient of the next step's fragment.
+
+        Its weight is that of all samples since the fragment was averaged, by the number of fragments: so the weights of
+        all steps add up to the samples.
+        """
+        replica, fragment = self._replica, self._replica.part
+        mean_N, self._spare_N = replica.pseudo_gradient(self._spare_N), None
+        weight = self._weights[fragment] / replica.num_fragments
+        contribution = Contribution(mean_N, self.samples, weight, self.since_step)
+        self._tell_of(self._num_steps - self._frozen_at)
+        self._frozen_at = self._num_steps
+        self._forget_samples()
+        return contribution
+
+    def _tell_of(self, num_steps: int) -> None:
+        """Plan the overlap, and tell the user once what the number of inner steps between two averages means."""
+        replica, allowed = self._replica, self._replica.overlap_steps
+        if allowed > num_steps > 0 and "overlap" not in self._has_told:
+            self._has_told.add("overlap")
+            logger.warning(
+                "overlap_steps=%d is cut to %d, the inner steps from one average to the next", allowed, num_steps
+            )
+        self._must_end_at = self._num_steps + max(min(allowed, num_steps), 1)
+        if num_steps * replica.num_fragments > MANY_STEPS and "many" not in self._has_told:
+            self._has_told.add("many")
+            logger.warning(
+                "%d inner steps from one average to the next: published runs lose quality above %d "
+                "(docs/how-to/local-steps.md); a smaller target_batch_size makes them fewer",
+                num_steps * replica.num_fragments, MANY_STEPS,
+            )  # fmt: skip
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the average that is computed in the background has to be there before the next inner step."""
+        return self._num_steps >= self._must_end_at
+
+    def take_back(self, contribution: Contribution) -> None:
+        """Count the samples of a contribution again: the difference is still in the parameters."""
+        self._spare_N = contribution.mean_N
+        if contribution.samples:
+            self._count(contribution.samples, contribution.weight, contribution.since_step)
+            self.was_out = True
+
+    def carry(self, contribution: Contribution) -> str:
+        """Move to the agreed parameters, and keep the difference that the others have left out."""
+        if self._num_steps != self._frozen_at:
+            return "further inner steps were made meanwhile"
+        self._replica.differ_by(self._last_fragment, contribution.mean_N)
+        self.take_back(contribution)
+        return ""
+
+    def count(self, contribution: Contribution, *, is_free: bool) -> None:
+        """Move to the agreed parameters after a step; half of the way if inner steps were made meanwhile."""
+        fragment, replica = self._last_fragment, self._replica
+        replica.follow(fragment, KEPT_SHARE if self._num_steps != self._frozen_at else 0.0)
+        self._weights[fragment] -= contribution.weight * replica.num_fragments
+        if is_free:
+            self._spare_N = contribution.mean_N
+
+    def drop(self) -> None:
+        """Move all own parameters to the agreed ones."""
+        for fragment in range(self._replica.num_fragments):
+            self._replica.follow(fragment)
+        self._weights = [0.0] * self._replica.num_fragments
+        self._forget_samples()
+
+    @property
+    def _last_fragment(self) -> int:
+        return (self._replica.position.step - 1) % self._replica.num_fragments
+
+    def _count(self, samples: int, weight: float, since_step: int) -> None:
+        self.since_step = min(self.since_step, since_step) if self.samples else since_step
+        self.samples += samples
+        self.weight += weight
+
+    def _forget_samples(self) -> None:
+        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
+
+
+def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The outer optimizer, of copies of the parameters, in the same groups."""
+    groups = [{"params": [_agreed_of(parameter) for parameter in group["params"]]} for group in inner.param_groups]
+    agreed = [parameter for group in groups for parameter in group["params"]]
+    outer = local_steps.outer(groups)
+    if not isinstance(outer, torch.optim.Optimizer) or [*map(id, parameters_of(outer))] != [*map(id, agreed)]:
+        raise ConfigError(
+            f"outer made {outer!r}, which is no optimizer of the given parameter groups; for example "
+            "lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    return outer
+
+
+def _agreed_of(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, at least in float32 if it is trained."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.requires_grad else parameter.dtype
+    copy = parameter.detach().to("cpu", dtype, copy=True)
+    return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+
+
+def _fragments_of(sizes: Sequence[int], num_fragments: int) -> list[list[int]]:
+    """Divide tensors over fragments of about equal size: the largest first, each to the smallest fragment so far."""
+    totals, members = [0] * num_fragments, [list[int]() for _ in range(num_fragments)]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        smallest = min(range(num_fragments), key=lambda fragment: (totals[fragment], len(members[fragment])))
+        totals[smallest] += sizes[index]
+        members[smallest].append(index)
+    return [sorted(of_one) for of_one in members]
