@@ -94,6 +94,7 @@ class DonorSide:
         threading.Thread(target=self._train, daemon=True).start()
 
     def _train(self) -> None:
+        torch.set_num_threads(1)  # it holds for the thread that calls it
         left, right, product = torch.rand(256, 256), torch.rand(256, 256), torch.empty(256, 256)
         schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         while True:
