@@ -38,6 +38,7 @@ from manyhands.version import __version__
 if TYPE_CHECKING:
     from manyhands import optim
     from manyhands.averaging.averager import Averager, RoundResult
+    from manyhands.averaging.codecs.sparse import Sparse
     from manyhands.averaging.config import AveragingConfig
     from manyhands.checkpoints.checkpoints import Checkpoints
     from manyhands.optim.config import ProgressConfig
@@ -75,6 +76,7 @@ __all__ = [
     "RoundAborted",
     "RoundResult",
     "RunNotFound",
+    "Sparse",
     "Timeout",
     "Unavailable",
     "__version__",
@@ -93,6 +95,7 @@ _HOMES = {
     "ProcessGroupOptimizer": "manyhands.optim.process_group",
     "ProgressConfig": "manyhands.optim.config",
     "RoundResult": "manyhands.averaging.averager",
+    "Sparse": "manyhands.averaging.codecs.sparse",
     "load_state_from_peers": "manyhands.optim.loading",
 }
 _OF_TORCH = ("torch", "numpy", "blake3", "safetensors")

@@ -34,7 +34,7 @@ def allowed_codec(setting: str, code: int) -> Codec:
     Raises:
         BadEncoding: it does not, or there is no such codec.
     """
-    codec = codec_of_code(code)
-    if setting not in (AUTO, codec.name):
+    codec = codec_of_code(code, setting)
+    if setting not in (AUTO, codec.name) and not codec.passes_on:  # that one is made from the setting
         raise BadEncoding(f"codec {codec.name!r}, but this peer's is {setting!r}")
     return codec

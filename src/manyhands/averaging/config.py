@@ -65,7 +65,7 @@ class AveragingConfig:
             raise ConfigError(f"max_group_size={self.max_group_size} must be from 2 to {MAX_SIDE}; for example 256")
         if self.chunk_bytes < 4 or self.chunk_bytes % 4:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 1048576")
-        if self.codec not in (AUTO, *CODEC_NAMES):
+        if self.codec not in (AUTO, *CODEC_NAMES) and not self.codec.startswith("sparse-"):  # of local steps
             names = ", ".join((AUTO, *CODEC_NAMES))
             raise ConfigError(f"codec {self.codec!r} is unknown; one of {names}, for example {AUTO!r}")
         if self.min_span_bytes < 0:

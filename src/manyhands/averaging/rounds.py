@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
+from manyhands.averaging.codecs.sparse import SPARSE
 from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.commit.fetching import Fetching
 from manyhands.averaging.commit.limits import MemberLimits, limited
@@ -112,9 +114,12 @@ class RoundRunner:
         self._memory.free_idle()
 
     def forget_errors(self) -> None:
-        """Drop the error feedback: this peer no longer has the values that it belongs to."""
-        self._feedbacks.clear()
-        self._feedback = None
+        """Drop the error feedback: this peer no longer has the values that it belongs to.
+
+        What a sparse codec did not send is no error of single values; it stays.
+        """
+        if not self._config.codec.startswith(SPARSE):
+            self._feedbacks.clear()
 
     async def hold_place(self) -> None:
         """Hold a place in the next round's group until this is cancelled or the peer's lineage changes.
@@ -181,12 +186,17 @@ class RoundRunner:
         group = await self._find_group(weight, gather_s)
         matchmaking_s = self._now() - started
         try:
-            async with self._keeping_errors():
-                committed = await self._commit(group, flat_N, shapes, refill, part)
+            committed = await self._commit(group, flat_N, shapes, refill, part)
+            if self._feedback is not None:
+                is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
+                await run_to_end(functools.partial(self._feedback.commit, is_left_out=is_left_out))
         except RoundAborted as error:
             if self._endpoint.peer_id in error.blamed:
                 self._bandwidth.lose_round()
             raise
+        finally:
+            if self._feedback is not None:
+                self._feedback.abort()
         seconds = self._now() - started
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
@@ -290,13 +300,13 @@ class RoundRunner:
         part: int,
     ) -> Recovery:
         shapes = shapes if shapes is not None else [flat_N.shape]
-        plan = plan_of(shapes, codec_of_code(group.codec), dtype=flat_N.dtype)
+        plan = plan_of(shapes, codec_of_code(group.codec, self._config.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
         spare_N, self._spare_N = self._spare_N, None
         if spare_N is not None and (spare_N.shape != flat_N.shape or spare_N.dtype != flat_N.dtype):
             spare_N = None
         feedback = None
-        if self._config.error_feedback and not plan.is_exact(0, plan.numel):
+        if (self._config.error_feedback or plan.passes_on) and not plan.is_exact(0, plan.numel):
             feedback = self._feedbacks.get(part)
             if feedback is None or feedback.plan.segments != plan.segments:  # the first round, or another codec
                 self._feedbacks[part] = feedback = Feedbacks.of(plan)
@@ -307,17 +317,6 @@ class RoundRunner:
             group, rank, flat_N, plan, self._exchange,
             refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedback, limits=self._limits,
         )  # fmt: skip
-
-    @asynccontextmanager
-    async def _keeping_errors(self) -> AsyncIterator[None]:
-        """Keep the codec's error in the block as feedback for the next round; discard it on an exception."""
-        try:
-            yield
-            if self._feedback is not None:
-                await run_to_end(self._feedback.commit)
-        finally:
-            if self._feedback is not None:
-                self._feedback.abort()
 
     def _left_s(self) -> float:
         """Seconds left in this round."""

@@ -45,8 +45,12 @@ class GradientLayout:
     @property
     def shapes(self) -> list[Sequence[int]]:
         """Of the parts of the vector, in order."""
-        extra = [(self._num_extra,)] if self._num_extra else []
-        return [*self._shapes, (len(self._shapes),), *extra]
+        return [*self._shapes, *([size] for size in self.sizes_of_rest)]
+
+    @property
+    def sizes_of_rest(self) -> list[int]:
+        """Sizes of what follows the gradient values: the shares, and extra values if there are any."""
+        return [len(self._shapes), *([self._num_extra] if self._num_extra else [])]
 
     def extra(self, flat_N: torch.Tensor) -> torch.Tensor:
         """A view of the extra values."""

@@ -16,12 +16,14 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.averaging.codecs.sparse import Sparse
+from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Contribution
@@ -66,25 +68,49 @@ class LocalSteps:
             is plain averaging of parameters.
         fragments: the parameters are averaged in so many parts, one after the other, which divides the peak of the
             traffic. Each part is averaged once in ``target_batch_size`` samples.
+            By default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; with ``sparse`` ``SGD(lr=1.0)``.
         overlap_steps: go on with up to so many inner steps while the average is computed.
+        sparse: send only the largest changes; the rest is kept and added to the next ones (SparseLoCo).
     Raises:
         ConfigError: a number is out of bounds.
     """
 
-    outer: Callable[[Any], torch.optim.Optimizer] = nesterov
+    outer: Callable[[Any], torch.optim.Optimizer] | None = None
     fragments: int = 1
     overlap_steps: int = 0
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         if self.fragments < 1:
             raise ConfigError(f"fragments={self.fragments} must be at least 1; for example 4")
         if self.overlap_steps < 0:
             raise ConfigError(f"overlap_steps={self.overlap_steps} must be at least 0; for example 5")
-        if not callable(self.outer):
+        if self.outer is not None and not callable(self.outer):
             raise ConfigError(
                 f"outer={self.outer!r} must be a function that makes an optimizer from parameters; for example "
                 "lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)"
             )
+
+    def make_outer(self, params: Any) -> torch.optim.Optimizer:
+        """The outer optimizer of these parameters or groups."""
+        if self.outer is not None:
+            return self.outer(params)
+        return nesterov(params) if self.sparse is None else torch.optim.SGD(params, lr=1.0)
+
+    def averaging(self, config: AveragingConfig) -> AveragingConfig:
+        """The configuration of the rounds, with the encoding of sparse changes.
+
+        Raises:
+            ConfigError: it has another codec.
+        """
+        if self.sparse is None:
+            return config
+        if config.codec != AveragingConfig.codec:
+            raise ConfigError(
+                f"codec={config.codec!r} cannot be used with LocalSteps(sparse=...), which has an encoding of its own; "
+                "leave one of them out"
+            )
+        return replace(config, codec=self.sparse.setting)
 
     def facts(self, outer: torch.optim.Optimizer) -> dict[str, str]:
         """What must be equal on all peers of a run, with the outer optimizer that was made."""
@@ -124,6 +150,7 @@ class LocalReplica(Replica):
         self.inner = inner
         self.num_fragments = local_steps.fragments
         self.overlap_steps = local_steps.overlap_steps
+        self._is_sparse = local_steps.sparse is not None
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
             scheduler = scheduler(inner)
         model_parameters = [parameter for parameter in parameters_of(inner) if parameter.requires_grad]
@@ -159,6 +186,14 @@ class LocalReplica(Replica):
     def trained(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
         """The agreed parameters that the next step changes, and the layout of their pseudo-gradients."""
         return self._parts[self.part]
+
+    @property
+    def shapes(self) -> Sequence[Sequence[int]]:
+        """As for :class:`Replica`; a sparse change is one tensor, whose chunks may lie across parameters."""
+        if not self._is_sparse:
+            return super().shapes
+        _, layout = self.trained
+        return [(layout.num_values, 1), *([size] for size in layout.sizes_of_rest)]
 
     def _advance_schedule(self, *, is_alone: bool) -> None:
         if (self.position.step + 1) % self.num_fragments == 0:
@@ -433,7 +468,7 @@ def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.op
     """The outer optimizer, of copies of the parameters, in the same groups."""
     groups = [{"params": [_agreed_of(parameter) for parameter in group["params"]]} for group in inner.param_groups]
     agreed = [parameter for group in groups for parameter in group["params"]]
-    outer = local_steps.outer(groups)
+    outer = local_steps.make_outer(groups)
     if not isinstance(outer, torch.optim.Optimizer) or [*map(id, parameters_of(outer))] != [*map(id, agreed)]:
         raise ConfigError(
             f"outer made {outer!r}, which is no optimizer of the given parameter groups; for example "

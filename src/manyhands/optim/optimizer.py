@@ -146,6 +146,7 @@ class Optimizer(OptimizerWrapper):
                 self.inner, scheduler, local_steps, max_grad_norm=max_grad_norm, offload=bool(offload), extra=extra
             )
             self._local = InnerSteps(local)
+            self._averaging = averaging = local_steps.averaging(averaging)
             facts |= local_steps.facts(local.optimizer)
             target_batch_size //= local_steps.fragments  # each step changes a part
         self.wrap(replica)

@@ -31,7 +31,8 @@ from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.pausing import Condition, Pausing
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
-from manyhands.averaging.codecs import BadEncoding, Feedbacks, NotFinite, Plan, is_finite
+from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
+from manyhands.averaging.codecs.gathered import ABSENT
 from manyhands.averaging.contributions import BadContribution, Contributions
 from manyhands.averaging.memory import Memory, bytes_of, empty_vector, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
@@ -107,8 +108,10 @@ class Butterfly:
         self._flat_N = flat_N
         self._plan = plan
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
-        self.partition = Partition(group, self._here, region, plan)
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
+        self._means_plan = Gathered(plan, self._weights) if plan.passes_on else plan
+        self.partition = Partition(group, self._here, region, plan, self._means_plan)
+        self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk, where contributions are passed on
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
         self._records = Contributions(flat_N.numel(), len(group.members), contributors)
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
@@ -119,7 +122,7 @@ class Butterfly:
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
             plan, rank, self.partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
-            self._memory, reduced_feedback, self._norms,
+            self._memory, reduced_feedback, self._norms, self._encode,
         )  # fmt: skip
         self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
         self._hashers[rank] = self._reducer.hasher
@@ -168,7 +171,7 @@ class Butterfly:
 
     def num_bytes_with(self, rank: int) -> int:
         """Approximate bytes in each direction of the stream to a partner."""
-        return self.partition.num_bytes(rank) + self.partition.num_bytes(self._rank)
+        return self.partition.mean_bytes(rank) + self.partition.mean_bytes(self._rank)
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
@@ -270,6 +273,8 @@ class Butterfly:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
             encoded = buffer[:num_bytes]
             self._encode(self._flat_N[chunk], chunk.start, encoded)
+            if self._plan.passes_on:
+                self._own_encoded[chunk.start] = encoded.clone()
             yield bytes_of(encoded)
 
     def _means(self) -> Iterator[memoryview | Condition]:
@@ -285,8 +290,10 @@ class Butterfly:
             yield memoryview(self._norms_record.pack(*self._norms.told()))
 
     def _label_of(self, reducer: int) -> bytes:
-        """The header of a span's values or means."""
-        return _LABEL.pack(self._flat_N.numel(), self.partition.num_bytes(reducer))
+        """The header of a span's values, or of a member's own means."""
+        is_of_means = reducer == self._rank
+        num_bytes = self.partition.mean_bytes(reducer) if is_of_means else self.partition.num_bytes(reducer)
+        return _LABEL.pack(self._flat_N.numel(), num_bytes)
 
     # receiving
 
@@ -352,8 +359,18 @@ class Butterfly:
     def _rooms_for_encoded(self, rank: int) -> Iterator[memoryview]:
         for chunk, encoded in self._encoded_chunks(rank):
             yield bytes_of(encoded)
-            self._plan.decode(encoded, chunk.start, self.averaged_N[chunk])
+            self._means_plan.decode(encoded, chunk.start, self.averaged_N[chunk])
+            self._check_passed_on(rank, chunk, encoded)
             self._hashers[rank].update(bytes_of(encoded))
+
+    def _check_passed_on(self, reducer: int, chunk: slice, encoded: torch.Tensor) -> None:
+        """Check that a reducer has passed this member's values on unchanged, or left them out."""
+        own = self._own_encoded.get(chunk.start)
+        if own is None or not isinstance(self._means_plan, Gathered):
+            return
+        slot = self._means_plan.slots(encoded)[self._rank]
+        if slot[0] != ABSENT and not torch.equal(slot[1:], own):
+            raise self._invalid(reducer, "are not those that this peer sent")
 
     def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
         numel, num_bytes = _LABEL.unpack(label)
@@ -362,7 +379,9 @@ class Butterfly:
             raise InvalidContribution(
                 f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id]
             )
-        if num_bytes != (due := self.partition.num_bytes(reducer)):
+        is_of_means = wanted is Wanted.MEANS
+        due = self.partition.mean_bytes(reducer) if is_of_means else self.partition.num_bytes(reducer)
+        if num_bytes != due:
             raise InvalidContribution(
                 f"peer {peer_id} sends {num_bytes} bytes of {wanted.value}, and {due} are due", [peer_id]
             )
@@ -389,21 +408,21 @@ class Butterfly:
         """Memory for the means as sent, by reducer, uint8; the means' own memory if they are not encoded."""
         if self.partition.is_exact:
             return [self.averaged_N[span].view(torch.uint8) for span in self.partition.spans]
-        sizes = [self.partition.num_bytes(rank) for rank in range(len(self._members))]
+        sizes = [self.partition.mean_bytes(rank) for rank in range(len(self._members))]
         starts = [0, *itertools.accumulate(map(whole_lines, sizes))]
         means = self._memory.vector(starts[-1], torch.uint8)
         return [means[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """The chunks of a reducer's span, each with memory for its means as sent."""
-        for chunk, place in zip(self.partition.chunks[rank], self.partition.places[rank], strict=True):
+        for chunk, place in zip(self.partition.chunks[rank], self.partition.mean_places[rank], strict=True):
             yield chunk, self._encoded[rank][place]
 
     def _decode_all(self) -> None:
         for rank in range(len(self._members)):
             for chunk, encoded in self._encoded_chunks(rank):
                 if not self.partition.is_exact:
-                    self._plan.decode(encoded, chunk.start, self.averaged_N[chunk])
+                    self._means_plan.decode(encoded, chunk.start, self.averaged_N[chunk])
 
     def _is_small(self, rank: int) -> bool:
         """Whether the exchange with a partner is small enough to work on in the event loop."""

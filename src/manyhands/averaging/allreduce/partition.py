@@ -33,7 +33,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from fractions import Fraction
 
-from manyhands.averaging.codecs import Plan
+from manyhands.averaging.codecs import Gathered, Plan
 from manyhands.averaging.messages import Group
 from manyhands.base.errors import ConfigError
 
@@ -56,26 +56,36 @@ class Partition:
         members: ranks that take part.
         region: the part of the vector that is averaged.
         plan: how values are encoded.
+        means: how their means are encoded; by default as they are.
 
     Attributes:
         is_exact: whether values in the region are sent unencoded.
         spans: by rank; empty for a member that reduces nothing.
         chunks: of each span, in order.
         places: the position of each encoded chunk in its span, in bytes.
+        mean_places: likewise of the means.
     """
 
-    def __init__(self, group: Group, members: Collection[int], region: slice, plan: Plan) -> None:
+    def __init__(
+        self, group: Group, members: Collection[int], region: slice, plan: Plan, means: Plan | Gathered | None = None
+    ) -> None:
         self.is_exact = plan.is_exact(region.start, region.stop)
         numel = region.stop - region.start
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs
         bandwidths = [bandwidth if rank in members else 0 for rank, bandwidth in enumerate(group.bandwidths())]
-        spans = in_whole_units(owned_spans(numel, leveled(bandwidths), group.min_span_numel, group.group_id), unit)
+        least = 1 if plan.passes_on else LEAST_UNITS  # the largest of a part of a chunk are others
+        spans = owned_spans(numel, leveled(bandwidths), group.min_span_numel, group.group_id)
+        spans = in_whole_units(spans, unit, least)
         self.spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
         num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * sum(map(self.is_reducer, range(len(spans)))))
         most = max(group.chunk_numel, math.ceil(numel / MAX_CHUNKS))
         usual = min(most, max(MIN_CHUNK_NUMEL, math.ceil(numel / num_chunks)))
         self.chunks = [chunks_of(span, whole_units(usual, unit, most)) for span in self.spans]
-        self.places = [
+        self.places = self._places(plan)
+        self.mean_places = self._places(means) if means is not None else self.places
+
+    def _places(self, plan: Plan | Gathered) -> list[list[slice]]:
+        return [
             _one_after_the_other([plan.num_bytes(chunk.start, chunk.stop) for chunk in chunks])
             for chunks in self.chunks
         ]
@@ -91,6 +101,10 @@ class Partition:
     def num_bytes(self, rank: int) -> int:
         """Encoded size of a member's span in bytes."""
         return int(self.places[rank][-1].stop) if self.places[rank] else 0
+
+    def mean_bytes(self, rank: int) -> int:
+        """Encoded size of the means of a member's span in bytes."""
+        return int(self.mean_places[rank][-1].stop) if self.mean_places[rank] else 0
 
 
 def _one_after_the_other(sizes: Sequence[int]) -> list[slice]:
@@ -156,12 +170,12 @@ def whole_units(numel: int, unit: int, most: int) -> int:
     return next((up for up in (-(-numel // unit) * unit, numel // unit * unit) if 0 < up <= most), numel)
 
 
-def in_whole_units(spans: Sequence[slice], unit: int) -> list[slice]:
+def in_whole_units(spans: Sequence[slice], unit: int, least: int = LEAST_UNITS) -> list[slice]:
     """The spans of a vector, with bounds at multiples of a unit, unless that changes one of them much.
 
     Slower code handles partial units, and the end of the vector has one in any case.
     """
-    if any(0 < span.stop - span.start < LEAST_UNITS * unit for span in spans):
+    if any(0 < span.stop - span.start < least * unit for span in spans):
         return list(spans)
     numel = max((span.stop for span in spans), default=0)
     bounds = [0, *(span.stop // unit * unit if span.stop < numel else numel for span in spans)]

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition
-from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, NotFinite, Plan, is_finite, square_of
+from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, Gathered, NotFinite, Plan, is_finite, square_of
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
@@ -44,6 +44,7 @@ class SpanReducer:
         memory: buffers for incoming chunks.
         feedback: the codec error of this member's means in earlier rounds.
         norms: measures the members' values as they arrive.
+        encode: encodes this member's own values, where contributions are passed on.
 
     Attributes:
         chunks: of the span, in order.
@@ -65,6 +66,7 @@ class SpanReducer:
         memory: Memory,
         feedback: ErrorFeedback | None,
         norms: Norms | None = None,
+        encode: Callable[[torch.Tensor, int, torch.Tensor], object] | None = None,
     ) -> None:
         self.chunks = partition.chunks[rank]
         self.presents: list[list[int]] = []
@@ -80,9 +82,11 @@ class SpanReducer:
         self._feedback = feedback
         self._norms = norms
         self._square = 0.0  # of the last mean, if it is sent unencoded
-        self._places = partition.places[rank]
+        self._encode = encode if encode is not None else plan.encode
+        self._means = Gathered(plan, weights) if plan.passes_on else None
+        self._places = partition.mean_places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
-        room = whole_lines(max((place.stop - place.start for place in self._places), default=0))
+        room = whole_lines(max((place.stop - place.start for place in partition.places[rank]), default=0))
         received = memory.vector(len(senders) * QUEUED_CHUNKS * room, torch.uint8)
         self._rooms = received.view(len(senders) * QUEUED_CHUNKS, room)
         self.inboxes = {
@@ -197,6 +201,8 @@ class SpanReducer:
     def _reduce(self, number: int, received: Mapping[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
         """Average a chunk in the order of ranks, as all members will decode it; returns its contributors and faults."""
         chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
+        if self._means is not None:
+            return self._pass_on(chunk, encoded, dict(received), self._means)
         present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
         spoilt: dict[int, str] = {}
         own, kept = self._flat_N[chunk], self._kept_N[: _numel(chunk)]
@@ -215,6 +221,34 @@ class SpanReducer:
             for rank in spoilt:
                 self._norms.spoil(rank)
         return present, spoilt
+
+    def _pass_on(
+        self, chunk: slice, encoded: torch.Tensor, received: dict[int, torch.Tensor], means: Gathered
+    ) -> tuple[list[int], dict[int, str]]:
+        """Like :meth:`_reduce`, where the contributions are sent in place of their mean."""
+        mean, spoilt = self._averaged_N[chunk], dict[int, str]()
+        for rank in sorted(received):
+            try:
+                self._plan.decode(received[rank], chunk.start, torch.empty_like(mean))
+            except BadEncoding as error:
+                spoilt[rank] = f"cannot be decoded: {error}"
+                del received[rank]
+        if self._weights[self._rank] > 0:
+            own = torch.empty(self._plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
+            self._encode(self._flat_N[chunk], chunk.start, own)
+            received[self._rank] = own
+        if not received:
+            raise RoundAborted(NO_VALUES)
+        means.fill(encoded, received)
+        means.decode(encoded, chunk.start, mean)
+        self.hasher.update(bytes_of(encoded))
+        if self._norms is not None:
+            total = sum(self._weights[rank] for rank in received)
+            shares = {rank: self._weights[rank] / total for rank in sorted(received)}
+            self._norms.add(chunk, mean, square_of(mean), shares, received, mean)
+            for rank in spoilt:
+                self._norms.spoil(rank)
+        return sorted(received), spoilt
 
     def _average(
         self,

@@ -2,6 +2,7 @@
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, is_finite, square_of
 from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
+from manyhands.averaging.codecs.gathered import Gathered
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
 from manyhands.averaging.codecs.plan import EXACT_BELOW_NUMEL, Plan, Segment, plan_of
 from manyhands.averaging.codecs.registry import (
@@ -15,6 +16,7 @@ from manyhands.averaging.codecs.registry import (
     codec_named,
     codec_of_code,
 )
+from manyhands.averaging.codecs.sparse import Sparse
 
 __all__ = [
     "BF16",
@@ -29,9 +31,11 @@ __all__ = [
     "Codec",
     "ErrorFeedback",
     "Feedbacks",
+    "Gathered",
     "NotFinite",
     "Plan",
     "Segment",
+    "Sparse",
     "check_finite",
     "codec_named",
     "codec_of_code",

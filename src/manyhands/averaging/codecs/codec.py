@@ -51,15 +51,19 @@ class Codec(abc.ABC):
         num_at_once: pieces that are processed at once.
         unit_numel: values that a compiled kernel takes as a whole, such as a row.
         cut_numel: encoded values can be cut at multiples of it, counted from where their encoding begins.
+        decay: factor of the error feedback, from round to round.
+        passes_on: a reducer sends the contributions to a mean in place of the mean.
     """
 
     name: ClassVar[str]
     code: ClassVar[int]
     dtype: ClassVar[torch.dtype] = torch.float32
-    piece_numel: ClassVar[int]
-    num_at_once: ClassVar[int] = 1
-    unit_numel: ClassVar[int] = 1
-    cut_numel: ClassVar[int] = 1
+    piece_numel: int
+    num_at_once: int = 1
+    unit_numel: int = 1
+    cut_numel: int = 1
+    decay: float = 1.0
+    passes_on: ClassVar[bool] = False
 
     def num_bytes(self, numel: int) -> int:
         """Encoded size of ``numel`` values in bytes."""

@@ -41,6 +41,7 @@ class ErrorFeedback:
 
     def __init__(self, plan: Plan, device: torch.device | str = "cpu") -> None:
         self.share = 1.0
+        self._decay = plan.decay
         self._kept_share = 1.0  # for which the residuals are scaled
         self._plan = plan
         self._residual_N = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
@@ -56,7 +57,8 @@ class ErrorFeedback:
             ConfigError: a shape or a dtype is wrong.
         """
         part = slice(start, start + values.numel())
-        corrected = torch.add(values, self._residual_N[part], alpha=min(self._kept_share / self.share, MAX_SCALE))
+        scale = self._decay * min(self._kept_share / self.share, MAX_SCALE)
+        corrected = torch.add(values, self._residual_N[part], alpha=scale)
         self._plan.encode(corrected, start, out)
         decoded = torch.empty_like(corrected)
         self._plan.decode(out, start, decoded)
@@ -95,9 +97,9 @@ class Feedbacks:
         """Without any residual yet."""
         return cls(plan, ErrorFeedback(plan), ErrorFeedback(plan))
 
-    def commit(self) -> None:
-        """Count the round."""
-        self.sent.commit()
+    def commit(self, *, is_left_out: bool = False) -> None:
+        """Count the round; if the others have left this peer's values out, their errors are discarded."""
+        self.sent.abort() if is_left_out else self.sent.commit()
         self.reduced.commit()
 
     def abort(self) -> None:

@@ -6,8 +6,6 @@ bytes received into such a view only have to be checked with ``check_finite``.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite
@@ -18,7 +16,7 @@ class Plain(Codec):
 
     name = "none"
     code = 0
-    piece_numel: ClassVar[int] = 1 << 20
+    piece_numel = 1 << 20
 
     def _piece_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize

@@ -54,6 +54,9 @@ class Plan:
 
     Args:
         segments: the first one starts at 0.
+    Attributes:
+        decay: factor of an error feedback, from round to round.
+        passes_on: a reducer sends the contributions to a mean in place of it (``manyhands.averaging.codecs.gathered``).
     Raises:
         ConfigError: there is a gap, or codecs of several dtypes.
     """
@@ -78,6 +81,8 @@ class Plan:
         self.segments = tuple(joined)
         self.numel = numel
         self.dtype = joined[0].codec.dtype if joined else NONE.dtype
+        self.decay = min((segment.codec.decay for segment in joined), default=1.0)
+        self.passes_on = any(segment.codec.passes_on for segment in joined)
         self._stops = [segment.stop for segment in joined]
 
     def cut(self, start: int, stop: int) -> list[Segment]:

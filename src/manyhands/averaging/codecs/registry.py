@@ -7,6 +7,7 @@ from manyhands.averaging.codecs.half import Bf16, Fp16
 from manyhands.averaging.codecs.int4 import Int4
 from manyhands.averaging.codecs.int8 import Int8
 from manyhands.averaging.codecs.plain import Plain, PlainFloat64
+from manyhands.averaging.codecs.sparse import SPARSE, Sparse, sparse_named
 from manyhands.base.errors import ConfigError
 
 NONE = Plain()
@@ -27,17 +28,23 @@ def codec_named(name: str) -> Codec:
     Raises:
         ConfigError: no codec has this name.
     """
+    if name.startswith(f"{SPARSE}-"):
+        return sparse_named(name)
     if (codec := CODECS.get(name)) is None:
         raise ConfigError(f"codec {name!r} is unknown; one of {', '.join(CODECS)}, for example {INT8.name!r}")
     return codec
 
 
-def codec_of_code(code: int) -> Codec:
+def codec_of_code(code: int, setting: str = "") -> Codec:
     """The codec that a peer named.
 
+    Args:
+        setting: this peer's own, which has the numbers of a sparse one.
     Raises:
         BadEncoding: no codec has this code.
     """
+    if code == Sparse.code and setting.startswith(f"{SPARSE}-"):
+        return sparse_named(setting)
     if (codec := _BY_CODE.get(code)) is None:
         raise BadEncoding(f"no codec has code {code}; perhaps that peer is of a later version")
     return codec

@@ -1,0 +1,128 @@
+"""Of each chunk of values the largest ones alone, each as its index and a few bits: 146 times smaller by default.
+
+The rest is meant to stay in an error feedback, from which it is sent later. A mean of several such vectors has more
+values than each of them, so the means of a span are not encoded anew: its reducer passes the contributions on, and all
+members add them up in the order of ranks (:class:`manyhands.averaging.codecs.gathered.Gathered`).
+
+Layout of a piece, which is one chunk: a table of magnitudes in bfloat16, the mean of each bin; then for each kept value
+its index and, in the lowest bits, sign and bin, packed without gaps, high bits first. The bins divide the range of the
+kept magnitudes evenly. With 8 significant bits in the table, a product with a small integer is exact, and so decoded
+values are the same on all machines.
+
+Source: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv:2508.15706.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, viewed_as
+from manyhands.base.errors import ConfigError
+
+SPARSE = "sparse"
+MAX_BITS = 4
+LARGEST = 255 * 2.0**120
+"""The largest bfloat16."""
+
+
+class Sparse(Codec):
+    """The largest values of each chunk.
+
+    Args:
+        top: values kept of a chunk.
+        chunk: values in it.
+        bits: of each kept value, beside its index.
+        decay: factor of what was not sent, from round to round.
+    Raises:
+        ConfigError: a number is out of bounds.
+    """
+
+    name = SPARSE
+    code = 6
+    passes_on = True
+
+    def __init__(self, top: int = 64, chunk: int = 4096, bits: int = 2, decay: float = 0.95) -> None:
+        if not 2 <= chunk <= 1 << 16:
+            raise ConfigError(f"chunk={chunk} must be from 2 to 65536; for example 4096")
+        if not 1 <= top <= chunk:
+            raise ConfigError(f"top={top} must be from 1 to chunk={chunk}; for example {max(1, chunk // 64)}")
+        if not 1 <= bits <= MAX_BITS:
+            raise ConfigError(f"bits={bits} must be from 1 to {MAX_BITS}; for example 2")
+        if not 0 < decay <= 1:
+            raise ConfigError(f"decay={decay} must be above 0 and at most 1; for example 0.95")
+        self.top, self.chunk, self.bits = top, chunk, bits
+        self.decay = decay
+        self.piece_numel = self.unit_numel = self.cut_numel = chunk
+        self.num_at_once = max(1, (1 << 20) // chunk)
+        self._num_bins = 1 << (bits - 1)
+        self._code_bits = (chunk - 1).bit_length() + bits
+
+    @property
+    def setting(self) -> str:
+        """The name with all numbers, as :func:`manyhands.averaging.codecs.codec_named` takes it."""
+        return f"{SPARSE}-{self.top}-{self.chunk}-{self.bits}-{self.decay:g}"
+
+    def num_kept(self, numel: int) -> int:
+        """Values kept of a piece of so many values."""
+        return math.ceil(self.top * numel / self.chunk)
+
+    def _piece_bytes(self, numel: int) -> int:
+        return 2 * self._num_bins + math.ceil(self.num_kept(numel) * self._code_bits / 8) if numel else 0
+
+    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+        rows = values_N.view(-1, min(self.chunk, values_N.numel()))
+        magnitudes, indices = rows.abs().topk(self.num_kept(rows.shape[1]), dim=1)
+        if not bool(magnitudes[:, 0].isfinite().all()):  # NaN is the largest
+            raise NotFinite("NaN or infinite values cannot be averaged")
+        low, high = magnitudes[:, -1:], magnitudes[:, :1]
+        scales = torch.where(high > low, self._num_bins / (high - low), 0.0).nan_to_num_(posinf=0.0)
+        bins = ((magnitudes - low) * scales).to(torch.int64).clamp_(max=self._num_bins - 1)
+        sums = torch.zeros(len(rows), self._num_bins, dtype=torch.float64).scatter_add_(1, bins, magnitudes.double())
+        counts = torch.zeros_like(sums).scatter_add_(1, bins, torch.ones_like(magnitudes, dtype=torch.float64))
+        table = (sums / counts.clamp_(min=1)).clamp_(max=LARGEST).to(torch.bfloat16)
+        signs = (rows.gather(1, indices) < 0).to(torch.int64)
+        codes = (indices << self.bits) | (signs << (self.bits - 1)) | bins
+        packed = _packed(codes.numpy(), self._code_bits)
+        place = out.view(len(rows), -1)
+        place[:, : 2 * self._num_bins].copy_(table.view(torch.uint8))
+        place[:, 2 * self._num_bins :].copy_(torch.from_numpy(packed))
+
+    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+        numel = min(self.chunk, out_N.numel())
+        rows, place = out_N.view(-1, numel).zero_(), encoded.view(out_N.numel() // numel, -1)
+        table = viewed_as(place[:, : 2 * self._num_bins].reshape(-1), torch.bfloat16).float().view(len(rows), -1)
+        if not bool((table.isfinite() & (table >= 0)).all()):
+            raise BadEncoding(f"{self.name}: a magnitude is negative or not finite")
+        packed = place[:, 2 * self._num_bins :].numpy()
+        codes = torch.from_numpy(_unpacked(packed, self._code_bits, self.num_kept(numel)))
+        indices = codes >> self.bits
+        if bool((indices >= numel).any()):
+            raise BadEncoding(f"{self.name}: an index is beyond the {numel} values of its chunk")
+        values = table.gather(1, codes & (self._num_bins - 1))
+        rows.scatter_(1, indices, torch.where((codes >> (self.bits - 1)) & 1 == 1, -values, values))
+
+
+@functools.lru_cache(maxsize=8)
+def sparse_named(setting: str) -> Sparse:
+    """The codec of a :attr:`Sparse.setting`; always the same object, as plans compare codecs by identity."""
+    try:
+        _, top, chunk, bits, decay = setting.split("-", 4)
+        return Sparse(int(top), int(chunk), int(bits), float(decay))
+    except ValueError as error:
+        raise ConfigError(f"codec {setting!r} is unknown; for example {Sparse().setting!r}") from error
+
+
+def _packed(codes: np.ndarray, num_bits: int) -> np.ndarray:
+    """Integers of so many bits, shape [rows, codes], as bytes, shape [rows, bytes]."""
+    shifts = np.arange(num_bits - 1, -1, -1)
+    bits = ((codes[:, :, None] >> shifts) & 1).astype(np.uint8)
+    return np.packbits(bits.reshape(len(codes), -1), axis=1)
+
+
+def _unpacked(packed: np.ndarray, num_bits: int, num_codes: int) -> np.ndarray:
+    bits = np.unpackbits(packed, axis=1, count=num_codes * num_bits).reshape(len(packed), num_codes, num_bits)
+    return bits.astype(np.int64) @ (1 << np.arange(num_bits - 1, -1, -1))

@@ -1,0 +1,146 @@
+"""The sparse codec, and how its contributions are passed on instead of a mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, Gathered, NotFinite, Plan, Segment, Sparse
+from manyhands.averaging.codecs.registry import codec_named, codec_of_code
+from manyhands.base.errors import ConfigError
+
+
+def encoded_by(codec: Sparse, values: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(codec.num_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values, out)
+    return out
+
+
+def decoded_by(codec: Sparse, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+    values = torch.empty(numel)
+    codec.decode(encoded, values)
+    return values
+
+
+def test_each_kept_value_takes_14_bits_beside_a_table_of_two_magnitudes() -> None:
+    codec = Sparse()
+    assert codec.num_bytes(4096) == 64 * 14 // 8 + 2 * 2
+    assert codec.num_bytes(10 * 4096) == 10 * codec.num_bytes(4096)
+    assert 4 * 4096 / codec.num_bytes(4096) > 140
+
+
+@pytest.mark.parametrize("numel", [1, 63, 4096, 4097, 3 * 4096 + 100])
+@pytest.mark.parametrize("codec", [Sparse(), Sparse(top=3, chunk=100, bits=1), Sparse(top=100, chunk=256, bits=4)])
+def test_the_largest_values_come_back_with_their_signs(codec: Sparse, numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    got = decoded_by(codec, encoded_by(codec, values), numel)
+    for start in range(0, numel, codec.chunk):
+        chunk, ours = values[start : start + codec.chunk], got[start : start + codec.chunk]
+        num_kept = codec.num_kept(len(chunk))
+        kept = chunk.abs().topk(num_kept).indices
+        assert set(ours.nonzero().flatten().tolist()) == set(kept.tolist())
+        assert torch.equal(ours[kept].sign(), chunk[kept].sign())
+        assert ours[kept].abs().max() <= chunk.abs().max() * 1.004
+        assert ours[kept].abs().min() >= chunk.abs()[kept].min() * 0.996
+
+
+def test_more_bits_are_closer() -> None:
+    values = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    codecs = [Sparse(bits=bits) for bits in (1, 2, 3, 4)]
+    kept = decoded_by(codecs[0], encoded_by(codecs[0], values), values.numel()) != 0
+    errors = [
+        float(
+            (decoded_by(codec, encoded_by(codec, values), values.numel()) - values)[kept].norm() / values[kept].norm()
+        )
+        for codec in codecs
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[1] < 0.1
+
+
+def test_what_was_sent_and_what_is_left_are_all_that_there_was() -> None:
+    plan = Plan([Segment(0, 10_000, Sparse(decay=1.0))])
+    feedback, generator = ErrorFeedback(plan), torch.Generator().manual_seed(0)
+    total, sent = torch.zeros(10_000), torch.zeros(10_000)
+    out = torch.empty(plan.num_bytes(0, 10_000), dtype=torch.uint8)
+    for _ in range(20):
+        change = torch.randn(10_000, generator=generator)
+        total += change
+        sent += feedback.encode(change, 0, out)
+        feedback.commit()
+    torch.testing.assert_close(sent + feedback._residual_N, total, atol=1e-4, rtol=1e-5)
+    assert (sent != 0).sum() > 2 * 160  # others than at first
+
+
+def test_what_is_left_decays() -> None:
+    plan = Plan([Segment(0, 4096, Sparse(top=1, decay=0.5))])
+    feedback, out = ErrorFeedback(plan), torch.empty(plan.num_bytes(0, 4096), dtype=torch.uint8)
+    values = torch.zeros(4096)
+    values[0], values[1] = 8.0, 4.0
+    feedback.encode(values, 0, out)
+    feedback.commit()
+    assert feedback.encode(torch.zeros(4096), 0, out)[1] == 2.0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_are_not_finite_are_refused(value: float) -> None:
+    values = torch.ones(5000)
+    values[4999] = value
+    with pytest.raises(NotFinite):
+        encoded_by(Sparse(), values)
+
+
+@pytest.mark.parametrize("how", ["index", "table", "negative", "length"])
+def test_bytes_that_no_encoder_writes_are_refused(how: str) -> None:
+    codec = Sparse(top=4, chunk=100)
+    encoded = encoded_by(codec, torch.randn(100))
+    if how == "index":
+        encoded[4:] = 0xFF  # 127 of 100
+    elif how == "table":
+        encoded[:4] = 0xFF
+    elif how == "negative":
+        encoded[:2] = torch.tensor([-1.0], dtype=torch.bfloat16).view(torch.uint8)
+    else:
+        encoded = encoded[:-1]
+    with pytest.raises(BadEncoding):
+        decoded_by(codec, encoded, 100)
+
+
+@pytest.mark.parametrize(
+    "options", [{"top": 0}, {"top": 5000}, {"chunk": 1}, {"bits": 0}, {"bits": 5}, {"decay": 0.0}, {"decay": 1.5}]
+)
+def test_numbers_out_of_bounds_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="for example"):
+        Sparse(**options)  # type: ignore[arg-type]
+
+
+def test_a_name_brings_its_numbers() -> None:
+    codec = codec_named(Sparse(top=7, chunk=512, bits=3, decay=0.9).setting)
+    assert isinstance(codec, Sparse)
+    assert (codec.top, codec.chunk, codec.bits, codec.decay) == (7, 512, 3, 0.9)
+    assert isinstance(codec_of_code(6, codec.setting), Sparse)
+    with pytest.raises(BadEncoding):
+        codec_of_code(6, "int8")
+    with pytest.raises(ConfigError, match=r"sparse-64-4096-2-0\.95"):
+        codec_named("sparse-many")
+
+
+def test_contributions_are_added_in_the_order_of_ranks_and_one_may_be_missing() -> None:
+    codec = Sparse(top=8, chunk=64)
+    plan = Plan([Segment(0, 200, codec)])
+    weights = [1.0, 0.0, 2.0, 5.0]
+    gathered = Gathered(plan, weights)
+    encoded = torch.empty(gathered.num_bytes(0, 200), dtype=torch.uint8)
+    values = {rank: torch.randn(200, generator=torch.Generator().manual_seed(rank)) for rank in (0, 2, 3)}
+    sent = {rank: encoded_by(codec, one) for rank, one in values.items()}
+    plain = {rank: decoded_by(codec, one, 200) for rank, one in sent.items()}
+    mean = torch.empty(200)
+    gathered.fill(encoded, sent)
+    gathered.decode(encoded, 0, mean)
+    torch.testing.assert_close(mean, (plain[0] + 2 * plain[2] + 5 * plain[3]) / 8)
+    gathered.fill(encoded, {0: sent[0], 3: sent[3]})
+    gathered.decode(encoded, 0, mean)
+    torch.testing.assert_close(mean, (plain[0] + 5 * plain[3]) / 6)
+    gathered.fill(encoded, {})
+    with pytest.raises(BadEncoding):
+        gathered.decode(encoded, 0, mean)
