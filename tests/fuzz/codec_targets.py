@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from manyhands.averaging.codecs import CODECS, NONE_FLOAT64, BadEncoding, Codec, Plan, Segment
+from manyhands.averaging.codecs import CODECS, NONE_FLOAT64, BadEncoding, Codec, Plan, Segment, Sparse
 from tests.fuzz.target import Target
 
 NUMEL = 500
@@ -55,7 +55,7 @@ TARGETS = [
             kind="bytes",
             weight=0.3,
         )
-        for codec in (*CODECS.values(), NONE_FLOAT64)
+        for codec in (*CODECS.values(), NONE_FLOAT64, Sparse(top=10, chunk=200))
     ),
     Target(name="codec.slice", seeds=[_slice()], run=_decode_slice, errors=(BadEncoding,), kind="bytes", weight=0.3),
 ]
