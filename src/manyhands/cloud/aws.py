@@ -40,8 +40,11 @@ STILL_USED = ("DependencyViolation", "InvalidGroup.InUse", "InvalidGroup.NotFoun
 class Fleet:
     """The machines of one experiment.
 
+    Attributes:
+        region: where they are.
     Args:
-        tell: receives a line for people at each step.
+        tell: receives a line for people at each event.
+        show: receives what is going on, for a display that is drawn again and again.
         sleep: waits for seconds.
         now: a monotonic clock, in seconds.
     """
@@ -52,13 +55,16 @@ class Fleet:
         name: str,
         tell: Callable[[str], None],
         *,
+        show: Callable[[str], None] = lambda text: None,
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = checked_name(name)
+        self.region = account.region
         self._account = account
         self._ec2 = account.ec2
         self._tell = tell
+        self._show = show
         self._sleep = sleep
         self._now = now
         self._started: dict[str, float] = {}  # machine -> when this process started it
@@ -92,7 +98,7 @@ class Fleet:
         ids = [machine.machine_id for machine in self.machines()]
         if machine_id not in ids:
             there = f"it has {', '.join(ids)}" if ids else "it has none"
-            raise ConfigError(f"experiment {self.name} has no machine {machine_id} in {self._account.region}; {there}")
+            raise ConfigError(f"experiment {self.name} has no machine {machine_id} in {self.region}; {there}")
         with own_words(f"reading the console of {machine_id}"):
             try:
                 answer = self._ec2.get_console_output(InstanceId=machine_id, Latest=True)
@@ -116,6 +122,27 @@ class Fleet:
         known = [price for price in prices if price is not None]
         return sum(known) if len(known) == len(prices) else None
 
+    def check(self, experiment: Experiment) -> float | None:
+        """Look for all that :meth:`up` needs, and create nothing.
+
+        Returns:
+            The price per hour in US dollars at the first types that the region has; None if it cannot be found.
+        Raises:
+            ConfigError: :meth:`up` would fail.
+        """
+        self._check_unused()
+        launcher = Launcher(self._account, experiment)
+        launcher.look_around()
+        total = 0.0
+        for group in launcher.groups:
+            one_type = launcher.offered(group)[0]
+            spot = [price for (of, _), price in self._account.spot_prices([one_type]).items() if of == one_type]
+            price = min(spot, default=None) if group.is_spot else self._account.on_demand_price(one_type)
+            if price is None:
+                return None
+            total += group.number * price
+        return total
+
     def others(self) -> list[str]:
         """Names of all experiments in this region that have machines."""
         filters = [{"Name": f"tag:{CREATOR_TAG}", "Values": [CREATOR]}]
@@ -135,12 +162,7 @@ class Fleet:
             ConfigError: the name is in use, or AWS refuses something.
             Timeout: the machines do not run in time.
         """
-        if there := self.remains():
-            raise ConfigError(
-                f"experiment {self.name} is in use in {self._account.region}: {there[0]}"
-                + (f" and {len(there) - 1} more" if len(there) > 1 else "")
-                + f"; end it with: manyhands aws down --name {self.name}, or choose another --name"
-            )
+        self._check_unused()
         launcher = Launcher(self._account, experiment)
         launcher.look_around()
         launcher.create_security_group()  # fails if another process begins this experiment: end nothing of it then
@@ -150,15 +172,27 @@ class Fleet:
             self._clean_up()
             raise
 
+    def _check_unused(self) -> None:
+        if there := self.remains():
+            raise ConfigError(
+                f"experiment {self.name} is in use in {self.region}: {there[0]}"
+                + (f" and {len(there) - 1} more" if len(there) > 1 else "")
+                + f"; end it with: manyhands aws down --name {self.name}, or choose another --name"
+            )
+
     def _start_all(self, launcher: Launcher, experiment: Experiment) -> list[Machine]:
         launcher.open_port()
         self._tell(f"created security group {experiment.security_group}, open for TCP port {experiment.port}")
         for group in launcher.groups:
+            self._show(f"starting {counted(group.number, group.role + ' machine')}")
             started, problems = launcher.launch(group, group.number)
             self._note(started)
             if not started or (len(started) < group.number and group.role != "worker"):
-                raise ConfigError(f"no {group.role} could be started: {'; '.join(problems)}")
-            self._tell(f"started {counted_by_type(started)} for {group.role}")
+                raise ConfigError(
+                    f"too few machines for {group.role}: {'; '.join(problems)}; try another --region or other types, "
+                    "or ask for a higher quota under 'Service Quotas' of EC2"
+                )
+            self._tell(f"{group.role}: started {counted_by_type(started)}")
             if len(started) < group.number:
                 missing = group.number - len(started)
                 self._tell(f"{counted(missing, 'worker')} could not be started yet: {'; '.join(problems)}")
@@ -174,6 +208,7 @@ class Fleet:
             machines = [one for one in self.machines() if one.machine_id in self._started]
             if broken := [one for one in machines if not one.is_alive and one.role != "worker"]:
                 raise ConfigError(f"the {broken[0].role} did not start: {broken[0].reason or broken[0].state}")
+            self._show(f"{sum(one.state == 'running' for one in machines)} of {len(self._started)} machines run")
             if len(machines) == len(self._started) and all(one.state != "pending" for one in machines):
                 return machines
             if self._now() >= deadline:
@@ -189,7 +224,7 @@ class Fleet:
         except Exception as second:  # noqa: BLE001 (the first error is raised; this one costs money and is told)
             self._tell(
                 f"not everything is ended, and what is left costs money: {second}. Run: manyhands aws down --name "
-                f"{self.name} --region {self._account.region}"
+                f"{self.name} --region {self.region}"
             )
         else:
             self._tell("nothing is left")
@@ -240,6 +275,7 @@ class Fleet:
         ]
         alive = [one for one in machines.values() if one.role == "worker" and one.is_alive]
         missing = group.number - len(alive) - len(unseen)
+        self._show(f"{len(alive)} of {counted(group.number, 'worker')} alive; Ctrl-C leaves the machines running")
         if missing <= 0:
             return True
         started, problems = launcher.launch(group, missing)
@@ -264,8 +300,11 @@ class Fleet:
         deadline = self._now() + END_TIMEOUT_S
         told: list[str] = []
         while True:
-            self._end_once()
-            left = self.remains()
+            try:
+                self._end_once()
+                left = self.remains()
+            except Unavailable as error:  # as long as machines may run, a bad network is no reason to give up
+                left = [f"unknown ({error})"]
             if not left:
                 return
             if left != told:
@@ -273,6 +312,7 @@ class Fleet:
                 told = left
             if self._now() >= deadline:
                 raise Timeout(f"ending experiment {self.name}; still there: {', '.join(left)}", END_TIMEOUT_S)
+            self._show(f"ending: {counted(len(left), 'resource')} left")
             self._sleep(LOOK_PERIOD_S)
 
     def _end_once(self) -> None:

@@ -10,6 +10,9 @@ from manyhands.cloud.account import NO_CAPACITY, QUOTA, Account, ClientError, Im
 from manyhands.cloud.machine import Machine, machine_of
 from manyhands.cloud.plan import EXTRA_DISK_GB, Experiment, Group, Role, groups_of
 
+MAX_INITIAL_PEERS = 4
+"""One that answers is enough; the script of a machine has little room."""
+
 
 class Launcher:
     """Starts machines for an experiment: zone after zone, type after type."""
@@ -34,14 +37,18 @@ class Launcher:
         """
         self._vpc_id, self._subnets = self._account.default_network()
         self._zones = self._account.zones_of(sorted({one for group in self.groups for one in group.types}))
-        own_zones = {subnet.zone for subnet in self._subnets}
         for group in self.groups:
-            if not any(self._zones[one] & own_zones for one in group.types):
+            if not self.offered(group):
                 raise ConfigError(
                     f"region {self._account.region} has no {' or '.join(group.types)} for the {group.role}; choose "
                     f"another --region, or other types with --{group.role}-type" + "s" * (group.role == "worker")
                 )
             self._images[group.role] = self._account.image(group.image, group.image_parameter)
+
+    def offered(self, group: Group) -> list[str]:
+        """The types of a group that the region has."""
+        own_zones = {subnet.zone for subnet in self._subnets}
+        return [one for one in group.types if self._zones[one] & own_zones]
 
     def create_security_group(self) -> None:
         """Take the name of the experiment.
@@ -83,15 +90,13 @@ class Launcher:
         """Start up to this many machines of a group.
 
         Returns:
-            The machines, and what AWS said where it had none.
+            The machines, and what AWS said of each type that it had too few of.
         Raises:
             ConfigError: AWS refuses for another reason than capacity or a quota.
         """
         started: list[Machine] = []
         problems: dict[str, str] = {}
-        for one_type in group.types:
-            if not self._zones[one_type]:
-                problems[one_type] = f"{one_type}: not in this region"
+        for one_type in self.offered(group):
             for subnet in self._places(one_type):
                 ask = number - len(started)
                 while ask and len(started) < number:
@@ -122,8 +127,7 @@ class Launcher:
             "MaxCount": number,
             "SubnetId": subnet.subnet_id,
             "SecurityGroupIds": [self._security_group],
-            "UserData": group.user_data(self.initial_peers),
-            "InstanceInitiatedShutdownBehavior": "terminate",
+            "UserData": group.user_data(self.initial_peers[:MAX_INITIAL_PEERS]),
             "MetadataOptions": {"HttpTokens": "required", "HttpEndpoint": "enabled"},
             "BlockDeviceMappings": [
                 {
@@ -140,6 +144,8 @@ class Launcher:
         if group.is_spot:
             spot = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
             request["InstanceMarketOptions"] = {"MarketType": "spot", "SpotOptions": spot}
+        else:
+            request["InstanceInitiatedShutdownBehavior"] = "terminate"
         with own_words(f"starting {one_type} in {subnet.zone}"):
             try:
                 answer = self._account.ec2.run_instances(**request)
