@@ -98,19 +98,31 @@ class Launcher:
         problems: dict[str, str] = {}
         for one_type in self.offered(group):
             for subnet in self._places(one_type):
-                ask = number - len(started)
-                while ask and len(started) < number:
-                    ask = min(ask, number - len(started))
-                    got, code = self._try(group, one_type, subnet, ask)
-                    started += got
-                    if code:
-                        problems[one_type] = f"{one_type}: {code}"
-                    ask = ask // 2 if code in QUOTA else 0  # a quota may leave room for some
-                if problems.get(one_type, "").endswith(tuple(QUOTA)):
+                got, code = self._launch_in(subnet, one_type, group, number - len(started))
+                started += got
+                if len(started) == number:
+                    return started, []
+                problems[one_type] = f"{one_type}: {code or 'too few'}"
+                if code in QUOTA:
                     break  # it is the same in all zones
-            if len(started) >= number:
-                break
         return started, list(problems.values())
+
+    def _launch_in(self, subnet: Subnet, one_type: str, group: Group, number: int) -> tuple[list[Machine], str]:
+        """Start up to this many machines of one type in one zone; returns them, and the last refusal.
+
+        AWS starts fewer than asked for where it lacks capacity, but none if all would exceed a quota: fewer are asked
+        for then.
+        """
+        started: list[Machine] = []
+        ask, refusal = number, ""
+        while ask:
+            got, code = self._try(group, one_type, subnet, ask)
+            started += got
+            refusal = code or refusal
+            if code not in QUOTA and not (got and refusal):
+                break
+            ask = min(ask // 2 if code else ask, number - len(started))
+        return started, refusal
 
     def _places(self, one_type: str) -> list[Subnet]:
         """The subnets whose zone has the type; first that of the coordinator, as traffic within a zone is free."""
