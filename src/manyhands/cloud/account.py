@@ -31,6 +31,9 @@ CLIENT_CONFIG = Config(
 )
 """botocore itself waits and tries again when AWS throttles, up to about a minute in all."""
 
+PRICE_CONFIG = Config(retries={"mode": "standard", "max_attempts": 2}, connect_timeout=5, read_timeout=10)
+"""A price is worth no long wait."""
+
 PRICING_REGION = "us-east-1"
 """Prices of all regions are served here."""
 
@@ -144,8 +147,8 @@ class Account:
         if self.region not in known:
             raise ConfigError(f"AWS has no region {self.region!r}; for example: --region us-east-1")
 
-    def _client(self, service: str, region: str | None) -> Any:
-        return self._session.client(service, region_name=region, config=CLIENT_CONFIG)
+    def _client(self, service: str, region: str | None, config: Config = CLIENT_CONFIG) -> Any:
+        return self._session.client(service, region_name=region, config=config)
 
     def default_network(self) -> tuple[str, list[Subnet]]:
         """The id of the default VPC, and its subnets, by zone.
@@ -221,7 +224,7 @@ class Account:
         }  # fmt: skip
         filters = [{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted.items()]
         try:
-            found = self._client("pricing", PRICING_REGION).get_products(
+            found = self._client("pricing", PRICING_REGION, PRICE_CONFIG).get_products(
                 ServiceCode="AmazonEC2", Filters=filters, MaxResults=1
             )
             return _dollars(json.loads(found["PriceList"][0]))

@@ -10,7 +10,7 @@ import pytest
 from manyhands.base.errors import ConfigError, Timeout, Unavailable
 from manyhands.cloud.aws import WATCH_PERIOD_S
 from manyhands.cloud.plan import CREATOR_TAG, EXPERIMENT_TAG, ROLE_TAG
-from tests.unit.cloud.clouds import Cloud, experiment, fake_aws
+from tests.integration.clouds import Cloud, experiment, fake_aws
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_lost_workers_are_replaced_until_the_coordinator_is_gone(cloud: Cloud) -
     fleet.watch()
     assert cloud.clock.now_s - started_s == 4 * WATCH_PERIOD_S
     assert 30 <= WATCH_PERIOD_S <= 60
-    assert [line for line in cloud.told if "lost" in line][0] == "1 worker lost: started 1 x g4dn.xlarge in us-east-1a"
+    assert next(line for line in cloud.told if "lost" in line) == "1 worker lost: started 1 x g4dn.xlarge in us-east-1a"
     assert "the coordinator is gone" in cloud.told[-1]
     assert "running" not in cloud.states().values(), "down in another terminal is not undone"
 
@@ -240,7 +240,10 @@ def test_throttling_is_waited_out(cloud: Cloud, monkeypatch: pytest.MonkeyPatch)
     assert sum(waits) < 200
 
 
-def test_down_goes_on_until_aws_has_ended_all_and_says_what_remains(cloud: Cloud) -> None:
+def test_down_goes_on_until_aws_has_ended_all_and_says_what_remains(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manyhands.cloud.aws.END_TIMEOUT_S", 60.0)
     cloud.fleet().up(experiment())
     cloud.refuse("DeleteSecurityGroup", "DependencyViolation", times=4)
     cloud.fleet().down()
@@ -251,12 +254,13 @@ def test_down_goes_on_until_aws_has_ended_all_and_says_what_remains(cloud: Cloud
     cloud.fleet().up(experiment())
     cloud.refuse("DeleteSecurityGroup", "DependencyViolation")
     before_s = cloud.clock.now_s
-    with pytest.raises(Timeout, match=r"timed out after 600 s ending experiment x; still there: security group sg-"):
+    with pytest.raises(Timeout, match=r"timed out after 60 s ending experiment x; still there: security group sg-"):
         cloud.fleet().down()
-    assert 600 <= cloud.clock.now_s - before_s < 620
+    assert 60 <= cloud.clock.now_s - before_s < 80
 
 
-def test_a_machine_that_cannot_be_ended_does_not_save_the_others(cloud: Cloud) -> None:
+def test_a_machine_that_cannot_be_ended_does_not_save_the_others(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.cloud.aws.END_TIMEOUT_S", 60.0)
     machines = cloud.fleet().up(experiment())
     kept = machines[0].machine_id
     cloud.refuse("TerminateInstances", "OperationNotPermitted", when=lambda p: [kept] in p.values())
@@ -284,7 +288,7 @@ def test_a_region_without_the_types_is_named_before_anything_is_created(cloud: C
         ConfigError, match=r"region us-east-1 has no g99.xlarge for the worker; choose another --region"
     ):
         cloud.fleet().up(experiment(worker_types=("g99.xlarge",)))
-    with pytest.raises(ConfigError, match="other types with --coordinator-type$"):
+    with pytest.raises(ConfigError, match=r"other types with --coordinator-type$"):
         cloud.fleet().up(experiment(coordinator_type="t99.small"))
     assert not cloud.asked_for("CreateSecurityGroup")
 
