@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from manyhands.base.errors import ConfigError, Timeout, Unavailable
+from manyhands.cloud.account import _dollars
 from manyhands.cloud.aws import WATCH_PERIOD_S
 from manyhands.cloud.plan import CREATOR_TAG, EXPERIMENT_TAG, ROLE_TAG
 from tests.integration.clouds import Cloud, experiment, fake_aws
@@ -335,6 +336,12 @@ def test_prices_are_told_where_they_are_known(cloud: Cloud) -> None:
     assert fleet.price_per_hour(workers) == pytest.approx(2 * 0.00001)
     assert cloud.fleet("y").check(experiment(name="y")) is None
     assert len(cloud.asked_for("RunInstances")) == 2, "a check starts nothing"
+
+
+def test_the_price_is_read_from_a_product_of_the_price_list() -> None:
+    dimension = {"unit": "Hrs", "pricePerUnit": {"USD": "0.0208000000"}}
+    product = {"terms": {"OnDemand": {"A.B": {"priceDimensions": {"A.B.C": dimension}}}}}
+    assert _dollars(product) == pytest.approx(0.0208)
 
 
 def test_the_console_of_a_machine_is_shown(cloud: Cloud) -> None:

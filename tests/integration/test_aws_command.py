@@ -18,7 +18,7 @@ from tests.integration.clouds import REGION, UBUNTU
 from tests.process.commands import running
 
 IMAGES = ("--image", UBUNTU, "--cpu-image", UBUNTU)
-UP = ("aws", "up", "--name", "x", *IMAGES)
+UP = ("aws", "up", "--name", "x", *IMAGES, "--source", "https://example.org/manyhands.whl")
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +109,13 @@ def test_a_dry_run_needs_no_account(nobody: None, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["up", "--region", "us-east-1"], "no AWS credentials to use"),
+        (["up", "--region", "us-east-1", *UP[-2:]], "no AWS credentials to use"),
         (["status", "--name", "x", "--region", "us-east-1"], "no AWS credentials to use"),
         (["down", "--name", "x", "--region", "us-east-1"], "no AWS credentials to use"),
-        (["up"], "no AWS region is configured; name one: --region us-east-1"),
-        (["up", "--region", "mars-north-1"], "AWS has no region 'mars-north-1'"),
+        (["up", *UP[-2:]], "no AWS region is configured; name one: --region us-east-1"),
+        (["up", "--region", "mars-north-1", *UP[-2:]], "AWS has no region 'mars-north-1'"),
         (["up", "--client-mode"], "add --auxiliary 1"),
+        (["up"], "which the machines cannot reach; name an address that pip can: --source git+https://"),
         (["up", "--workers", "0"], "--workers is 0"),
         (["down"], "--name"),
         (["down", "--name", "*"], "'*' cannot name an experiment"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from manyhands.base.errors import ConfigError, ManyhandsError, MissingExtra, Unavailable
@@ -205,7 +206,7 @@ class Account:
         prices: dict[tuple[str, str], tuple[Any, float]] = {}
         try:
             pages = self.ec2.get_paginator("describe_spot_price_history").paginate(
-                InstanceTypes=list(types), ProductDescriptions=["Linux/UNIX"], PaginationConfig={"MaxItems": 200}
+                InstanceTypes=list(types), ProductDescriptions=["Linux/UNIX"], StartTime=datetime.now(timezone.utc)
             )
             for page in pages:
                 for entry in page["SpotPriceHistory"]:

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from manyhands.version import __version__
+
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 BURST_S = 0.01
 MIN_BURST_BYTES = 65_536
@@ -19,7 +21,7 @@ class Program:
     Attributes:
         arguments: of the command, without addresses.
         port: where it accepts connections; None if it only dials out.
-        source: address of the package, in place of the one on PyPI.
+        source: address of the package, in place of this version on PyPI.
         upload_mbit_s: speed that the uplink is shaped to; None for no limit.
     """
 
@@ -34,7 +36,7 @@ class Program:
     def requirement(self) -> str:
         """What pip installs."""
         package = "manyhands[albert]" if self.needs_torch else "manyhands"
-        return package if self.source is None else f"{package} @ {self.source}"
+        return f"{package}=={__version__}" if self.source is None else f"{package} @ {self.source}"
 
     def command(self, initial_peers: Sequence[str]) -> str:
         """The command line, in which the shell fills in ``$ANNOUNCE``."""
@@ -77,7 +79,7 @@ ask() {{ curl -sf --retry 5 -H "X-aws-ec2-metadata-token: $token" "http://169.25
 public=$(ask public-ipv4 || true)
 ANNOUNCE="${{public:+/ip4/$public/tcp/{port} }}/ip4/$(ask local-ipv4)/tcp/{port}"
 """
-"""Both addresses are announced: machines of one network reach each other by the private one, which costs nothing."""
+"""Both are announced: traffic within a zone is free by the private address, and costs by the public one."""
 
 SCRIPT = """\
 #!/bin/bash
