@@ -79,7 +79,7 @@ def up(
     after Ctrl-C. For example:
 
         manyhands aws up --name my-albert --workers 4 --dry-run
-        manyhands aws up --name my-albert --workers 4 --auxiliary 1 -- --model albert-large-v2
+        manyhands aws up --name my-albert --workers 4 -- --model albert-large-v2
         manyhands aws status --name my-albert
         manyhands aws down --name my-albert
 
@@ -206,7 +206,7 @@ class Screen(NamedTuple):
         self.console.print(_table(alive))
         coordinator = next(machine for machine in alive if machine.role == "coordinator")
         self.say(f"{counted(len(alive), 'machine')} run. {_priced(fleet.price_per_hour(alive))}")
-        self.say("They install manyhands now, which takes 5 to 10 minutes. Then others can join with:")
+        self.say("They install manyhands now, which takes several minutes. Then others can join with:")
         self.say(f"\n    manyhands join {coordinator.public_ip or coordinator.private_ip}:{experiment.port}\n")
 
     def tell_how_to_end(self, name: str, region: str) -> None:
@@ -228,7 +228,7 @@ def _fleet(name: str, region: str | None, doing: str) -> Iterator[tuple[Fleet, S
 def _table(machines: Iterable[Machine]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("machine", "role", "state", "type", "zone", "", "started", "address"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("machine", "address"))
     for one in machines:
         market = "spot" if one.is_spot else "on demand"
         started = one.launched_at.astimezone().strftime("%b %d %H:%M:%S")
