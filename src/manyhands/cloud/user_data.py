@@ -58,7 +58,7 @@ def user_data(program: Program, initial_peers: Sequence[str]) -> str:
         if program.needs_torch and not program.has_gpu
         else "",
         requirement=shlex.quote(program.requirement),
-        shaping="" if program.upload_mbit_s is None else shaping(program.upload_mbit_s),
+        shaping="true" if program.upload_mbit_s is None else shaping(program.upload_mbit_s),
         find_addresses="" if program.port is None else FIND_ADDRESSES.format(port=program.port),
         command=program.command(initial_peers),
     )
@@ -69,7 +69,7 @@ def shaping(mbit_s: float) -> str:
     burst = max(MIN_BURST_BYTES, int(mbit_s * 1e6 / 8 * BURST_S))
     return (
         "tc qdisc replace dev \"$(ip -4 route show default | awk '{print $5; exit}')\" root "
-        f"tbf rate {int(mbit_s * 1000)}kbit burst {burst} latency 400ms\n"
+        f"tbf rate {int(mbit_s * 1000)}kbit burst {burst} latency 400ms"
     )
 
 
@@ -84,7 +84,7 @@ ANNOUNCE="${{public:+/ip4/$public/tcp/{port} }}/ip4/$(ask local-ipv4)/tcp/{port}
 SCRIPT = """\
 #!/bin/bash
 set -euo pipefail
-trap 'echo "manyhands: setting this machine up failed in line $LINENO; see the lines above"' ERR
+trap '[ $? = 0 ] || echo "manyhands: setting this machine up failed; see the lines above"' EXIT
 export DEBIAN_FRONTEND=noninteractive HOME=/root
 retry() {{ for pause_s in 5 15 30 60; do "$@" && return; sleep $pause_s; done; "$@"; }}
 
@@ -95,14 +95,18 @@ useradd --system --create-home --home-dir /var/lib/manyhands manyhands
 python3 -m venv /opt/manyhands
 cd /opt/manyhands
 {install_torch}retry bin/pip install -q {requirement}
-{shaping}
+
 cat >bin/take-part <<'END-OF-SCRIPT'
 #!/bin/bash
 set -eu
 export PATH=/opt/manyhands/bin:$PATH
 {find_addresses}exec {command}
 END-OF-SCRIPT
-chmod 755 bin/take-part
+cat >bin/shape <<'END-OF-SCRIPT'
+#!/bin/bash
+{shaping}
+END-OF-SCRIPT
+chmod 755 bin/take-part bin/shape
 
 cat >/etc/systemd/system/manyhands.service <<'END-OF-UNIT'
 [Unit]
@@ -113,6 +117,7 @@ After=network-online.target
 [Service]
 User=manyhands
 WorkingDirectory=/var/lib/manyhands
+ExecStartPre=+/opt/manyhands/bin/shape
 ExecStart=/opt/manyhands/bin/take-part
 Restart=on-failure
 RestartSec=15

@@ -86,6 +86,41 @@ def test_a_peer_announces_the_addresses_that_its_machine_has(public: str, announ
     ]  # fmt: skip
 
 
+def set_up(script: str, folder: Path, *, pip: str) -> subprocess.CompletedProcess[str]:
+    """Run a machine's script in a folder, with fakes of all that it installs; the pauses are left out."""
+    for name in ("fakes", "etc/systemd/system", "opt/manyhands/bin", "root"):
+        (folder / name).mkdir(parents=True)
+    for path in [*(folder / "fakes" / name for name in ("apt-get", "useradd", "systemctl", "python3", "sleep")),
+                 folder / "opt/manyhands/bin/pip"]:  # fmt: skip
+        path.write_text(f"#!/bin/bash\n{pip if path.name == 'pip' else ''}\necho {path.name} $*\n")
+        path.chmod(0o755)
+    for place in ("/opt/manyhands", "/etc/systemd", "/root"):
+        script = script.replace(place, f"{folder}{place}")
+    environment = os.environ | {"PATH": f"{folder / 'fakes'}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", "-c", script], text=True, stdout=subprocess.PIPE, check=False, env=environment)
+
+
+def test_a_machine_is_set_up(tmp_path: Path) -> None:
+    auxiliary = groups_of(EXPERIMENTS[1])[1]
+    done = set_up(auxiliary.user_data([]), tmp_path, pip="")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0] == "manyhands: installing"
+    assert lines[-2:] == ["systemctl enable --now manyhands", "manyhands: the peer is started"]
+    unit = (tmp_path / "etc/systemd/system/manyhands.service").read_text()
+    for line in unit.splitlines():
+        if line.startswith("ExecStart"):
+            assert os.access(line.partition("=")[2].lstrip("+"), os.X_OK)
+    assert "tc qdisc replace" in (tmp_path / "opt/manyhands/bin/shape").read_text()
+
+
+def test_a_machine_that_cannot_install_says_so_after_some_attempts(tmp_path: Path) -> None:
+    done = set_up(groups_of(EXPERIMENTS[0])[0].user_data([]), tmp_path, pip='echo "no such package"; exit 1')
+    assert done.returncode == 1
+    assert done.stdout.count("no such package") == 5
+    assert done.stdout.splitlines()[-1] == "manyhands: setting this machine up failed; see the lines above"
+
+
 def test_words_of_the_user_reach_the_trainer_as_they_are(tmp_path: Path) -> None:
     worker = groups_of(EXPERIMENTS[2])[-1]
     words = take_part(worker.user_data(["172.31.0.1:31337"]), tmp_path, "exit 22")
