@@ -16,6 +16,7 @@ import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.local_steps import LocalSteps
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,6 +89,9 @@ def steps_of(member: Member, numbers: range, checkpoints: Checkpoints | None = N
         (torch.bfloat16, {"offload": True}),
         (torch.bfloat16, {"delay": "optimizer"}),
         (torch.float32, {"delay": "gradients"}),
+        (torch.float32, {"local_steps": LocalSteps()}),
+        (torch.bfloat16, {"local_steps": LocalSteps()}),
+        (torch.bfloat16, {"local_steps": LocalSteps(), "offload": True}),
     ],
 )
 def test_a_loop_goes_on_with_the_same_bits(

@@ -409,7 +409,7 @@ def test_after_any_faults_no_inner_step_has_counted_twice(seed: int) -> None:
     swarm.run()
     counts = marked.check().values()
     assert sum(one.samples_carried for one in counts) > 0
-    assert sum(one.samples_dropped for one in counts) <= 0.05 * sum(one.samples_computed for one in counts)
+    assert sum(one.samples_dropped for one in counts) <= 0.1 * sum(one.samples_computed for one in counts)
 
 
 def test_a_failed_round_changes_neither_the_agreed_nor_the_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
