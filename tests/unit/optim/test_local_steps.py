@@ -340,6 +340,24 @@ def test_a_mean_that_is_not_finite_is_refused_and_the_peer_goes_back_to_the_agre
     assert trainer.replica.position.step == 1
 
 
+def test_parameters_that_cease_to_be_finite_during_an_overlap_are_left_out_after_it() -> None:
+    """The contribution that is out was finite, and counts."""
+    trainer = Trainer(adam, LocalSteps(outer=plain, overlap_steps=2))
+    trainer.batch(1.0)
+    step = trainer.begin()
+    trainer.batch(1.0)
+    with torch.no_grad():
+        trainer.trained[0].fill_(float("nan"))
+    trainer.batch(float("nan"))
+    assert trainer.samples.waiting == 4, "what came after the contribution waits for its end"
+    trainer.make(step, mean=0.5)
+    counts = trainer.samples.statistics
+    assert (counts.samples_used, counts.samples_dropped) == (4, 4)
+    assert trainer.begin().contribution.weight == 0
+    assert (counts.samples_used, counts.samples_dropped) == (4, 8)
+    assert trainer.own == trainer.agreed == [0.5, 0.5]
+
+
 # inner steps
 
 
@@ -552,6 +570,22 @@ def test_the_state_of_another_branch_ends_what_its_own_steps_have_changed() -> N
     assert trainer.own == trainer.agreed == [0.75, 0.75]
     assert trainer.samples.statistics.samples_dropped == 4
     assert trainer.begin().contribution.weight == 0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_model_shows_the_agreed_parameters_for_a_while_and_gets_its_own_back(offload: bool) -> None:
+    trainer = Trainer(dtype=torch.bfloat16, offload=offload)
+    trainer.batch(1.0)
+
+    def look() -> None:
+        with trainer.replica.agreed_in_model():
+            assert trainer.own == [1.0, 1.0]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        look()
+    assert trainer.own == [0.5, 0.5]
+    assert trainer.begin().contribution.mean_N[0].item() == 0.5
 
 
 # checkpoints
