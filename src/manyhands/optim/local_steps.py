@@ -404,15 +404,18 @@ class InnerSteps:
             self._count(contribution.samples, contribution.weight, contribution.since_step)
             self.was_out = True
 
-    def carry(self, contribution: Contribution) -> str:
-        """Move to the agreed parameters, and keep the difference that the others have left out."""
-        if self._num_steps != self._frozen_at:
-            return "further inner steps were made meanwhile"
+    def carry(self, contribution: Contribution) -> None:
+        """Move to the agreed parameters, and keep the difference that the others have left out.
+
+        If further inner steps were made meanwhile, half of it is kept, as after every step.
+        """
         assert self._out is not None
-        self._replica.differ_by(self._out[0], contribution.mean_N)
+        if self._num_steps == self._frozen_at:
+            self._replica.differ_by(self._out[0], contribution.mean_N)
+        else:
+            self._replica.follow(self._out[0], KEPT_SHARE)
         self._averaged_at = self._frozen_at
         self.take_back(contribution)
-        return ""
 
     def count(self, contribution: Contribution, *, is_free: bool) -> None:
         """Move to the agreed parameters after a step; half of the way if inner steps were made meanwhile."""

@@ -250,6 +250,19 @@ def test_what_the_group_left_out_is_carried_as_a_stale_pseudo_gradient() -> None
     assert (later.samples, later.weight, later.mean_N[0].item()) == (8, 8.0, 0.625)
 
 
+def test_what_the_group_left_out_during_an_overlap_is_merged_half_way_and_counts_in_the_next_step() -> None:
+    trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=2))
+    trainer.batch(1.0)
+    step = trainer.begin()
+    trainer.batch(0.5)  # own: 0.25
+    trainer.make(step, mean=0.25, is_left_out=True)
+    assert trainer.own == [(0.25 + 0.75) / 2] * 2
+    counts = trainer.samples.statistics
+    assert (counts.samples_carried, counts.samples_dropped, trainer.samples.waiting) == (4, 0, 8)
+    later = trainer.begin().contribution
+    assert (later.samples, later.weight, later.mean_N[0].item()) == (8, 8.0, 0.25)
+
+
 def test_what_was_left_out_twice_is_dropped() -> None:
     trainer = Trainer()
     for _ in range(2):

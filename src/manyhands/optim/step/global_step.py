@@ -222,10 +222,10 @@ class SampleCounter:
         elif step.is_lost:  # the loaded state will show where they can count
             self._accumulator.take_back(contribution)
         else:
-            reason = self._reason_to_drop(step.left_from, contribution.since_step, was_out=True)
-            if reason := reason or self._accumulator.carry(contribution):
+            if reason := self._reason_to_drop(step.left_from, contribution.since_step, was_out=True):
                 self._drop(step, f"the group made global step {number} without this peer, and {reason}")
             else:
+                self._accumulator.carry(contribution)
                 self._carried(contribution.samples)
 
     def load(self, before: Position) -> None:
