@@ -58,8 +58,8 @@ class Accumulator(Protocol):
     def take_back(self, contribution: Contribution) -> None:
         """Add back a contribution whose step was not made; it counts in the next attempt."""
 
-    def carry(self, contribution: Contribution) -> str:
-        """Add back a contribution that the others made a step without; returns why that is impossible."""
+    def carry(self, contribution: Contribution) -> None:
+        """Add back a contribution that the others made a step without; this peer has made it, too."""
 
     def count(self, contribution: Contribution, *, is_free: bool) -> None:
         """Forget a contribution whose step was made.
@@ -187,10 +187,9 @@ class GradientAccumulator:
         """None: what is not finite was never added."""
         return ""
 
-    def carry(self, contribution: Contribution) -> str:
+    def carry(self, contribution: Contribution) -> None:
         """Add back a contribution that the others made a step without."""
         self.take_back(contribution)
-        return ""
 
     def count(self, contribution: Contribution, *, is_free: bool) -> None:
         """Reuse the memory of a contribution whose step was made, if it is free."""

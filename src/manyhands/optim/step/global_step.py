@@ -177,13 +177,17 @@ class SampleCounter:
             at_step: global step of the parameters that it was computed on.
             is_overflow: the scaled loss has become infinite.
         """
+        is_added = not is_overflow and self._accumulator.add(samples, weight, scale, at_step)  # may raise
         self.statistics.samples_computed += samples
+        if is_added:
+            return
+        self.statistics.samples_dropped += samples
         if is_overflow:
-            self.statistics.samples_dropped += samples
             logger.info("the scaled gradients overflowed: the %d samples of this micro-batch are dropped", samples)
-        elif not self._accumulator.add(samples, weight, scale, at_step):
-            self.statistics.samples_dropped += samples
+        else:
             logger.warning("a gradient of this micro-batch is not finite; its %d samples are dropped", samples)
+        if fault := self._accumulator.fault():
+            self.drop_waiting(fault)
 
     def freeze(self) -> Contribution:
         """Return what is waiting as the contribution to a step."""
@@ -218,16 +222,17 @@ class SampleCounter:
         elif step.is_lost:  # the loaded state will show where they can count
             self._accumulator.take_back(contribution)
         else:
-            reason = self._reason_to_drop(step.left_from, contribution.since_step, was_out=True)
-            if reason := reason or self._accumulator.carry(contribution):
+            if reason := self._reason_to_drop(step.left_from, contribution.since_step, was_out=True):
                 self._drop(step, f"the group made global step {number} without this peer, and {reason}")
             else:
+                self._accumulator.carry(contribution)
                 self._carried(contribution.samples)
 
     def load(self, before: Position) -> None:
         """Carry or drop the waiting samples after a loaded state replaced the position ``before``."""
         waiting = self._accumulator
-        if reason := self._reason_to_drop(before, waiting.since_step, was_out=waiting.was_out):
+        since_step = waiting.since_step if waiting.samples else before.step
+        if reason := self._reason_to_drop(before, since_step, was_out=waiting.was_out):
             self.drop_waiting(reason)
         elif waiting.samples:
             self._carried(waiting.samples)
