@@ -51,7 +51,7 @@ def expected(
     """The agreed model after all batches, ``num_local`` of each shard at a time, each peer with AdamW of its own."""
     agreed, peers = new_model(), [new_model() for _ in shards]
     inner = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in peers]
-    outer = steps.outer(agreed.parameters())
+    outer = steps.make_outer(agreed.parameters())
     for start in range(0, len(shards[0]), num_local):
         for shard, model, optimizer in zip(shards, peers, inner, strict=True):
             model.load_state_dict(agreed.state_dict())
