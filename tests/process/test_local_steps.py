@@ -64,7 +64,7 @@ def test_two_trainers_lower_the_held_out_loss_and_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_does_not_fit_local_steps_is_one_line(tmp_path: Path) -> None:
+def test_a_target_below_one_batch_of_every_trainer_is_one_line(tmp_path: Path) -> None:
     text = str(write_text(tmp_path / "text"))
     begin = ("train", *COMMON, *TINY, "--text", text, "--batch-size", "8", "--local-steps", "--target-batch-size", "12")
     with running(*begin) as first:
@@ -76,6 +76,3 @@ def test_what_does_not_fit_local_steps_is_one_line(tmp_path: Path) -> None:
         line = second.output.strip().splitlines()[-1]
         assert "target_batch_size=12 is below one batch of 8 for each of the 2 peers" in line
         assert "batch_size_per_step=6 here" in line
-        with running(*join, "--no-local-steps") as other:
-            assert other.wait(60) == USAGE
-        assert "local_steps is False here, True in the run" in other.output
