@@ -308,15 +308,12 @@ class LocalReplica(Replica):
     @contextmanager
     def agreed_in_model(self) -> Iterator[None]:
         """Within the block, the model has the agreed parameters instead of this peer's own."""
-        with torch.no_grad():
-            own = [parameter.detach().clone() for parameter in self.model_parameters]
-            for parameter, agreed in zip(self.model_parameters, self._parameters, strict=True):
-                parameter.copy_(agreed)
-            try:
-                yield
-            finally:
-                for parameter, value in zip(self.model_parameters, own, strict=True):
-                    parameter.copy_(value)
+        own = [parameter.detach().clone() for parameter in self.model_parameters]
+        try:  # an interrupt may come between two parameters
+            _copy(self._parameters, self.model_parameters)
+            yield
+        finally:
+            _copy(own, self.model_parameters)
 
     def _own_of(self, fragment: int) -> list[torch.Tensor]:
         return [self._own[index] for index in self._members[fragment]]
@@ -507,3 +504,9 @@ def _fragments_of(sizes: Sequence[int], num_fragments: int) -> list[list[int]]:
         totals[smallest] += sizes[index]
         members[smallest].append(index)
     return [sorted(of_one) for of_one in members]
+
+
+@torch.no_grad()
+def _copy(values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
