@@ -299,6 +299,24 @@ class Peer(FromHivemind):
         addresses = self.endpoint.addresses
         return [str(a) for a in addresses if not a.is_loopback] or [str(a) for a in addresses]
 
+    def announce(self, addresses: Sequence[str | Address] = ()) -> None:
+        """Announce other addresses from now on, when the way to this machine has changed.
+
+        Connected peers are told at once. The others find this one through them within a minute, as long as at least one
+        connected peer can be dialled.
+
+        Args:
+            addresses: where others can dial this peer; by default, the addresses of this machine.
+        Raises:
+            ConfigError: an address cannot be read or dialled.
+        """
+        parsed = parse_addresses(addresses)
+
+        async def announce() -> None:
+            self.endpoint.announce(parsed)
+
+        self.run(announce(), CLOSE_TIMEOUT_S, "announcing addresses")
+
     @property
     def state_path(self) -> Path | None:
         """The folder of ``state_dir``, in which this peer keeps what it needs after a restart; None without one."""
