@@ -77,8 +77,8 @@ class PeerOptions:
 class NetworkOptions(PeerOptions):
     """Network options of peers that do more than welcome others."""
 
-    client_mode: bool = False
-    """Only dial out; for machines that cannot be dialled, for example behind a firewall."""
+    client_mode: bool | None = None
+    """Only dial out, for machines that cannot be dialled; --no-client-mode never does. By default it finds out."""
 
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""

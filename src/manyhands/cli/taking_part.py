@@ -47,7 +47,7 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
         ConfigError: the text or the data cannot be used, or options contradict each other.
     """
-    if training.auxiliary and network.client_mode:
+    if training.auxiliary and network.client_mode is True:
         raise ConfigError(
             "--auxiliary helps peers that nobody can dial, so others must dial it: leave out --client-mode"
         )
