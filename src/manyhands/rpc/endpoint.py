@@ -105,7 +105,8 @@ class Endpoint:
         self._dial_back = DialBackStreams(
             self._dialler, self._tasks, self.counters, self._book.reached_at, self._hello, self._serve_stream, self._rng
         )
-        self.handle(DIAL_BULK, self._dial_back.on_dial)
+        if client_mode:
+            self.handle(DIAL_BULK, self._dial_back.on_dial)
         self.handle(ANNOUNCE, self._on_announced)
         self.uplink = Uplink(self._tasks)
 
@@ -153,7 +154,10 @@ class Endpoint:
 
     def set_client_mode(self, *, is_on: bool) -> None:
         """Enter or leave client mode; connected peers are told at once."""
+        if is_on == self.client_mode:
+            return
         self.client_mode = is_on
+        self.handle(DIAL_BULK, self._dial_back.on_dial) if is_on else self.unhandle(DIAL_BULK)
         self.announce(self._chosen)
 
     async def _tell_addresses(self, connection: ControlConnection) -> None:
