@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -77,7 +78,7 @@ class PeerOptions:
 class NetworkOptions(PeerOptions):
     """Network options of peers that do more than welcome others."""
 
-    client_mode: bool | None = None
+    client_mode: Annotated[bool | None, Parameter(negative="--no-client-mode")] = None
     """Only dial out, for machines that cannot be dialled; --no-client-mode never does. By default it finds out."""
 
     max_upload_mbit_s: float | None = None
