@@ -96,7 +96,10 @@ TABLE = (
     OldName(("dht_listen_on", "listen_on", "host_maddrs"), "--listen", ANY),
     OldName(("announce_maddrs", "endpoint", "address"), "--announce", ANY, "HOST:PORT or a multiaddr", _announced),
     OldName(("identity_path",), "--identity", ANY),
-    OldName(("client_mode",), "--client-mode", (TRAIN, MONITOR, EVALUATE), convert=_switch(["--client-mode"])),
+    OldName(
+        ("client_mode",), "--client-mode", (TRAIN, MONITOR, EVALUATE),
+        convert=_switch(["--client-mode"], ["--no-client-mode"]),
+    ),  # fmt: skip
     OldName(("averaging_expiration", "matchmaking_time"), "--matchmaking-time-s"),
     OldName(("averaging_timeout",), "--averaging-timeout-s"),
     OldName(("bandwidth",), "--bandwidth-mbit-s"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -77,8 +78,8 @@ class PeerOptions:
 class NetworkOptions(PeerOptions):
     """Network options of peers that do more than welcome others."""
 
-    client_mode: bool = False
-    """Only dial out; for machines that cannot be dialled, for example behind a firewall."""
+    client_mode: Annotated[bool | None, Parameter(negative="--no-client-mode")] = None
+    """Only dial out, for machines that cannot be dialled; --no-client-mode never does. By default it finds out."""
 
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
