@@ -21,6 +21,7 @@ SEP_ID, MASK_ID = 3, 4
 HELDOUT = 512
 WARM_UP_SHARE = 0.1
 LAST_LR_SHARE = 0.1
+INIT = 0.1
 
 Batch = dict[str, torch.Tensor]
 
@@ -62,7 +63,7 @@ def new_model(kind: str, size: Size, seed: int) -> torch.nn.Module:
     return transformers.AlbertForMaskedLM(
         transformers.AlbertConfig(
             vocab_size=VOCABULARY, embedding_size=64, hidden_size=width, num_hidden_layers=size.layers,
-            num_attention_heads=4, intermediate_size=4 * width, max_position_embeddings=LENGTH,
+            num_attention_heads=4, intermediate_size=4 * width, max_position_embeddings=LENGTH, initializer_range=INIT,
         )
     )  # fmt: skip
 

@@ -125,7 +125,6 @@ MODES = [
     Mode("nesterov", 16, outer=nesterov),
     Mode("plain", 256, outer=plain),
     Mode("nesterov", 256, outer=nesterov),
-    Mode("one", 0, shards="noniid"),
     Mode("local", 25, shards="noniid"),
     Mode("local", 100, shards="noniid"),
 ]
