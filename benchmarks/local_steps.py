@@ -86,7 +86,7 @@ class Mode:
     """
 
     name: str
-    H: int  # noqa: N815
+    H: int
     codec: str = "none"
     shards: str = "iid"
     outer: Callable[[Any], torch.optim.Optimizer] | None = None
