@@ -154,7 +154,8 @@ def measured_overhead_s() -> float:
     for number in range(num_peers):
         swarm.start(
             f"peer{number}", lambda: torch.nn.Linear(64, 64),
-            lambda model: torch.optim.SGD(model.parameters(), lr=0.01), train, target_batch_size=num_peers * num_batches, batch_size_per_step=1, begins_s=float(number),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.01), train,
+            target_batch_size=num_peers * num_batches, batch_size_per_step=1, begins_s=float(number),
             local_steps=LocalSteps(),
         )  # fmt: skip
     swarm.run(1000.0)
