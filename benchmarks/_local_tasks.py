@@ -21,7 +21,8 @@ SEP_ID, MASK_ID = 3, 4
 HELDOUT = 512
 WARM_UP_SHARE = 0.1
 LAST_LR_SHARE = 0.1
-INIT = 0.1
+MAX_GRAD_NORM = 1.0
+INIT = 0.05
 
 Batch = dict[str, torch.Tensor]
 
@@ -44,7 +45,7 @@ class Size:
 
 SIZES = {
     "quick": Size(steps=500, batch=4, widths={"albert": 64, "gpt": 64}, layers=2),
-    "full": Size(steps=1000, batch=4, widths={"albert": 320, "gpt": 256}, layers=2),
+    "full": Size(steps=800, batch=4, widths={"albert": 320, "gpt": 256}, layers=2),
 }
 RATES = {"albert": 2e-3, "gpt": 2e-3}
 

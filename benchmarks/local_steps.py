@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the simulate
 
 import torch
 from _command_line import Parser, json_path, positive_int, progress_of, run
-from _local_tasks import LENGTH, RATES, SIZES, BySamples, Shards, heldout_loss, joined, new_model
+from _local_tasks import LENGTH, MAX_GRAD_NORM, RATES, SIZES, BySamples, Shards, heldout_loss, joined, new_model
 
 from manyhands.averaging import AveragingConfig
 from manyhands.optim.local_steps import LocalSteps, nesterov
@@ -177,6 +177,7 @@ class Training:
         optimizer = self._new_optimizer(model)
         for step in range(self._num_steps):
             model(**joined([self._shards.batch(peer, step) for peer in range(PEERS)])).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad()
         return heldout_loss(self._model, model), 0.0, 0.0
@@ -208,7 +209,8 @@ class Training:
         for peer in range(PEERS):
             swarm.start(
                 f"peer{peer}", self._new_model, self._new_optimizer, train,
-                batch_size_per_step=self._size.batch, begins_s=float(peer), **mode.options(self._size.batch),
+                batch_size_per_step=self._size.batch, max_grad_norm=MAX_GRAD_NORM, begins_s=float(peer),
+                **mode.options(self._size.batch),
             )  # fmt: skip
         swarm.world.start("meter", sent.watch)
         swarm.run(MAX_VIRTUAL_S)
@@ -238,28 +240,32 @@ class Sent:
         self.peak = 0.0
         self._training: dict[str, Member] = {}
         self._began: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
         self._totals: list[int] = []
 
     def begin(self, member: Member) -> None:
         self._training[member.name] = member
-        self._began[member.name] = member.peer.endpoint.bytes_sent
+        self._began[member.name] = self._seen[member.name] = member.peer.endpoint.bytes_sent
 
     def end(self, member: Member) -> None:
+        self._look_at(member)
         del self._training[member.name]
-        self._totals.append(member.peer.endpoint.bytes_sent - self._began[member.name])
+        self._totals.append(self._seen[member.name] - self._began[member.name])
 
     def totals(self) -> list[int]:
         return self._totals
 
     async def watch(self, host: object) -> None:
         """Note the highest rate of a peer in each second of virtual time, until all have ended."""
-        before: dict[str, int] = {}
         while len(self._totals) < PEERS:
             await asyncio.sleep(1.0)
-            for name, member in self._training.items():
-                now = member.peer.endpoint.bytes_sent
-                self.peak = max(self.peak, now - before.get(name, self._began[name]))
-                before[name] = now
+            for member in self._training.values():
+                self._look_at(member)
+
+    def _look_at(self, member: Member) -> None:
+        now = member.peer.endpoint.bytes_sent
+        self.peak = max(self.peak, now - self._seen[member.name])
+        self._seen[member.name] = now
 
 
 def computed(case: Case) -> Row:
