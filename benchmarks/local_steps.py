@@ -324,21 +324,15 @@ def table(rows: Sequence[Row], size: str) -> list[str]:
     ]
     for model in MODELS:
         for mode in MODES:
-            seeds = {
-                seed: row
-                for (*key, seed), row in chosen.items()
-                if key == [*Case(size, model, mode, 0).key().values()][:-1]
-            }
-            if not seeds:
+            *this, _ = Case(size, model, mode, 0).key().values()
+            shown = [row for (*key, _), row in chosen.items() if key == this]
+            if not shown:
                 continue
-            shown = list(seeds.values())
-            base = {seed: chosen.get((size, model, "one", 0, "none", mode.shards, seed)) for seed in seeds}
+            one = {row["seed"]: chosen.get((size, model, "one", 0, "none", "iid", row["seed"])) for row in shown}
             over = [
-                100 * (row["heldout_loss"] / one["heldout_loss"] - 1)
-                for seed, row in seeds.items()
-                if (one := base[seed])
+                100 * (row["heldout_loss"] / base["heldout_loss"] - 1) for row in shown if (base := one[row["seed"]])
             ]
-            sync = [row for row in (chosen.get((size, model, "sync", 1, "none", "iid", seed)) for seed in seeds) if row]
+            sync = [row for (*key, _), row in chosen.items() if key == [size, model, "sync", 1, "none", "iid"]]
             mean_bytes = statistics.mean(row["bytes_per_peer"] for row in shown)
             fewer = ""
             if sync and mean_bytes:
