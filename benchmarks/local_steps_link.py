@@ -10,8 +10,7 @@ params, mbit_s, delay_ms, H, batch_s, codec, overlap_steps, computing, average_s
   computing            share of the time in which a peer computes: its batches with their undisturbed inner steps, over
                        all time; of the slowest peer
   average_s            seconds that an average adds to the batches
-  inner_step_s         of a call of ``step()`` without an average, the first decile; part of computing. More than two
-                       cores for four peers make it shorter
+  inner_step_s         of a call of ``step()`` without an average, the first decile; part of computing.
   batches_per_average  those that a peer really made, the mean
 
 A line must carry 2 (P - 1) / P times the bytes of the codec: at 50 Mbit/s 29.6 s for ``none``, and 7.5 s for ``int8``.
@@ -41,6 +40,7 @@ MEGA = 10**6
 BITS = 8
 NUM_PARAMS = 30_800_000
 NUM_TENSORS = 16
+WIDTH = 1000
 SAMPLES = 8  # of a batch
 JOIN_S = 60.0
 
@@ -51,11 +51,11 @@ class Side:
     def __init__(self, namespace: str, rank: int, num_params: int) -> None:
         enter(namespace)
         torch.set_num_threads(1)
-        size = num_params // NUM_TENSORS
+        size = (num_params // NUM_TENSORS // WIDTH, WIDTH)  # matrices: codecs leave vectors, such as biases, exact
         self._parameters = [torch.nn.Parameter(torch.zeros(size)) for _ in range(NUM_TENSORS)]
         generator = torch.Generator().manual_seed(rank)
         for parameter in self._parameters:
-            parameter.grad = torch.randn(size, generator=generator)
+            parameter.grad = torch.randn(*size, generator=generator)
         self._peer = manyhands.Peer(listen=[f"/ip4/{address_of(rank)}/tcp/0"]) if rank == 0 else None
         self._rank = rank
 
