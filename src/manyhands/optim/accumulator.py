@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,12 +24,15 @@ class Contribution:
         samples: behind it.
         weight: of the vector, in the unit over which the loss is a mean: samples, unless the caller says otherwise.
         since_step: the global step of the parameters behind its oldest samples.
+        refill: computes the vector again, in memory of its own, as long as the step is not made; the mean of all peers
+            may then overwrite it. None if that is impossible.
     """
 
     mean_N: torch.Tensor
     samples: int
     weight: float
     since_step: int = 0
+    refill: Callable[[], torch.Tensor] | None = None
 
 
 class Accumulator(Protocol):

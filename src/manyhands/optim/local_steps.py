@@ -399,7 +399,8 @@ class InnerSteps:
         mean_N, self._spare_N = replica.pseudo_gradient(self._spare_N), None
         self._out = fragment, self._weights[fragment]
         weight = self._weights[fragment] / replica.num_fragments
-        contribution = Contribution(mean_N, self.samples, weight, self.since_step)
+        refill = None if replica.overlap_steps else functools.partial(replica.pseudo_gradient, None)
+        contribution = Contribution(mean_N, self.samples, weight, self.since_step, refill)
         self._plan_overlap()
         self._frozen_at = self._num_steps
         self._forget_samples()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,7 +90,10 @@ class GlobalStep:
         assert outcome.mean_N is not None, "a step follows a round that committed"
         self.applied_N, outcome.mean_N = outcome.mean_N, None
         parameters_N, outcome.parameters_N = outcome.parameters_N, None
-        is_free = outcome.manifest is not None and not outcome.is_left_out
+        is_same = self.applied_N.data_ptr() == self.contribution.mean_N.data_ptr()
+        if outcome.is_left_out and self.contribution.refill is not None:  # the round may have overwritten it
+            self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
+        is_free = outcome.manifest is not None and not outcome.is_left_out and not is_same
         self.is_spoiled = not outcome.is_left_out
         try:
             self.refusal = self._replica.advance(
