@@ -21,7 +21,7 @@ from manyhands.base.from_hivemind import FromHivemind
 from manyhands.base.identity import Identity, PeerId
 from manyhands.base.ticket import Ticket, split_tickets
 from manyhands.dht import DhtConfig, DhtNode
-from manyhands.reach import Reach
+from manyhands.reach import OwnMode, Reach
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.runtime import LoopThread, TaskOwner
 from manyhands.state_dir import StateDir
@@ -82,6 +82,8 @@ class Presence:
         known_peers = state_dir.load_peers() if state_dir is not None else None
         self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), self.rng, wall_clock, known_peers)
         self.reach = Reach(self.endpoint, self.dht, wall_clock)
+        self.own_mode = OwnMode(self.endpoint, self.dht)
+        self.on_close.append(self.own_mode.close)
         self._tasks = TaskOwner("presence")
 
     async def start(
@@ -91,14 +93,20 @@ class Presence:
         announce: Sequence[Address] = (),
         *,
         must_join: bool = True,
+        finds_mode: bool = False,
     ) -> None:
         """Listen, and join the DHT.
+
+        Args:
+            finds_mode: enter client mode if no other peer can dial this one.
 
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
             JoinFailed: none of the initial peers answered, and no peer seen before.
         """
         await self.endpoint.listen(listen, announce)
+        if finds_mode:
+            self.own_mode.start()
         await self.dht.join(initial_peers, must_join=must_join)
         if self._state_dir is not None:
             self._tasks.spawn(self._save_now_and_then(self._state_dir), name="writing the known peers down")
@@ -194,7 +202,8 @@ class Peer(FromHivemind):
             port on all interfaces, with IPv4 and IPv6.
         announce: addresses that others dial, in place of those that this machine detects; for example of a tunnel.
         client_mode: dial out only; for machines that cannot be dialled, for example behind a firewall. It needs
-            ``initial_peers``, or a ``state_dir`` with known peers.
+            ``initial_peers``, or a ``state_dir`` with known peers. By default, a peer that has ``initial_peers`` and no
+            ``announce`` finds out within 15 s whether others can dial it. False listens in any case.
         identity: a file with the private key, created if missing; by default the one in ``state_dir``, or a new
             identity each time.
         state_dir: a folder of this peer alone, created if missing. It keeps the identity and the addresses of other
@@ -217,7 +226,7 @@ class Peer(FromHivemind):
         *,
         listen: Sequence[str | Address] = ALL_INTERFACES,
         announce: Sequence[str | Address] = (),
-        client_mode: bool = False,
+        client_mode: bool | None = None,
         identity: str | Path | Identity | None = None,
         state_dir: str | Path | StateDir | None = None,
         must_join: bool = True,
@@ -229,6 +238,7 @@ class Peer(FromHivemind):
         initial_addresses, tickets = split_tickets(initial_peers)
         listen_addresses = [] if client_mode else parse_listen_addresses(listen)
         announce_addresses = parse_addresses(announce)
+        finds_mode = client_mode is None and bool(initial_addresses and listen_addresses and not announce_addresses)
         self._is_closed = False
         self._state_dir = StateDir(state_dir) if isinstance(state_dir, (str, Path)) else state_dir
         try:
@@ -245,13 +255,15 @@ class Peer(FromHivemind):
         async def start() -> None:
             self.presence = Presence(
                 TlsTransport(self.identity),
-                client_mode=client_mode,
+                client_mode=bool(client_mode),
                 rpc_config=rpc_config,
                 dht_config=dht_config,
                 access_config=access_config,
                 state_dir=self._state_dir,
             )
-            await self.presence.start(initial_addresses, listen_addresses, announce_addresses, must_join=must_join)
+            await self.presence.start(
+                initial_addresses, listen_addresses, announce_addresses, must_join=must_join, finds_mode=finds_mode
+            )
 
         try:
             self.run(start(), START_TIMEOUT_S, "starting this peer")
@@ -298,6 +310,24 @@ class Peer(FromHivemind):
         """
         addresses = self.endpoint.addresses
         return [str(a) for a in addresses if not a.is_loopback] or [str(a) for a in addresses]
+
+    def announce(self, addresses: Sequence[str | Address] = ()) -> None:
+        """Announce other addresses from now on, when the way to this machine has changed.
+
+        Connected peers are told at once. The others find this one through them within a minute, as long as at least one
+        connected peer can be dialled.
+
+        Args:
+            addresses: where others can dial this peer; by default, the addresses of this machine.
+        Raises:
+            ConfigError: an address cannot be read or dialled.
+        """
+        parsed = parse_addresses(addresses)
+
+        async def announce() -> None:
+            self.endpoint.announce(parsed)
+
+        self.run(announce(), CLOSE_TIMEOUT_S, "announcing addresses")
 
     @property
     def state_path(self) -> Path | None:

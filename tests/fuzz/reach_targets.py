@@ -6,6 +6,7 @@ import msgspec
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ProtocolViolation
+from manyhands.base.identity import PeerId
 from manyhands.doctor import findings
 from manyhands.doctor.checks import Finding
 from manyhands.reach.messages import (
@@ -17,6 +18,7 @@ from manyhands.reach.messages import (
     ExamineRequest,
     ExamineResponse,
 )
+from manyhands.rpc.announce import ANNOUNCE, Announcement, seen_from_outside
 from manyhands.rpc.dial_back import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
 from manyhands.rpc.dial_rules import may_dial
 from tests.fuzz.target import Target, decoded
@@ -59,8 +61,20 @@ def _dial_request(data: bytes) -> None:
     assert len(decoded(data, DialRequest).token) == TOKEN_BYTES
 
 
+def _announcement(data: bytes) -> None:
+    for address in seen_from_outside(PeerId("12D3KooW"), decoded(data, Announcement).addresses, "203.0.113.7"):
+        assert str(address).isprintable()
+
+
 _VIOLATION = (ProtocolViolation,)
 TARGETS = [
+    Target(
+        name=f"{ANNOUNCE.name}.request",
+        seeds=[msgspec.msgpack.encode(Announcement(["/dns4/x.tcp.ngrok.io/tcp/12345", "/ip4/127.0.0.1/tcp/31337"]))],
+        run=_announcement,
+        errors=_VIOLATION,
+        weight=0.2,
+    ),
     Target(
         name=f"{DIAL_BULK.name}.request",
         seeds=[msgspec.msgpack.encode(DialRequest(bytes(TOKEN_BYTES)))],

@@ -107,6 +107,22 @@ def test_others_are_told_what_it_announces_and_not_where_it_was_reached() -> Non
             assert str(listener.addresses[0].port) in str(neighbour.endpoint.addresses_of(hidden.peer_id)[0])
 
 
+def test_addresses_that_change_are_told_to_connected_peers_at_once() -> None:
+    tunnel = "/dns4/x.tcp.ngrok.io/tcp/12345"
+    with manyhands.Peer(listen=LOOPBACK) as moving, manyhands.Peer(moving.addresses, listen=LOOPBACK) as neighbour:
+        own = moving.addresses
+        told: concurrent.futures.Future[str] = concurrent.futures.Future()
+        neighbour.endpoint.on_moved.append(told.set_result)
+        moving.announce([tunnel])
+        assert told.result(5.0) == moving.peer_id
+        assert moving.addresses == [f"{tunnel}/p2p/{moving.peer_id}"]
+        assert [str(a) for a in neighbour.endpoint.addresses_to_tell(moving.peer_id)] == moving.addresses
+        with pytest.raises(ConfigError, match="that others could dial"):
+            moving.announce(["127.0.0.1:0"])
+        moving.announce()
+        assert moving.addresses == own
+
+
 @pytest.mark.parametrize("bad", ["/ip4/0.0.0.0/tcp/31337", "127.0.0.1:0"])
 def test_what_nobody_could_dial_is_not_announced(bad: str) -> None:
     with pytest.raises(ConfigError, match="that others could dial"):

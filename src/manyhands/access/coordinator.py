@@ -80,7 +80,6 @@ class Coordinator:
         """Publish the charter, and serve leases."""
         self._dht.declare(charter_key(self._charter.run_id), CHARTER_RECORDS)
         if self.is_delegated:
-            self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
             self._endpoint.handle(self._methods.lease, self._on_lease)
             self._endpoint.handle(self._methods.manage, self._on_manage)
         await self._publish()
@@ -174,22 +173,25 @@ class Coordinator:
 
     async def _publish_forever(self) -> None:
         loop = asyncio.get_running_loop()
-        published_at, bans = loop.time(), dict(self._ledger.bans.banned_at)
+        published_at, bans, addresses = loop.time(), dict(self._ledger.bans.banned_at), self._endpoint.addresses
         while True:
             await asyncio.sleep(BANS_PERIOD_S)
             try:
                 self._ledger.read_bans()
-                if self._ledger.bans.banned_at == bans and loop.time() < published_at + PUBLISH_PERIOD_S:
+                is_news = self._ledger.bans.banned_at != bans or self._endpoint.addresses != addresses
+                if not is_news and loop.time() < published_at + PUBLISH_PERIOD_S:
                     continue
                 for peer_id in self._ledger.bans.banned_at.keys() - bans.keys():
                     logger.warning("Peer %s is banned from run %s", peer_id, self._charter.run_id)
-                bans = dict(self._ledger.bans.banned_at)
+                bans, addresses = dict(self._ledger.bans.banned_at), self._endpoint.addresses
                 await self._publish()
                 published_at = loop.time()
             except ManyhandsError as error:
                 logger.warning("the charter and the bans were not published: %s", error)
 
     async def _publish(self) -> None:
+        if self.is_delegated:
+            self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
         newest = sorted(self._ledger.bans.banned_at.items(), key=lambda ban: ban[1])[-MAX_BANS:]
         record = CharterRecord(
             self._charter.signed.encoded(),

@@ -158,11 +158,10 @@ class PresenceTracker:
         self._dht = dht
         self._run_id = run_id
         self._key = presence_key(run_id)
-        addresses = [str(address) for address in endpoint.addresses[:MAX_ADDRESSES]]
-        self._own = PresenceRecord(first_position(run_id), tensors, summary, 0, endpoint.client_mode, addresses)
+        self._own = PresenceRecord(first_position(run_id), tensors, summary, 0, endpoint.client_mode, [])
         self.reader = PresenceReader(endpoint, dht, self._key, PRESENCE)
         self._publisher = RecordPublisher(
-            dht, self._key, endpoint.peer_id, lambda: self._own, lambda: TTL_S, MIN_PERIOD_S
+            dht, self._key, endpoint.peer_id, self._record_to_publish, lambda: TTL_S, MIN_PERIOD_S
         )
         self._missing = UntilFresh(self.reader)
         self._absent: dict[PeerId, int] = {}  # connected, but did not come: until they have begun more steps than this
@@ -367,8 +366,12 @@ class PresenceTracker:
             self._update(position=position, seat=seat)
 
     def _update(self, **changes: object) -> None:
-        self._own = msgspec.structs.replace(self._own, **changes)
+        self._own = msgspec.structs.replace(self._own, is_client=self._endpoint.client_mode, **changes)
         self._publisher.publish_soon()
+
+    def _record_to_publish(self) -> PresenceRecord:
+        addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
+        return msgspec.structs.replace(self._own, addresses=addresses)
 
     def _fitting(self) -> dict[PeerId, PresenceRecord]:
         """The records of the peers whose tensors match."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -12,6 +14,7 @@ from manyhands.cli.event_file import EventWriter
 from manyhands.cli.leaving import leave_on_eof
 from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.open_files import raise_open_files_limit
+from manyhands.cli.public_address import announce_public
 from manyhands.peer import ALL_INTERFACES, Peer
 from manyhands.recipes.albert.settings import TuningSettings
 from manyhands.rpc import RpcConfig
@@ -37,6 +40,12 @@ class PeerOptions:
     announce: tuple[str, ...] | None = None
     """Addresses that others dial, in place of those that this machine detects; for example that of a tunnel."""
 
+    port_mapping: Annotated[bool, Parameter(negative="--no-port-mapping")] = True
+    """Without --initial-peers and --announce: ask the router to map the port to this machine (UPnP)."""
+
+    infer_address: Annotated[bool, Parameter(negative="--no-infer-address")] = True
+    """Likewise: ask a service on the internet for the address from which this machine is seen."""
+
     identity: Path | None = None
     """File with the private key, created if missing; by default in --state-dir, else a new key at each start."""
 
@@ -59,7 +68,12 @@ class PeerOptions:
             own_dir: used if ``state_dir`` was not given.
         """
         raise_open_files_limit()
-        return self._new_peer(must_join, self.state_dir or own_dir)
+        peer = self._new_peer(must_join, self.state_dir or own_dir)
+        if not self.initial_peers and not self.announce:
+            found = announce_public(peer, maps_port=self.port_mapping, asks_service=self.infer_address)
+            if found is not None:
+                atexit.register(found.release)
+        return peer
 
     def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
         return Peer(
@@ -77,8 +91,8 @@ class PeerOptions:
 class NetworkOptions(PeerOptions):
     """Network options of peers that do more than welcome others."""
 
-    client_mode: bool = False
-    """Only dial out; for machines that cannot be dialled, for example behind a firewall."""
+    client_mode: Annotated[bool | None, Parameter(negative="--no-client-mode")] = None
+    """Only dial out, for machines that cannot be dialled; --no-client-mode never does. By default it finds out."""
 
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""

@@ -10,6 +10,7 @@ Rules:
     * such a peer is entered in the table at once, so that peers that join together learn of each other; it is removed
       after :data:`DOUBTED_AFTER_S` if it was not reached by then;
     * after a failed dial a peer is not entered until it is reached, and is dialled at growing intervals;
+    * a peer that announces other addresses is dialled at these soon;
     * at most :data:`AT_ONCE` dials run at a time; peers above :data:`MAX_STRANGERS` are ignored until they call again.
 """
 
@@ -37,6 +38,9 @@ DOUBTED_AFTER_S = 1.0
 FIRST_WAIT_S = 30.0
 MOST_WAIT_S = 480.0
 """A port that its user has opened meanwhile is found after at most this time."""
+
+MOVED_WAIT_S = 5.0
+"""A peer that announces other addresses is dialled again after at most this time since the last dial began."""
 
 MAX_IN_VAIN = 1024
 """Peers with failed dials that are remembered."""
@@ -90,6 +94,13 @@ class DialBack:
         self._strangers.add(peer_id)
         self._tasks.spawn(self._prove(peer_id), name=f"dialling back {peer_id}")
         return in_vain is None
+
+    def moved(self, peer_id: PeerId) -> None:
+        """Allow a dial to a peer soon, as it announced other addresses."""
+        in_vain = self._in_vain.get(peer_id)
+        if in_vain is not None:
+            began = in_vain.until - in_vain.wait_s
+            self._in_vain[peer_id] = _InVain(FIRST_WAIT_S, min(in_vain.until, began + MOVED_WAIT_S))
 
     async def _prove(self, peer_id: PeerId) -> None:
         loop = asyncio.get_running_loop()

@@ -89,6 +89,7 @@ class DhtNode:
         self._upkeeping: asyncio.Task[None] | None = None
         self._rejoining: asyncio.Task[None] | None = None
         endpoint.on_lost.append(self._on_lost)
+        endpoint.on_moved.append(overlay.moved)
 
     @property
     def refusals(self) -> Counter[Reason]:
@@ -247,6 +248,7 @@ class DhtNode:
         self._handlers.close()
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
+            self._endpoint.on_moved.remove(self._overlay.moved)
         await self._overlay.close()
         await self._tasks.close()
 

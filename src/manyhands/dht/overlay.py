@@ -102,6 +102,15 @@ class Overlay:
         if contact is not None and (is_reached or self._dial_back.meet(peer_id)):
             self.table.seen(contact, now, network)
 
+    def moved(self, peer_id: PeerId) -> None:
+        """Replace the addresses of a peer that announced others; it stays in the table only if it is reached there."""
+        self._dial_back.moved(peer_id)
+        if self._endpoint.is_client(peer_id):
+            self.table.drop(peer_id)
+        else:
+            self.table.lost(peer_id)  # else what was just heard of it counts
+            self.seen(peer_id)
+
     def doubt(self, peer_id: PeerId) -> None:
         """Dial a peer that no other has reached since it began, even if this node reached it before that."""
         if self.contact_of(peer_id) is not None:

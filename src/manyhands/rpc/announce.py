@@ -5,12 +5,32 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import msgspec
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
+from manyhands.rpc.method import Method
 
 MAX_ANNOUNCED = 8
+MAX_ADDRESS_TEXT = 400
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """Tells a connected peer the caller's new addresses, as the hello of a connection does."""
+
+    addresses: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_TEXT)]], msgspec.Meta(max_length=MAX_ANNOUNCED)
+    ]
+
+
+class Noted(msgspec.Struct, frozen=True):
+    """The addresses replace the old ones."""
+
+
+ANNOUNCE = Method("rpc.announce", Announcement, Noted)
 
 # documentation addresses (RFC 5737, RFC 3849): "connecting" a UDP socket only looks up the route and sends nothing
 _PROBES = {"ip4": (socket.AF_INET, "192.0.2.1"), "ip6": (socket.AF_INET6, "2001:db8::1")}

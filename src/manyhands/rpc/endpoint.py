@@ -17,7 +17,16 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.address_book import AddressBook, Source
-from manyhands.rpc.announce import check_announced, dialable_addresses, own_hosts, seen_from_outside
+from manyhands.rpc.announce import (
+    ANNOUNCE,
+    MAX_ANNOUNCED,
+    Announcement,
+    Noted,
+    check_announced,
+    dialable_addresses,
+    own_hosts,
+    seen_from_outside,
+)
 from manyhands.rpc.backoff import Backoff
 from manyhands.rpc.bulk import BulkAcceptor, BulkStreams, OpenOne
 from manyhands.rpc.config import RpcConfig
@@ -54,6 +63,7 @@ class Endpoint:
     Attributes:
         on_connected, on_lost: called with a peer when its first control connection opens, and when its last one is
             lost; closing an idle connection is not a loss.
+        on_moved: called with a connected peer that has announced other addresses.
         counters: errors, by kind.
         uplink: paces uploads to distant peers.
         gates: by run id, for runs whose members must be known; see :mod:`manyhands.access`.
@@ -71,6 +81,8 @@ class Endpoint:
         self.peer_id = transport.identity.peer_id
         self.client_mode = client_mode
         self.addresses: list[Address] = []
+        self._chosen: Sequence[Address] = ()  # by the user; by default those of this machine
+        self.on_moved: list[Callable[[PeerId], None]] = []
         self.counters: Counter[str] = Counter()
         self.gates: dict[str, Gate] = {}
         self._transport = transport
@@ -95,6 +107,7 @@ class Endpoint:
         )
         if client_mode:
             self.handle(DIAL_BULK, self._dial_back.on_dial)
+        self.handle(ANNOUNCE, self._on_announced)
         self.uplink = Uplink(self._tasks)
 
     # set-up and end
@@ -114,8 +127,56 @@ class Endpoint:
         bound = [address for listener in self._listeners for address in listener.addresses]
         if bound:
             self._rules.own_hosts |= own_hosts(bound)
-        chosen = list(announce) or dialable_addresses(bound)
-        self.addresses = [address.with_peer(self.peer_id) for address in chosen]
+        self.announce(announce)
+
+    def announce(self, addresses: Sequence[Address] = ()) -> None:
+        """Announce other addresses from now on; connected peers are told at once, the others by them.
+
+        Args:
+            addresses: where others can dial this peer; by default, those of this machine.
+        Raises:
+            ConfigError: one of them cannot be dialled.
+        """
+        check_announced(addresses)
+        self._chosen = addresses
+        announced = [] if self.client_mode else self.candidates
+        if announced == self.addresses:
+            return
+        self.addresses = announced
+        for connection in self._pool.all():
+            self._tasks.spawn(self._tell_addresses(connection), name=f"announcing addresses to {connection.remote}")
+
+    @property
+    def candidates(self) -> list[Address]:
+        """The addresses that this peer announces unless it is in client mode."""
+        bound = [address for listener in self._listeners for address in listener.addresses]
+        return [address.with_peer(self.peer_id) for address in self._chosen or dialable_addresses(bound)]
+
+    def set_client_mode(self, *, is_on: bool) -> None:
+        """Enter or leave client mode; connected peers are told at once."""
+        if is_on == self.client_mode:
+            return
+        self.client_mode = is_on
+        self.handle(DIAL_BULK, self._dial_back.on_dial) if is_on else self.unhandle(DIAL_BULK)
+        self.announce(self._chosen)
+
+    async def _tell_addresses(self, connection: ControlConnection) -> None:
+        announcement = Announcement([str(address) for address in self.addresses[:MAX_ANNOUNCED]])
+        try:
+            await connection.call(ANNOUNCE, announcement, self._config.dial_timeout_s)
+        except (Unavailable, PeerError) as error:  # lost, or of a version that learns them when it connects again
+            logger.debug("peer %s was not told the new addresses: %s", connection.remote, error)
+
+    def _on_announced(self, remote: PeerId, request: Announcement) -> Noted:
+        host = self.host_of(remote)
+        addresses = seen_from_outside(remote, request.addresses, host)
+        self._book.failed(remote)  # the addresses that worked before may lead elsewhere now
+        self._book.announced(remote, addresses, host)
+        self._backoff.forget(remote)
+        self._pool.moved(remote, is_client=not request.addresses)
+        for callback in list(self.on_moved):
+            callback(remote)
+        return Noted()
 
     async def close(self) -> None:
         """Send goodbyes and close all connections; takes a second or two at most."""

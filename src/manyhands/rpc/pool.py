@@ -96,6 +96,11 @@ class ConnectionPool:
         connections = self._connections.get(peer_id)
         return connections is not None and all(connection.is_client for connection in connections)
 
+    def moved(self, peer_id: PeerId, *, is_client: bool) -> None:
+        """Note whether a connected peer that announced other addresses can be dialled."""
+        for connection in self._connections.get(peer_id, []):
+            connection.is_client = is_client
+
     def host_of(self, peer_id: PeerId) -> str:
         """Return the IP address of a connected peer; empty if it is not connected."""
         connection = self.of(peer_id)

@@ -213,7 +213,7 @@ class ProgressTracker:
 
     def _set_own(self, **changes: object) -> None:
         now, before = asyncio.get_running_loop().time(), self.own
-        self.own = own = msgspec.structs.replace(before, **changes)
+        self.own = own = msgspec.structs.replace(before, is_client=self._endpoint.client_mode, **changes)
         if (own.samples, own.position) != (before.samples, before.position):
             self._batch_s, self._counted_at = now - self._counted_at, now
 
@@ -235,7 +235,8 @@ class ProgressTracker:
         if self.is_moving:
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
-        return msgspec.structs.replace(self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s())
+        addresses = [str(address) for address in self._endpoint.addresses]  # they may change while it runs
+        return msgspec.structs.replace(self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s(), addresses=addresses)
 
     def _ttl_s(self) -> float:
         return self._config.ttl_s * crowd_factor(self.outlook.num_peers)

@@ -1,0 +1,97 @@
+"""Peers whose address changes while they run, for example behind a tunnel that drops and comes back elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.base.errors import Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.dht import DhtConfig, DhtNode
+from manyhands.rpc import Endpoint
+from manyhands.testing import Host, World, at
+from tests.simulation.worlds import KEY, join
+
+PORT, NEW_PORT = 31337, 4242
+DROPS_AT_S = 100.0
+FOUND_WITHIN_S = 60.0
+
+
+class Swarm:
+    """Some peers, of which ``moving`` announces where a tunnel leads to it; one joins in client mode."""
+
+    def __init__(self, seed: int, down_s: float) -> None:
+        self.world = World(seed)
+        self.world.network.default_link.latency_s = 0.02
+        self.down_s = down_s
+        self.endpoints: dict[str, Endpoint] = {}
+        self.found_at_s: dict[str, float] = {}
+        self._initial_peers: list[Address] = []
+        for number, name in enumerate(["first", "second", "moving", "client"]):
+            self._start(name, begin_s=float(number))
+        self._start("newcomer", begin_s=DROPS_AT_S + down_s + 10.0)
+        self.world.schedule(at(DROPS_AT_S).call(self._drop), at(DROPS_AT_S + down_s).call(self._return))
+
+    def _start(self, name: str, begin_s: float) -> None:
+        async def program(host: Host) -> None:
+            await asyncio.sleep(begin_s)
+            world = self.world
+            endpoint = Endpoint(world.transport(host), client_mode=name == "client", rng=world.rng(f"endpoint {name}"))
+            node = DhtNode(endpoint, DhtConfig(), world.rng(name), host.wall_clock)
+            self.endpoints[name] = endpoint
+            try:
+                await endpoint.listen([] if endpoint.client_mode else [Address.of(host.ip, PORT)])
+                await join(node, self._initial_peers)
+                self._initial_peers = self._initial_peers or endpoint.addresses
+                while True:
+                    own = [str(address) for address in endpoint.addresses]
+                    await node.store(KEY, own, 30.0, subkey=endpoint.peer_id)  # as the records of a run do
+                    for peer_id, stored in (await node.get(KEY)).items():
+                        endpoint.learn(PeerId(peer_id), [Address.parse(text) for text in stored.value])
+                    await self._look(name, endpoint)
+                    await asyncio.sleep(5.0)
+            finally:
+                await node.close()
+                await endpoint.close()
+
+        self.world.start(name, program)
+
+    async def _look(self, name: str, endpoint: Endpoint) -> None:
+        """Note when a peer reaches the one that moved, over a new connection."""
+        moving = self.endpoints.get("moving")
+        if moving is None or moving is endpoint or name in self.found_at_s or self.world.loop.time() < DROPS_AT_S:
+            return
+        try:
+            await endpoint.reach(moving.peer_id, 5.0)
+        except Unavailable:
+            return
+        self.found_at_s[name] = self.world.loop.time()
+
+    def _drop(self) -> None:
+        world, host = self.world, self.world.host("moving")
+        self._listener = world.network.listeners.pop((host.ip, PORT))
+        for connection in self.endpoints["moving"]._pool.all():
+            if not connection.is_dialled:
+                connection._stream.abort()
+
+    def _return(self) -> None:
+        host = self.world.host("moving")
+        self.world.network.listeners[host.ip, NEW_PORT] = self._listener
+
+        async def announce() -> None:
+            self.endpoints["moving"].announce([Address.of(host.ip, NEW_PORT)])
+
+        host.spawn(announce())
+
+
+@pytest.mark.parametrize("down_s", [0.5, 5.0, 200.0])
+def test_a_peer_that_moves_is_found_by_all_within_a_minute(down_s: float) -> None:
+    swarm = Swarm(seed=6, down_s=down_s)
+    back_at_s = DROPS_AT_S + down_s
+    swarm.world.run(back_at_s + FOUND_WITHIN_S + 15.0)
+    took_s = {name: round(at_s - back_at_s, 1) for name, at_s in swarm.found_at_s.items()}
+    assert set(took_s) == {"first", "second", "client", "newcomer"}, took_s
+    assert all(0 <= seconds < FOUND_WITHIN_S for seconds in took_s.values()), took_s
+    assert NEW_PORT in {a.port for a in swarm.endpoints["second"].addresses_to_tell(swarm.endpoints["moving"].peer_id)}
