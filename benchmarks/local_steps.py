@@ -14,6 +14,7 @@ gradients clipped to 1; not tuned for any mode), from random parameters:
   overlap     the average arrives 5 batches late
   fragments   the parameters are averaged in 4 parts, one after the other, each once in H batches (24, so that it can be
               divided by 4)
+  sparse      of each 4096 values of a change the 64 largest, with 14 bits each (SparseLoCo)
   plain, nesterov   both outer optimizers, at H = 16 and 256
 
 The steps are rounded to a whole number of averages (``tokens`` says how many). ``+ef`` is error feedback. ``noniid``
@@ -48,7 +49,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ from _command_line import Parser, json_path, positive_int, progress_of, run
 from _local_tasks import LENGTH, MAX_GRAD_NORM, RATES, SIZES, BySamples, Shards, heldout_loss, joined, new_model
 
 from manyhands.averaging import AveragingConfig
+from manyhands.averaging.codecs import Sparse
 from manyhands.optim.local_steps import LocalSteps, nesterov
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 
@@ -96,6 +98,7 @@ class Mode:
     outer: Callable[[Any], torch.optim.Optimizer] | None = None
     fragments: int = 1
     overlap_steps: int = 0
+    sparse: Sparse | None = None
 
     def steps(self, wanted: int) -> int:
         """The number of batches: whole averages."""
@@ -108,7 +111,10 @@ class Mode:
             codec=codec, error_feedback=bool(feedback), matchmaking_time_s=20.0, averaging_timeout_s=60.0
         )
         options: dict[str, Any] = {"averaging": averaging, "target_batch_size": self.H * PEERS * batch}
-        if self.name != "sync":
+        if self.sparse is not None:
+            options["averaging"] = replace(averaging, codec=AveragingConfig.codec)
+            options["local_steps"] = LocalSteps(sparse=self.sparse)
+        elif self.name != "sync":
             outer = self.outer or (nesterov if self.H >= MOMENTUM_FROM else plain)
             options["local_steps"] = LocalSteps(outer, self.fragments, self.overlap_steps)
         return options
@@ -117,6 +123,7 @@ class Mode:
 MODES = [
     Mode("one", 0),
     Mode("sync", 1),
+    Mode("sync", 1, "int8"),
     Mode("local", 10),
     Mode("local", 25),
     Mode("local", 100),
@@ -125,6 +132,7 @@ MODES = [
     Mode("local", 25, "int4+ef"),
     Mode("overlap", 25, overlap_steps=OVERLAP_STEPS),
     Mode("fragments", 24, fragments=4),
+    Mode("sparse", 30, "sparse", sparse=Sparse()),
     Mode("plain", 16, outer=plain),
     Mode("nesterov", 16, outer=nesterov),
     Mode("plain", 256, outer=plain),
