@@ -1,11 +1,12 @@
 """Share of the time that peers compute, with local steps over slow lines. Needs Linux and root.
 
-    python benchmarks/local_steps_link.py --json FILE [--h 128] [--mbit-s 50] [--batch-s 0.5] [--codec none,int8]
+    python benchmarks/local_steps_link.py --json FILE [--h 128] [--mbit-s 50] [--batch-s 0.5] [--codec none,int8,sparse]
 
 Four peers train 30.8 million parameters, each in a process and a network namespace of its own (benchmarks/_star.py).
 Computing a batch is a sleep of ``--batch-s``, so that four peers fit on two cores; the inner optimizer (SGD), the
-averages and the outer optimizer (Nesterov) are real. The first average does not count. JSON: a list of ``{peers,
-params, mbit_s, delay_ms, H, batch_s, codec, overlap_steps, computing, average_s, inner_step_s, batches_per_average}``:
+averages and the outer optimizer are real. ``sparse`` is LocalSteps(sparse=Sparse()). The first average does not count.
+JSON: a list of ``{peers, params, mbit_s, delay_ms, H, batch_s, codec, overlap_steps, computing, average_s,
+inner_step_s, batches_per_average}``:
 
   computing            share of the time in which a peer computes: its batches with their undisturbed inner steps, over
                        all time; of the slowest peer
@@ -34,7 +35,8 @@ from _worker import Worker
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.config import CODEC_NAMES
+from manyhands.averaging.codecs.sparse import SPARSE
+from manyhands.averaging.config import AUTO, CODEC_NAMES
 
 MEGA = 10**6
 BITS = 8
@@ -68,8 +70,13 @@ class Side:
             self._peer = manyhands.Peer(initial_peers, listen=[f"/ip4/{address_of(self._rank)}/tcp/0"])
         self._optimizer = manyhands.Optimizer(
             torch.optim.SGD(self._parameters, lr=1e-3), peer=self._peer, run_id="link", target_batch_size=target,
-            batch_size_per_step=SAMPLES, local_steps=manyhands.LocalSteps(overlap_steps=overlap_steps),
-            averaging=AveragingConfig(codec=codec, matchmaking_time_s=30.0, averaging_timeout_s=200.0),
+            batch_size_per_step=SAMPLES,
+            local_steps=manyhands.LocalSteps(
+                overlap_steps=overlap_steps, sparse=manyhands.Sparse() if codec == SPARSE else None
+            ),
+            averaging=AveragingConfig(
+                codec=AUTO if codec == SPARSE else codec, matchmaking_time_s=30.0, averaging_timeout_s=200.0
+            ),
         )  # fmt: skip
 
     def meet(self, num_peers: int) -> None:
@@ -146,8 +153,8 @@ def measure(options: argparse.Namespace, codec: str, overlap_steps: int) -> dict
 def codecs(text: str) -> list[str]:
     """Codecs, separated by commas."""
     names = text.split(",")
-    if unknown := [name for name in names if name not in CODEC_NAMES]:
-        raise argparse.ArgumentTypeError(f"no codec {unknown[0]!r}; there are {', '.join(CODEC_NAMES)}")
+    if unknown := [name for name in names if name not in (*CODEC_NAMES, SPARSE)]:
+        raise argparse.ArgumentTypeError(f"no codec {unknown[0]!r}; there are {', '.join((*CODEC_NAMES, SPARSE))}")
     return names
 
 
@@ -167,7 +174,9 @@ def main() -> None:
     parser.add_argument("--batch-s", type=positive, default=0.5, help="of computing a batch (default: 0.5)")
     parser.add_argument("--mbit-s", type=positive, default=50.0, help="of each peer, both ways (default: 50)")
     parser.add_argument("--delay-ms", type=positive, default=20.0, help="one way (default: 20)")
-    parser.add_argument("--codec", type=codecs, default=["none", "int8"], help="several (default: none,int8)")
+    parser.add_argument(
+        "--codec", type=codecs, default=["none", "int8", SPARSE], help="several (default: none,int8,sparse)"
+    )
     parser.add_argument("--overlap", type=overlaps, default=[0, 10], help="several overlap_steps (default: 0,10)")
     parser.add_argument("--averages", type=positive_int, default=2, help="after the first (default: 2)")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the rows there")
