@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 ALL_INTERFACES = ("/ip4/0.0.0.0/tcp/0",)
 START_TIMEOUT_S = 15.0
+BEFORE_JOINING_TIMEOUT_S = 12.0
 CLOSE_TIMEOUT_S = 4.0
 PART_CLOSE_TIMEOUT_S = 2.0
 JOIN_RUN_TIMEOUT_S = 60.0
@@ -91,14 +92,19 @@ class Presence:
         announce: Sequence[Address] = (),
         *,
         must_join: bool = True,
+        before_joining: BeforeJoining | None = None,
     ) -> None:
         """Listen, and join the DHT.
 
+        Args:
+            before_joining: called between the two.
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
             JoinFailed: none of the initial peers answered, and no peer seen before.
         """
         await self.endpoint.listen(listen, announce)
+        if before_joining is not None:
+            await before_joining(self)
         await self.dht.join(initial_peers, must_join=must_join)
         if self._state_dir is not None:
             self._tasks.spawn(self._save_now_and_then(self._state_dir), name="writing the known peers down")
@@ -154,6 +160,9 @@ class Presence:
                 logger.exception("%s of this peer failed", name)
 
 
+BeforeJoining = Callable[[Presence], Awaitable[None]]
+
+
 class BlockingPeer(Protocol):
     """What blocking code, such as an optimizer, needs of a :class:`Peer`; simulations have their own implementation."""
 
@@ -201,6 +210,8 @@ class Peer(FromHivemind):
             peers, which the next start also uses to join. An open ``StateDir`` is closed with this peer.
         must_join: False to start alone if none of the initial peers answers, and keep trying. Coordinators do so, as
             they would wait for each other otherwise.
+        before_joining: called on the network thread once this peer listens and before it joins, for at most 12 s; for
+            example to open a tunnel and announce its address.
         credential: sent to the coordinators of a run in place of the invitation in a ticket, for coordinators that
             ask a login service.
     Raises:
@@ -221,6 +232,7 @@ class Peer(FromHivemind):
         identity: str | Path | Identity | None = None,
         state_dir: str | Path | StateDir | None = None,
         must_join: bool = True,
+        before_joining: BeforeJoining | None = None,
         credential: str = "",
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
@@ -251,10 +263,17 @@ class Peer(FromHivemind):
                 access_config=access_config,
                 state_dir=self._state_dir,
             )
-            await self.presence.start(initial_addresses, listen_addresses, announce_addresses, must_join=must_join)
+            await self.presence.start(
+                initial_addresses,
+                listen_addresses,
+                announce_addresses,
+                must_join=must_join,
+                before_joining=before_joining,
+            )
 
+        before_s = BEFORE_JOINING_TIMEOUT_S if before_joining is not None else 0.0
         try:
-            self.run(start(), START_TIMEOUT_S, "starting this peer")
+            self.run(start(), START_TIMEOUT_S + before_s, "starting this peer")
             if client_mode and must_join and not initial_addresses and not self.dht.num_known_peers:
                 raise ConfigError(f"no peer that was seen before answers, and {_NO_FIRST_PEER}")
             for ticket in tickets:

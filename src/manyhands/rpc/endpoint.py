@@ -123,10 +123,14 @@ class Endpoint:
         check_announced(announce)
         for address in addresses:
             self._listeners.append(await self._transport.listen(address, self._accepted))
-        bound = [address for listener in self._listeners for address in listener.addresses]
-        if bound:
+        if bound := self.bound_addresses:
             self._rules.own_hosts |= own_hosts(bound)
         self.announce(announce)
+
+    @property
+    def bound_addresses(self) -> list[Address]:
+        """Where this peer listens, with the ports that it got; empty in client mode."""
+        return [address for listener in self._listeners for address in listener.addresses]
 
     def announce(self, addresses: Sequence[Address] = ()) -> None:
         """Announce other addresses from now on; connected peers are told at once, the others by them.
@@ -137,8 +141,8 @@ class Endpoint:
             ConfigError: one of them cannot be dialled.
         """
         check_announced(addresses)
-        bound = [address for listener in self._listeners for address in listener.addresses]
-        chosen = [address.with_peer(self.peer_id) for address in addresses or dialable_addresses(bound)]
+        chosen = addresses or dialable_addresses(self.bound_addresses)
+        chosen = [address.with_peer(self.peer_id) for address in chosen]
         if chosen == self.addresses:
             return
         self.addresses = chosen
