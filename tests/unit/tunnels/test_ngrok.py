@@ -84,7 +84,7 @@ async def test_it_is_opened_again_when_it_drops_until_that_works(
     [
         (
             "token-refused",
-            r"ERR_NGROK_105: .*proper ngrok tunnel authtoken. Your authtoken: \*\*\* .*into NGROK_AUTHTOKEN",
+            r"ERR_NGROK_105: .*proper ngrok tunnel authtoken. .*: \*\*\* .*into NGROK_AUTHTOKEN",
         ),
         (
             "token-limited",
