@@ -1,0 +1,119 @@
+"""The notebooks run from the first cell to the last, on small parameters."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from manyhands.cli.main import run as run_command
+from manyhands.cli.notebook_command import filled
+from tests.process.commands import LOOPBACK, running
+from tests.process.test_firewalled import TINY
+
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(300)]
+
+REPOSITORY = Path(__file__).parents[2]
+NOTEBOOKS = REPOSITORY / "examples" / "notebooks"
+FAKES = REPOSITORY / "tests" / "fakes"
+TEXT = "\n\n".join(f"Number {n} is here. After it comes number {n + 1}. That is all." for n in range(600))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Programs of this Python are on the path, and there is a text."""
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    (tmp_path / "text").write_text(TEXT)
+
+
+def executed(text: str, folder: Path) -> str:
+    """All that the cells of a notebook print when they run in a folder, one after the other."""
+    notebook = nbformat.reads(text, as_version=4)
+    client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+    client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def test_join_contributes_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin = ("train", "--run-id", "mine", *TINY, "--text", str(tmp_path / "text"), "--listen", LOOPBACK)
+    with running(*begin, "--batch-size", "4", "--slow-down", "5") as trainer:
+        address = trainer.wait_for("Others can join through this peer").split()[-1]
+        trainer.wait_for("manyhands join")
+        assert run_command(["notebook", "--run-id", "mine", "--initial-peers", address]) == 0
+        written = capsys.readouterr().out.replace("NEEDS_GPU = True", "NEEDS_GPU = False")
+        stop_file = tmp_path / "stop"
+        options = f"--text {tmp_path / 'text'} --threads 1 --stop-file {stop_file} --batch-size 4"
+        text = filled(written, {"OPTIONS": options, "FOLDER": str(tmp_path / "kept")})
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            running_all = threads.submit(executed, text, tmp_path)
+            trainer.wait_for("Averaged tensors successfully with 2 peers")
+            step = int(trainer.wait_for("Optimizer step: done! Step").split("Step ")[1].split(",")[0])
+            stop_file.write_text(str(step + 2))
+            output = running_all.result(120)
+        assert "--client-mode" in output
+        assert "Averaged tensors successfully with 2 peers" in output
+        assert list((tmp_path / "kept").glob("checkpoint-*/model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("", ""), "Runtime > Change runtime type > T4 GPU"),
+        (("NEEDS_GPU = True", "NEEDS_GPU = False"), "into the field INITIAL_PEERS"),
+    ],
+)
+def test_join_stops_clearly(
+    change: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    with pytest.raises(CellExecutionError, match=message):
+        executed((NOTEBOOKS / "join.ipynb").read_text().replace(*change), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        ("Tesla T4, 15360", "--batch-size 4"),
+        ("Tesla P100-PCIE-16GB, 16384", "--batch-size 4"),
+        ("Tesla K80, 11441", "--batch-size 1"),
+        ("NVIDIA A100-SXM4-40GB, 40960", ""),
+    ],
+)
+def test_join_chooses_the_batch_size_by_the_gpu(gpu: str, expected: str, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{gpu}'\n")
+    tool.chmod(0o755)
+    os.environ["PATH"] = os.pathsep.join([str(tmp_path), os.environ["PATH"]])  # the fixture restores it
+    output = executed(filled((NOTEBOOKS / "join.ipynb").read_text(), {"INITIAL_PEERS": "127.0.0.1:9"}), tmp_path)
+    [command] = [line for line in output.splitlines() if "-m manyhands join" in line]
+    assert command.partition("--client-mode")[2].strip() == expected
+    assert "127.0.0.1:9" in output.splitlines()[-1], "why it did not join"
+
+
+def test_start_a_run_behind_tunnels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = [str(FAKES), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("NGROK_AUTHTOKEN", "good-token")
+    options = f"{' '.join(TINY)} --text {tmp_path / 'text'} --batch-size 4 --max-steps 3 --listen {LOOPBACK}"
+    fields = {"RUN_ID": "mine", "TRAIN_OPTIONS": options, "MONITOR_OPTIONS": f"--listen {LOOPBACK}"}
+    output = executed(filled((NOTEBOOKS / "start_a_run.ipynb").read_text(), fields), tmp_path)
+    assert output.count("Ngrok tunnel created: tcp://localhost:") >= 2
+    assert "Optimizer step: done! Step 3" in output
+    assert "Step #2" in output.split("Optimizer step: done! Step 3")[1], "of the monitor"
+    nbformat.validate(nbformat.read(tmp_path / "join.ipynb", as_version=4))
+
+
+def test_aws_plans_without_creating_anything(tmp_path: Path) -> None:
+    if run_command(["aws", "--help"]) != 0:
+        pytest.skip("this version has no manyhands aws")
+    output = executed((NOTEBOOKS / "aws.ipynb").read_text(), tmp_path)
+    assert "This was a dry run: nothing was created." in output
