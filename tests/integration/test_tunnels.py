@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import time
 
 import pytest
@@ -59,9 +60,10 @@ def averaged(*averagers: manyhands.Averager, timeout_s: float = 10.0) -> bool:
 
 
 def test_a_client_averages_with_a_peer_behind_a_tunnel_that_comes_back_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keeper, "FIRST_WAIT_S", 0.2)
+    caplog.set_level(logging.INFO)
     tunnel = Tunnel()
     with (
         manyhands.Peer(listen=LOOPBACK) as first,
@@ -84,5 +86,6 @@ def test_a_client_averages_with_a_peer_behind_a_tunnel_that_comes_back_elsewhere
             assert time.monotonic() < began + FOUND_WITHIN_S
         assert tunnel.num_opened == 2
         assert hidden.addresses != [address]
+        assert "Connected peers are told the new address." in caplog.text
         with manyhands.Peer(hidden.addresses, client_mode=True) as newcomer:
             assert newcomer.dht.num_known_peers

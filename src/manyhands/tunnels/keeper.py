@@ -15,13 +15,14 @@ from typing import Protocol
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ConfigError, ManyhandsError
+from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
 from manyhands.peer import Presence
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 1.5
 FIRST_WAIT_S = 1.0
 MOST_WAIT_S = 30.0
 """Half of the minute within which the others should find the peer again."""
@@ -87,7 +88,7 @@ class TunnelKeeper:
     async def close(self) -> None:
         """Close the tunnel."""
         await self._tasks.close()
-        await self._tunnel.close()
+        await self._close_tunnel()
 
     async def _open(self) -> None:
         async with time_limit(OPEN_TIMEOUT_S, f"opening a tunnel with {self._tunnel.name}"):
@@ -95,19 +96,35 @@ class TunnelKeeper:
         logger.info("%s tunnel created: tcp://%s:%d", self._tunnel.name.capitalize(), address.host, address.port)
         self._presence.endpoint.announce([address])
 
+    async def _close_tunnel(self) -> None:
+        try:
+            async with time_limit(CLOSE_TIMEOUT_S, f"closing the {self._tunnel.name} tunnel"):
+                await self._tunnel.close()
+        except Timeout as error:  # the service cannot be reached, and closes it by itself
+            logger.debug("%s", error)
+
     async def _keep_open(self) -> None:
         while True:
             before = self._presence.endpoint.addresses
             reason = await self._tunnel.wait_dropped()
             logger.warning("The %s tunnel has dropped (%s); opening it again", self._tunnel.name, reason)
-            await self._tunnel.close()
+            await self._close_tunnel()
             await self._reopen()
-            if (now := self._presence.endpoint.addresses) != before:
-                logger.info(
-                    "Peers of the swarm are told the new address. Those that join from now on need it: "
-                    "--initial-peers %s",
-                    " ".join(map(str, now)),
-                )
+            if self._presence.endpoint.addresses != before:
+                self._say_who_knows()
+
+    def _say_who_knows(self) -> None:
+        now = " ".join(str(address) for address in self._presence.endpoint.addresses)
+        if self._presence.endpoint.num_connected_peers:
+            logger.info(
+                "Connected peers are told the new address. Those that join from now on need it: --initial-peers %s", now
+            )
+        else:
+            logger.warning(
+                "No peer is connected now that could be told the new address. Unless one returns, start the others "
+                "again with it: --initial-peers %s",
+                now,
+            )
 
     async def _reopen(self) -> None:
         wait_s = FIRST_WAIT_S
@@ -116,7 +133,7 @@ class TunnelKeeper:
                 await self._open()
             except ManyhandsError as error:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
-                await self._tunnel.close()
+                await self._close_tunnel()
             else:
                 return
             await asyncio.sleep(wait_s)
