@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import subprocess
 import sys
@@ -22,17 +21,24 @@ REPOSITORY = Path(__file__).parents[2]
 NOTEBOOKS = REPOSITORY / "examples" / "notebooks"
 FAKES = REPOSITORY / "tests" / "fakes"
 EXECUTE = """
-import pathlib, sys
+import asyncio, pathlib, sys
 import nbclient, nbformat
-path = pathlib.Path(sys.argv[1])
+path, interrupt_at = pathlib.Path(sys.argv[1]), sys.argv[2]
 notebook = nbformat.read(path, as_version=4)
 client = nbclient.NotebookClient(
     notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
 )
-try:
-    client.execute()
-except nbclient.exceptions.CellExecutionError:
-    pass  # it is in the outputs
+
+async def main():
+    running = asyncio.create_task(client.async_execute())
+    while interrupt_at and interrupt_at not in str(notebook.cells) and not running.done():
+        await asyncio.sleep(0.1)
+    if interrupt_at:
+        await client.km.interrupt_kernel()
+    await asyncio.wait([running])
+    assert running.exception() is None or isinstance(running.exception(), nbclient.exceptions.CellExecutionError)
+
+asyncio.run(main())
 nbformat.write(notebook, path)
 """
 """In a process of its own, as nbclient leaves sockets and an event loop behind."""
@@ -48,11 +54,15 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "text").write_text(TEXT)
 
 
-def executed(text: str, folder: Path) -> str:
-    """All that the cells of a notebook print when they run in a folder, one after the other, and the error of one."""
+def executed(text: str, folder: Path, interrupt_at: str = "") -> str:
+    """All that the cells of a notebook print when they run in a folder, one after the other, and the error of one.
+
+    Args:
+        interrupt_at: when this was printed, the running cell is interrupted.
+    """
     path = folder / "executed.ipynb"
     path.write_text(text)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", EXECUTE, str(path)], check=True, timeout=280)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", EXECUTE, str(path), interrupt_at], check=True, timeout=280)
     outputs = [output for cell in nbformat.read(path, as_version=4).cells for output in cell.get("outputs", [])]
     return "".join(output.get("text", output.get("evalue", "")) for output in outputs)
 
@@ -64,17 +74,12 @@ def test_join_contributes_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
         trainer.wait_for("manyhands join")
         assert run_command(["notebook", "--run-id", "mine", "--initial-peers", address]) == 0
         written = capsys.readouterr().out.replace("NEEDS_GPU = True", "NEEDS_GPU = False")
-        stop_file = tmp_path / "stop"
-        options = f"--text {tmp_path / 'text'} --threads 1 --stop-file {stop_file} --batch-size 4"
+        options = f"--text {tmp_path / 'text'} --threads 1 --batch-size 4"
         text = filled(written, {"OPTIONS": options, "FOLDER": str(tmp_path / "kept")})
-        with concurrent.futures.ThreadPoolExecutor() as threads:
-            running_all = threads.submit(executed, text, tmp_path)
-            trainer.wait_for("Averaged tensors successfully with 2 peers")
-            step = int(trainer.wait_for("Optimizer step: done! Step").split("Step ")[1].split(",")[0])
-            stop_file.write_text(str(step + 2))
-            output = running_all.result(120)
+        output = executed(text, tmp_path, interrupt_at="Averaged tensors successfully with 2 peers")
         assert "--client-mode" in output
-        assert "Averaged tensors successfully with 2 peers" in output
+        after = output.split("Averaged tensors successfully with 2 peers", 1)[1]
+        assert "Traceback" not in after
         assert list((tmp_path / "kept").glob("checkpoint-*/model.safetensors"))
 
 
