@@ -1,26 +1,29 @@
 """Cost of the collaborative optimizer in a local step, in time and memory.
 
-    python benchmarks/optimizer_overhead.py [--batches 60] [--batch-size 8] [--memory-mb 192] [--cases idle,busy]
-        [--json FILE]
+    python benchmarks/optimizer_overhead.py [--batches 60] [--batch-size 8] [--memory-mb 192]
+        [--cases idle,busy,local] [--json FILE]
 
 A small ALBERT (that of ``manyhands train``: 1.5 million parameters, batches of samples of 64 tokens, one thread) runs
 forward and backward, with plain torch and with ``manyhands.Optimizer`` in the same process, batch by batch in turns.
-Plain torch does nothing else, so adding gradients up is part of the overhead. The figures:
+Plain torch does nothing else but in ``local``, so adding gradients up is part of the overhead. The figures:
 
   idle_overhead        additional time of a local step without a round, over the plain one's; 0.02 is 2%. The first
                        decile of each kind is used, since other load on the machine only adds to it
   busy_overhead        the same while a round is averaged in the background (``delay="gradients"``) with a peer in
                        another process; needs a second, idle core
-  idle_overhead_less_core_wait, busy_overhead_less_core_wait
+  local_overhead       additional time of an inner step with ``local_steps``, without a round, over a plain batch with
+                       its step of AdamW: both make the same update
+  idle_overhead_less_core_wait, busy_overhead_less_core_wait, local_overhead_less_core_wait
                        the same without the time in which the training thread was ready, but no core was free: the cost
                        of Python's lock and our own work, on a busy machine too. Linux only
   plain_step_s         duration of the plain local step; the time added to it hardly depends on it. The optimizer
                        advises 0.2 to 2 s
   peak_extra_x_params  peak memory beyond that of plain AdamW over a few global steps with another peer, in multiples
-                       of the parameters (float32): synchronous steps, ``delay="gradients"``, and ``offload`` alone;
-                       Linux only. The model is on the host here, so the figure includes the copies of delay and
-                       offload, and what would be in the device's memory. Freed tensors go back to the system at once:
-                       otherwise what malloc keeps of plain torch's differs by a third from run to run.
+                       of the parameters (float32): synchronous steps, ``delay="gradients"``, ``offload`` alone, and
+                       ``local_steps`` with Nesterov's momentum; Linux only. The model is on the host here, so the
+                       figure includes the copies of delay, offload and local steps, and what would be in the device's
+                       memory. Freed tensors go back to the system at once: otherwise what malloc keeps of plain
+                       torch's differs by a third from run to run.
 
 An overhead below 0 is noise. Other load disturbs busy_overhead most, which needs two cores.
 """
@@ -62,8 +65,19 @@ WARM_UP_BATCHES = 8
 PARTNER_PERIOD_S = 0.005
 MAX_TRIES = 100
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # running, waiting for a core, time slices
-OVERHEADS = ("idle", "busy")
-MODES: dict[str, dict[str, Any]] = {"sync": {}, "delay": {"delay": "gradients"}, "offload": {"offload": True}}
+OVERHEADS = ("idle", "busy", "local")
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "delay": {"delay": "gradients"},
+    "offload": {"offload": True},
+    "local": {"local_steps": manyhands.LocalSteps()},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "idle": {},
+    "busy": {"delay": "gradients", "progress": EAGER},
+    "local": {"local_steps": manyhands.LocalSteps()},
+}
+"""Of the optimizer, for each overhead."""
 
 
 def small_albert() -> torch.nn.Module:
@@ -106,15 +120,15 @@ class Local:
 class Beside:
     """Plain torch and the collaborative optimizer in one process."""
 
-    def __init__(self, initial_peers: list[str], is_busy: bool, batch_size: int) -> None:
+    def __init__(self, initial_peers: list[str], case: str, batch_size: int) -> None:
         torch.set_num_threads(1)
         model = small_albert()
         self._plain = Local(torch.optim.AdamW(model.parameters(), lr=1e-3), model, batch_size)
         model = small_albert()
         self._peer = manyhands.Peer(initial_peers, listen=LISTEN)
-        target, options = (2, {"delay": "gradients", "progress": EAGER}) if is_busy else (NEVER, {})
-        self._ours = Local(new_optimizer(self._peer, model, target, **options), model, batch_size)
-        self._is_busy = is_busy
+        self._is_busy, self._steps = case == "busy", case == "local"
+        optimizer = new_optimizer(self._peer, model, 2 if self._is_busy else NEVER, **OPTIONS[case])
+        self._ours = Local(optimizer, model, batch_size)
 
     def address(self) -> list[str]:
         return self._peer.addresses
@@ -143,7 +157,12 @@ class Beside:
         raise RuntimeError(f"no round begins: {self._ours.optimizer.statistics}")
 
     def _plain_step(self) -> tuple[float, ...]:
-        taken_s = taken_by(self._plain.compute)
+        def step() -> None:
+            self._plain.compute()
+            if self._steps:
+                self._plain.optimizer.step()
+
+        taken_s = taken_by(step)
         self._plain.optimizer.zero_grad()
         return taken_s
 
@@ -189,13 +208,13 @@ def new_optimizer(peer: manyhands.Peer, model: torch.nn.Module, target: int, **o
 class Partner:
     """Another peer, which comes to every round at once and keeps its core idle otherwise."""
 
-    def __init__(self, initial_peers: list[str], memory_bytes: int, target: int) -> None:
+    def __init__(self, initial_peers: list[str], memory_bytes: int, target: int, options: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self._peer = manyhands.Peer(initial_peers, listen=LISTEN)
         model = large_vectors(memory_bytes) if memory_bytes else small_albert()
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
-        self._optimizer = new_optimizer(self._peer, model, target, progress=EAGER)
+        self._optimizer = new_optimizer(self._peer, model, target, progress=EAGER, **options)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._train, daemon=True)
         self._thread.start()
@@ -262,14 +281,14 @@ class MemoryUse:
         self._peer.close()
 
 
-def overheads(is_busy: bool, num_batches: int, batch_size: int) -> list[float]:
+def overheads(case: str, num_batches: int, batch_size: int) -> list[float]:
     """Seconds of a plain step, and what ours add to it, in one case."""
     with contextlib.ExitStack() as stack:
-        subject = Worker(Beside, [], is_busy, batch_size)
+        subject = Worker(Beside, [], case, batch_size)
         stack.callback(subject.close)
         addresses = subject.call("address")
-        if is_busy:
-            partner = Worker(Partner, addresses, 0, 2)
+        if case == "busy":
+            partner = Worker(Partner, addresses, 0, 2, {})
             stack.callback(partner.close)
         shares: list[float] = subject.call("overheads", num_batches, timeout_s=550.0)
         return shares
@@ -283,7 +302,8 @@ def peak_bytes(num_bytes: int, mode: str | None) -> int:
         addresses = subject.call("address")
         subject.call("join")
         if mode is not None:
-            partner = Worker(Partner, addresses, num_bytes, 2)
+            shared = {name: option for name, option in MODES[mode].items() if name == "local_steps"}
+            partner = Worker(Partner, addresses, num_bytes, 2, shared)
             stack.callback(partner.close)
         peak: int = subject.call("peak_bytes", timeout_s=120.0)
         return peak
@@ -296,7 +316,7 @@ def measure(cases: list[str], num_batches: int, batch_size: int, num_bytes: int)
         for case in [case for case in OVERHEADS if case in cases]:
             steps.begin(f"overhead: {case}")
             names = (f"{case}_overhead", f"{case}_overhead_less_core_wait")
-            result["plain_step_s"], *shares = overheads(case == "busy", num_batches, batch_size)
+            result["plain_step_s"], *shares = overheads(case, num_batches, batch_size)
             result.update(zip(names, shares, strict=False))
         modes = [mode for mode in MODES if mode in cases] if sys.platform == "linux" else []
         if modes:
@@ -313,7 +333,7 @@ def cases_of(text: str) -> list[str]:
     """Case names, separated by commas."""
     cases = text.split(",")
     if unknown := set(cases) - {*OVERHEADS, *MODES}:
-        known = ", ".join([*OVERHEADS, *MODES])
+        known = ", ".join(dict.fromkeys([*OVERHEADS, *MODES]))
         raise argparse.ArgumentTypeError(f"{min(unknown)!r} is none of {known}")
     return cases
 
@@ -324,7 +344,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=positive_int, default=BATCH_SIZE, help="samples of a local step")
     parser.add_argument("--memory-mb", type=positive_int, default=192, help="of parameters, for the memory")
     parser.add_argument(
-        "--cases", type=cases_of, default=[*OVERHEADS, *MODES], help="some of idle,busy,sync,delay,offload"
+        "--cases", type=cases_of, default=[*OVERHEADS, *MODES], help="some of idle,busy,local,sync,delay,offload"
     )
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures to a file")
     options = parser.parse_args()

@@ -21,7 +21,7 @@ from manyhands.base.from_hivemind import FromHivemind
 from manyhands.base.identity import Identity, PeerId
 from manyhands.base.ticket import Ticket, split_tickets
 from manyhands.dht import DhtConfig, DhtNode
-from manyhands.reach import Reach
+from manyhands.reach import OwnMode, Reach
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.runtime import LoopThread, TaskOwner
 from manyhands.state_dir import StateDir
@@ -83,6 +83,8 @@ class Presence:
         known_peers = state_dir.load_peers() if state_dir is not None else None
         self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), self.rng, wall_clock, known_peers)
         self.reach = Reach(self.endpoint, self.dht, wall_clock)
+        self.own_mode = OwnMode(self.endpoint, self.dht)
+        self.on_close.append(self.own_mode.close)
         self._tasks = TaskOwner("presence")
 
     async def start(
@@ -92,11 +94,13 @@ class Presence:
         announce: Sequence[Address] = (),
         *,
         must_join: bool = True,
+        finds_mode: bool = False,
         before_joining: BeforeJoining | None = None,
     ) -> None:
         """Listen, and join the DHT.
 
         Args:
+            finds_mode: enter client mode if no other peer can dial this one.
             before_joining: called between the two.
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
@@ -105,6 +109,8 @@ class Presence:
         await self.endpoint.listen(listen, announce)
         if before_joining is not None:
             await before_joining(self)
+        if finds_mode:
+            self.own_mode.start()
         await self.dht.join(initial_peers, must_join=must_join)
         if self._state_dir is not None:
             self._tasks.spawn(self._save_now_and_then(self._state_dir), name="writing the known peers down")
@@ -203,7 +209,9 @@ class Peer(FromHivemind):
             port on all interfaces, with IPv4 and IPv6.
         announce: addresses that others dial, in place of those that this machine detects; for example of a tunnel.
         client_mode: dial out only; for machines that cannot be dialled, for example behind a firewall. It needs
-            ``initial_peers``, or a ``state_dir`` with known peers.
+            ``initial_peers``, or a ``state_dir`` with known peers. By default, a peer that has ``initial_peers``, but
+            no ``announce`` and no ``before_joining``, finds out within 15 s whether others can dial it. False listens in
+            any case.
         identity: a file with the private key, created if missing; by default the one in ``state_dir``, or a new
             identity each time.
         state_dir: a folder of this peer alone, created if missing. It keeps the identity and the addresses of other
@@ -228,7 +236,7 @@ class Peer(FromHivemind):
         *,
         listen: Sequence[str | Address] = ALL_INTERFACES,
         announce: Sequence[str | Address] = (),
-        client_mode: bool = False,
+        client_mode: bool | None = None,
         identity: str | Path | Identity | None = None,
         state_dir: str | Path | StateDir | None = None,
         must_join: bool = True,
@@ -241,6 +249,8 @@ class Peer(FromHivemind):
         initial_addresses, tickets = split_tickets(initial_peers)
         listen_addresses = [] if client_mode else parse_listen_addresses(listen)
         announce_addresses = parse_addresses(announce)
+        may_be_client = client_mode is None and before_joining is None and not announce_addresses
+        finds_mode = may_be_client and bool(initial_addresses and listen_addresses)
         self._is_closed = False
         self._state_dir = StateDir(state_dir) if isinstance(state_dir, (str, Path)) else state_dir
         try:
@@ -257,7 +267,7 @@ class Peer(FromHivemind):
         async def start() -> None:
             self.presence = Presence(
                 TlsTransport(self.identity),
-                client_mode=client_mode,
+                client_mode=bool(client_mode),
                 rpc_config=rpc_config,
                 dht_config=dht_config,
                 access_config=access_config,
@@ -268,6 +278,7 @@ class Peer(FromHivemind):
                 listen_addresses,
                 announce_addresses,
                 must_join=must_join,
+                finds_mode=finds_mode,
                 before_joining=before_joining,
             )
 

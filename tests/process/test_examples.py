@@ -15,6 +15,7 @@ SHOWS = {
     "quickstart.py": ": 2 peers, loss",
     "averaging.py": "averaged by 2 peers",
     "evaluate.py": "held-out loss",
+    "local_steps.py": ": 2 peers, loss",
     "several_gpus.py": ": 2 peers, loss",
     "transformers_trainer.py": "'num_peers': 2",
 }

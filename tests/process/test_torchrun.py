@@ -22,11 +22,14 @@ SMALL = (
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_the_ranks_of_torchrun_are_one_peer_that_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [(), ("--local-steps",)], ids=["synchronous", "local steps"])
+def test_the_ranks_of_torchrun_are_one_peer_that_goes_on_from_its_checkpoint(
+    mode: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "small.txt").write_text(
         "\n\n".join(f"Sentence {n} is short. It ends here. So does it." for n in range(300))
     )
-    arguments = (*SMALL, "--text", "small.txt", "--checkpoint-dir", "kept")
+    arguments = (*SMALL, *mode, "--text", "small.txt", "--checkpoint-dir", "kept")
     for max_steps in (2, 3):
         events = tmp_path / f"events-{max_steps}"
         more = ("--max-steps", str(max_steps), "--events", str(events))

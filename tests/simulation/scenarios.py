@@ -20,6 +20,7 @@ from manyhands.transport import Stream
 from tests.network import ECHO, STUCK, Text, serve_echo
 from tests.simulation.averages import start_averages
 from tests.simulation.chance import faults, weather
+from tests.simulation.local import Setting, check_agreement, start_local
 from tests.simulation.rounds import start_rounds
 from tests.simulation.states import start_states
 from tests.simulation.worlds import start_dht, start_training
@@ -164,8 +165,29 @@ def state(seed: int) -> Scenario:
     return Scenario(world, 90.0, conclude, mock.patch.object(state_module, "CHUNK_BYTES", 8192))
 
 
+def local(seed: int) -> Scenario:
+    """Four peers with local steps, one of which comes late; ninety seconds after the last fault all agree."""
+    world = World(seed)
+    names = ["p0", "p1", "p2", "p3"]
+    weather(world, names)
+    rng = world.rng("local steps")
+    late = {"p3": rng.uniform(15.0, 45.0)}
+    world.schedule(*faults(world.rng("faults"), names[:3], start_s=10, stop_s=60, longest_s=25, num_faults=3))
+    trainers, ledger = start_local(world, names, Setting.drawn(rng), late)
+    rounds_before: list[int] = []
+    world.loop.call_at(80.0, lambda: rounds_before.append(ledger.num_rounds))
+
+    def conclude() -> None:
+        assert set(trainers) == set(names), sorted(trainers)
+        check_agreement(trainers)
+        assert ledger.num_rounds > rounds_before[0], f"no round was committed after 80 s: {ledger.num_rounds}"
+
+    return Scenario(world, 150.0, conclude)
+
+
 SCENARIOS: dict[str, Callable[[int], Scenario]] = {
     "rpc": rpc, "rounds": rounds, "averages": averages, "dht": dht, "training": training, "state": state,
+    "local": local,
 }  # fmt: skip
 
 

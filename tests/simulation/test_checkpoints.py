@@ -16,6 +16,7 @@ import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.local_steps import LocalSteps
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,6 +89,9 @@ def steps_of(member: Member, numbers: range, checkpoints: Checkpoints | None = N
         (torch.bfloat16, {"offload": True}),
         (torch.bfloat16, {"delay": "optimizer"}),
         (torch.float32, {"delay": "gradients"}),
+        (torch.float32, {"local_steps": LocalSteps()}),
+        (torch.bfloat16, {"local_steps": LocalSteps()}),
+        (torch.bfloat16, {"local_steps": LocalSteps(), "offload": True}),
     ],
 )
 def test_a_loop_goes_on_with_the_same_bits(
@@ -122,7 +126,38 @@ def test_a_loop_goes_on_with_the_same_bits(
         assert torch.equal(buffer, dict(two.model.named_buffers())[name]), name
 
 
-def test_two_peers_that_resume_go_on_as_one_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("dtype", "offload"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_local_steps_go_on_from_the_agreed_parameters_where_a_checkpoint_was_saved_between_two_averages(
+    optimizer: str, dtype: torch.dtype, offload: bool, tmp_path: Path
+) -> None:
+    digests = []
+
+    def first(member: Member) -> None:
+        with Checkpoints(tmp_path, member.optimizer, member.model, every=1) as checkpoints:
+            steps_of(member, range(3))
+            assert (member.optimizer.global_step, member.optimizer.samples_accumulated) == (1, 4)
+            digests.append(member.optimizer.state_digest())
+            checkpoints.save_if_due()
+
+    def second(member: Member) -> None:
+        with Checkpoints(tmp_path, member.optimizer, member.model, every=1) as checkpoints:
+            assert checkpoints.resume()
+            assert (member.optimizer.global_step, member.optimizer.samples_accumulated) == (1, 0)
+            digests.append(member.optimizer.state_digest())
+            steps_of(member, range(3, 5))
+            assert member.optimizer.global_step == 2
+
+    settings = {"make": OPTIMIZERS[optimizer], "offload": offload, "target_batch_size": 8, "local_steps": LocalSteps()}
+    for program in (first, second):
+        alone(program, lambda: Model(dtype), scheduler=schedule, **settings)
+    assert len(set(digests)) == 1, "agreed parameters, outer momentum and schedule"
+
+
+@pytest.mark.parametrize("local_steps", [None, LocalSteps()], ids=["synchronous", "local"])
+def test_two_peers_that_resume_go_on_as_one_run(local_steps: LocalSteps | None, tmp_path: Path) -> None:
     """The one whose newest checkpoint is torn uses the one before it, and loads the state of the other."""
     logging.getLogger("manyhands").setLevel(logging.ERROR)
 
@@ -132,6 +167,7 @@ def test_two_peers_that_resume_go_on_as_one_run(tmp_path: Path) -> None:
             swarm.start(
                 name, Model, lambda model: OPTIMIZERS["AdamW"](model.parameters()), train,
                 target_batch_size=8, batch_size_per_step=4, begins_s=5.0 if name == "p0" else 0.0,
+                local_steps=local_steps,
             )  # fmt: skip
         swarm.run()
         return swarm

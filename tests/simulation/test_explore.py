@@ -20,7 +20,8 @@ from tests.simulation.explore import Outcome, run_seed
 from tests.simulation.scenarios import SCENARIOS, Scenario
 from tests.simulation.seed_processes import SeedProcesses
 
-NUM_SEEDS = {"rpc": 20, "rounds": 2, "averages": 2, "dht": 3, "training": 3, "state": 3}  # `make sim` runs hundreds
+NUM_SEEDS = {"rpc": 20, "rounds": 2, "averages": 2, "dht": 3, "training": 3, "state": 3, "local": 3}
+"""`make sim` runs hundreds."""
 GROUP = 20
 """Seeds in one test: of the order of seconds each."""
 

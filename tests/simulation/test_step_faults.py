@@ -13,6 +13,7 @@ import torch
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.optim.local_steps import LocalSteps
 from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.step.replica import Replica
 from manyhands.testing import at, between
@@ -67,10 +68,18 @@ def assert_it_learns_and_agrees(swarm: Swarm, names: list[str]) -> None:
     assert all(len(digests) == 1 for digests in by_step.values()), by_step
 
 
-@pytest.mark.parametrize("delay", few_of([None, "gradients"]), ids=["synchronous", "delayed"])
+MODES: dict[str, dict[str, Any]] = {
+    "synchronous": {},
+    "delayed": {"delay": "gradients"},
+    "local": {"local_steps": LocalSteps()},
+    "fragments": {"local_steps": LocalSteps(fragments=2, overlap_steps=1)},
+}
+
+
+@pytest.mark.parametrize("mode", few_of(MODES))
 @pytest.mark.parametrize("rank", [0, 2], ids=["leader", "follower"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_peer_killed_in_any_phase(phase: str, rank: int, delay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_killed_in_any_phase(phase: str, rank: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names, longest = ["p0", "p1", "p2"], Longest()
     swarm = Swarm(seed=rank)
     by_id = sorted(names, key=lambda name: swarm.world.identity(name).peer_id)
@@ -106,7 +115,7 @@ def test_a_peer_killed_in_any_phase(phase: str, rank: int, delay: str | None, mo
         member.optimizer.settle()
 
     for name in names:
-        swarm.start(name, new_model, sgd, train, target_batch_size=36, batch_size_per_step=4, delay=delay)
+        swarm.start(name, new_model, sgd, train, target_batch_size=36, batch_size_per_step=4, **MODES[mode])
     swarm.run()
     assert victim in swarm.done
     assert longest.wait_s < WAIT_LIMIT_S

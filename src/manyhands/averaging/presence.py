@@ -366,7 +366,7 @@ class PresenceTracker:
             self._update(position=position, seat=seat)
 
     def _update(self, **changes: object) -> None:
-        self._own = msgspec.structs.replace(self._own, **changes)
+        self._own = msgspec.structs.replace(self._own, is_client=self._endpoint.client_mode, **changes)
         self._publisher.publish_soon()
 
     def _record_to_publish(self) -> PresenceRecord:

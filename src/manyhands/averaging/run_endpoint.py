@@ -32,11 +32,15 @@ class RunEndpoint:
         self._endpoint = endpoint
         self.run_id = run_id
         self.peer_id = endpoint.peer_id
-        self.client_mode = endpoint.client_mode
         self.on_lost = endpoint.on_lost
         self.uplink = endpoint.uplink
         self._gate = RunGate(endpoint, run_id)
         self._methods: dict[str, Method[Any, Any]] = {}  # by their names in all runs
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether this peer dials out only; it may change while it runs."""
+        return self._endpoint.client_mode
 
     # of this run
 

@@ -48,9 +48,14 @@ class MissingExtra(ConfigError):
 
 def _install(extra: str) -> str:
     """Return the command that installs an extra, in a checkout from there."""
+    checkout = own_checkout()
+    return f"pip install '.[{extra}]' in {checkout}" if checkout is not None else f"pip install 'manyhands[{extra}]'"
+
+
+def own_checkout() -> Path | None:
+    """The checkout that this package runs from; None if it was installed."""
     source = Path(__file__).resolve().parents[2]
-    is_checkout = source.name == "src" and (source.parent / "pyproject.toml").is_file()
-    return f"pip install '.[{extra}]' in {source.parent}" if is_checkout else f"pip install 'manyhands[{extra}]'"
+    return source.parent if source.name == "src" and (source.parent / "pyproject.toml").is_file() else None
 
 
 class ManifestMismatch(ConfigError):

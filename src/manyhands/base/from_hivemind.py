@@ -23,7 +23,7 @@ INSTEAD = {  # without a replacement: empty, or ": REASON"
     "delay_state_averaging": "",
     "average_state_every": "",
     "average_opt_statistics": "",
-    "use_local_updates": ": every step is one of the whole run",
+    "use_local_updates": "local_steps=manyhands.LocalSteps(outer=lambda params: torch.optim.SGD(params, lr=1.0))",
     "reuse_grad_buffers": ": call zero_grad() as in plain torch",
     "client_mode": "client_mode= of manyhands.Peer",
     "grad_compression": "averaging=AveragingConfig(codec=...)",

@@ -147,16 +147,18 @@ class Checkpoints:
     def _save(self) -> None:
         with delay_exit(SAVE_TIMEOUT_S), uninterrupted():
             try:
-                state = self._optimizer.state_dict()  # first, as it waits for a step in progress
+                self._optimizer.settle()
             except Timeout as error:
                 self._tried_step = self._optimizer.global_step
                 logger.warning("no checkpoint is saved now: %s", error)
                 return
             step = self._tried_step = self._optimizer.global_step
-            if step > self._saved_step and save_checkpoint(
-                self._folder, step, self._optimizer.manifest, self._model, self._tokenizer, state
-            ):
-                self._saved_step = step
+            if step <= self._saved_step:
+                return
+            with self._optimizer.agreed_parameters():
+                state, run = self._optimizer.state_dict(), self._optimizer.manifest
+                if save_checkpoint(self._folder, step, run, self._model, self._tokenizer, state):
+                    self._saved_step = step
 
     def _load(self, path: Path) -> None:
         state = load_state(path)

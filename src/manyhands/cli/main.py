@@ -1,4 +1,4 @@
-"""The command line: ``manyhands join | train | monitor | first-peer | ticket | run | invite | doctor | demo``."""
+"""The command line: ``manyhands join | train | monitor | first-peer | ticket | run | invite | aws | doctor | demo``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.access_commands import ban, invite, members
+from manyhands.cli.aws_command import aws
 from manyhands.cli.checkpoint_command import checkpoint
 from manyhands.cli.data_command import data
 from manyhands.cli.demo.command import demo
@@ -43,6 +44,7 @@ app.command(data)
 app.command(checkpoint)
 app.command(run_key)
 app.command(notebook)
+app.command(aws)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -66,6 +66,9 @@ def _switch(on: Sequence[str], off: Sequence[str] = ()) -> Convert:
     return convert
 
 
+_CLIENT_MODE = _switch(["--client-mode"], ["--no-client-mode"])
+
+
 def _is_true(written: str, values: Values) -> bool:
     text = values[0].lower() if values else "true"
     if len(values) > 1 or text not in (*_TRUE, *_FALSE):
@@ -96,7 +99,7 @@ TABLE = (
     OldName(("dht_listen_on", "listen_on", "host_maddrs"), "--listen", ANY),
     OldName(("announce_maddrs", "endpoint", "address"), "--announce", ANY, "HOST:PORT or a multiaddr", _announced),
     OldName(("identity_path",), "--identity", ANY),
-    OldName(("client_mode",), "--client-mode", (TRAIN, MONITOR, EVALUATE), convert=_switch(["--client-mode"])),
+    OldName(("client_mode",), "--client-mode", (TRAIN, MONITOR, EVALUATE), convert=_CLIENT_MODE),
     OldName(("averaging_expiration", "matchmaking_time"), "--matchmaking-time-s"),
     OldName(("averaging_timeout",), "--averaging-timeout-s"),
     OldName(("bandwidth",), "--bandwidth-mbit-s"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -13,6 +14,7 @@ from manyhands.cli.event_file import EventWriter
 from manyhands.cli.leaving import leave_on_eof
 from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.open_files import raise_open_files_limit
+from manyhands.cli.public_address import announce_public
 from manyhands.peer import ALL_INTERFACES, Peer
 from manyhands.recipes.albert.settings import TuningSettings
 from manyhands.rpc import RpcConfig
@@ -41,6 +43,12 @@ class PeerOptions:
 
     tunnel: Literal["ngrok"] | None = None
     """Open a tunnel to this machine and announce its address; needs manyhands[ngrok] and NGROK_AUTHTOKEN."""
+
+    port_mapping: Annotated[bool, Parameter(negative="--no-port-mapping")] = True
+    """Without --initial-peers and --announce: ask the router to map the port to this machine (UPnP)."""
+
+    infer_address: Annotated[bool, Parameter(negative="--no-infer-address")] = True
+    """Likewise: ask a service on the internet for the address from which this machine is seen."""
 
     identity: Path | None = None
     """File with the private key, created if missing; by default in --state-dir, else a new key at each start."""
@@ -78,7 +86,12 @@ class PeerOptions:
             own_dir: used if ``state_dir`` was not given.
         """
         raise_open_files_limit()
-        return self._new_peer(must_join, self.state_dir or own_dir, self.keeper())
+        peer = self._new_peer(must_join, self.state_dir or own_dir, self.keeper())
+        if not self.initial_peers and not self.announce and self.tunnel is None:
+            found = announce_public(peer, maps_port=self.port_mapping, asks_service=self.infer_address)
+            if found is not None:
+                atexit.register(found.release)
+        return peer
 
     def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None, keeper: TunnelKeeper | None) -> Peer:
         return Peer(
@@ -97,8 +110,8 @@ class PeerOptions:
 class NetworkOptions(PeerOptions):
     """Network options of peers that do more than welcome others."""
 
-    client_mode: bool = False
-    """Only dial out; for machines that cannot be dialled, for example behind a firewall."""
+    client_mode: Annotated[bool | None, Parameter(negative="--no-client-mode")] = None
+    """Only dial out, for machines that cannot be dialled; --no-client-mode never does. By default it finds out."""
 
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
         ConfigError: the text or the data cannot be used, or options contradict each other.
     """
-    if training.auxiliary and network.client_mode:
+    if training.auxiliary and network.client_mode is True:
         raise ConfigError(
             "--auxiliary helps peers that nobody can dial, so others must dial it: leave out --client-mode"
         )
@@ -199,6 +200,8 @@ def take_part(
         emit = told_to(events, training)
         folders = open_folders(run_id, network, training)
         cleanup.callback(folders.close)
+        if training.auxiliary and network.client_mode is None:
+            network = replace(network, client_mode=False)  # else it would be of no use
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
         if peer.addresses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,12 +24,15 @@ class Contribution:
         samples: behind it.
         weight: of the vector, in the unit over which the loss is a mean: samples, unless the caller says otherwise.
         since_step: the global step of the parameters behind its oldest samples.
+        refill: computes the vector again, in memory of its own, as long as the step is not made; the mean of all peers
+            may then overwrite it. None if that is impossible.
     """
 
     mean_N: torch.Tensor
     samples: int
     weight: float
     since_step: int = 0
+    refill: Callable[[], torch.Tensor] | None = None
 
 
 class Accumulator(Protocol):
@@ -58,8 +61,8 @@ class Accumulator(Protocol):
     def take_back(self, contribution: Contribution) -> None:
         """Add back a contribution whose step was not made; it counts in the next attempt."""
 
-    def carry(self, contribution: Contribution) -> str:
-        """Add back a contribution that the others made a step without; returns why that is impossible."""
+    def carry(self, contribution: Contribution) -> None:
+        """Add back a contribution that the others made a step without; this peer has made it, too."""
 
     def count(self, contribution: Contribution, *, is_free: bool) -> None:
         """Forget a contribution whose step was made.
@@ -187,10 +190,9 @@ class GradientAccumulator:
         """None: what is not finite was never added."""
         return ""
 
-    def carry(self, contribution: Contribution) -> str:
+    def carry(self, contribution: Contribution) -> None:
         """Add back a contribution that the others made a step without."""
         self.take_back(contribution)
-        return ""
 
     def count(self, contribution: Contribution, *, is_free: bool) -> None:
         """Reuse the memory of a contribution whose step was made, if it is free."""

@@ -151,7 +151,9 @@ class BlockingRunClient:
             RoundAborted, Unavailable: it failed; nothing has changed.
         """
         timeout_s = longest_attempt_s(self._averaging) + BLOCKED_S
-        averaging = self._collaboration.step_rounds.average(contribution.mean_N, contribution.weight)
+        averaging = self._collaboration.step_rounds.average(
+            contribution.mean_N, contribution.weight, contribution.refill
+        )
         return self._peer.run(averaging, timeout_s, "averaging")
 
     def leave_to_background(self, step: GlobalStep) -> None:

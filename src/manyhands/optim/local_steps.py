@@ -36,6 +36,7 @@ from manyhands.optim.state.state import (
     hyper_parameters_of,
     parameters_of,
     restore,
+    specs_of,
     split_inner,
     take_options,
 )
@@ -153,8 +154,11 @@ class LocalReplica(Replica):
         self._is_sparse = local_steps.sparse is not None
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
             scheduler = scheduler(inner)
-        model_parameters = [parameter for parameter in parameters_of(inner) if parameter.requires_grad]
+        of_model = parameters_of(inner)
+        model_parameters = [parameter for parameter in of_model if parameter.requires_grad]
         super().__init__(_outer_of(local_steps, inner), scheduler, extra=extra)
+        pairs = zip(of_model, parameters_of(self.optimizer), strict=True)
+        self._frozen = [(own, agreed) for own, agreed in pairs if not own.requires_grad]
         self._max_inner_norm = max_grad_norm
         self.wrapped, self.model_parameters = inner, model_parameters
         self.inner_copy = HostCopy(inner) if offload else None
@@ -224,18 +228,18 @@ class LocalReplica(Replica):
 
         The inner statistics are taken from the donor if this peer has made no step yet.
         """
-        num_parameters = len(parameters_of(self.optimizer))
-        outer, inner = split_inner(state, num_parameters, len(self.extra_specs))
+        outer, inner = split_inner(state, specs_of(self.inner), len(self.extra_specs))
         if inner is not None:
             schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
             if fault := fault_of(inner, self.inner, self._agreed_inner_options, schedule):
                 raise ValueError(f"its inner optimizer cannot be used: {fault}")
-        is_new = not self.inner.state
-        before = [agreed.clone() for agreed in self._parameters]
+        before = [agreed.detach().clone() for agreed in self._parameters]
+        has_steps = [not torch.equal(own, was.to(own)) for own, was in zip(self._own, before, strict=True)]
+        is_new = not self.inner.state and not any(has_steps)  # SGD without momentum has no statistics
         super()._restore(outer)
         with torch.no_grad():
-            for own, agreed, was in zip(self._own, self._parameters, before, strict=True):
-                own.add_((agreed - was).to(own)) if not is_new else own.copy_(agreed)
+            for own, agreed, was, is_ahead in zip(self._own, self._parameters, before, has_steps, strict=True):
+                own.add_((agreed - was).to(own)) if is_ahead else own.copy_(agreed)
         if inner is not None and is_new:
             restore(inner, self.inner)
         elif inner is not None:
@@ -304,15 +308,12 @@ class LocalReplica(Replica):
     @contextmanager
     def agreed_in_model(self) -> Iterator[None]:
         """Within the block, the model has the agreed parameters instead of this peer's own."""
-        with torch.no_grad():
-            own = [parameter.detach().clone() for parameter in self.model_parameters]
-            for parameter, agreed in zip(self.model_parameters, self._parameters, strict=True):
-                parameter.copy_(agreed)
-            try:
-                yield
-            finally:
-                for parameter, value in zip(self.model_parameters, own, strict=True):
-                    parameter.copy_(value)
+        own = [parameter.detach().clone() for parameter in self.model_parameters]
+        try:  # an interrupt may come between two parameters
+            _copy(self._parameters, self.model_parameters)
+            yield
+        finally:
+            _copy(own, self.model_parameters)
 
     def _own_of(self, fragment: int) -> list[torch.Tensor]:
         return [self._own[index] for index in self._members[fragment]]
@@ -336,6 +337,8 @@ class LocalReplica(Replica):
         with torch.no_grad():
             for index, (own, agreed) in enumerate(zip(self.model_parameters, self._parameters, strict=True)):
                 agreed.copy_(kept.get(f"{index}", own))
+            for own, agreed in self._frozen:
+                agreed.copy_(own)
         outer = (place or {}).get(OUTER, self.optimizer.state_dict() | {"state": {}})
         super().load(outer, place)
         self.inner.load_state_dict(state_dict)
@@ -359,6 +362,8 @@ class InnerSteps:
         self._spare_N: torch.Tensor | None = None
         self._num_steps = 0
         self._frozen_at = 0  # inner steps when the last contribution was made
+        self._averaged_at: int | None = None  # likewise, of the last one whose step was made
+        self._out: tuple[int, float] | None = None  # the fragment of a contribution, and the weight behind it
         self._must_end_at = 0  # inner steps after which the average is waited for
         self._weights = [0.0] * replica.num_fragments  # behind the difference in each fragment
         self._has_told: set[str] = set()
@@ -379,7 +384,7 @@ class InnerSteps:
 
     def fault(self) -> str:
         """Why this peer's own parameters cannot be averaged; then they become the agreed ones."""
-        if self._replica.own_is_finite():
+        if self._out is not None or self._replica.own_is_finite():  # what is out is found out when it has ended
             return ""
         self._replica.forget_inner()
         return "the parameters of this peer are not finite any more after its inner steps; look at its learning rate"
@@ -392,17 +397,21 @@ class InnerSteps:
         """
         replica, fragment = self._replica, self._replica.part
         mean_N, self._spare_N = replica.pseudo_gradient(self._spare_N), None
+        self._out = fragment, self._weights[fragment]
         weight = self._weights[fragment] / replica.num_fragments
-        contribution = Contribution(mean_N, self.samples, weight, self.since_step)
-        self._tell_of(self._num_steps - self._frozen_at)
+        refill = None if replica.overlap_steps else functools.partial(replica.pseudo_gradient, None)
+        contribution = Contribution(mean_N, self.samples, weight, self.since_step, refill)
+        self._plan_overlap()
         self._frozen_at = self._num_steps
         self._forget_samples()
         return contribution
 
-    def _tell_of(self, num_steps: int) -> None:
-        """Plan the overlap, and tell the user once what the number of inner steps between two averages means."""
+    def _plan_overlap(self) -> None:
+        """Also tells the user once what the number of inner steps from one average to the next means."""
         replica, allowed = self._replica, self._replica.overlap_steps
-        if allowed > num_steps > 0 and "overlap" not in self._has_told:
+        num_steps = self._num_steps - (self._averaged_at or 0)
+        is_whole = self._averaged_at is not None  # a newcomer has made a part of them
+        if is_whole and allowed > num_steps > 0 and "overlap" not in self._has_told:
             self._has_told.add("overlap")
             logger.warning(
                 "overlap_steps=%d is cut to %d, the inner steps from one average to the next", allowed, num_steps
@@ -423,24 +432,31 @@ class InnerSteps:
 
     def take_back(self, contribution: Contribution) -> None:
         """Count the samples of a contribution again: the difference is still in the parameters."""
-        self._spare_N = contribution.mean_N
+        self._spare_N, self._out = contribution.mean_N, None
         if contribution.samples:
             self._count(contribution.samples, contribution.weight, contribution.since_step)
             self.was_out = True
 
-    def carry(self, contribution: Contribution) -> str:
-        """Move to the agreed parameters, and keep the difference that the others have left out."""
-        if self._num_steps != self._frozen_at:
-            return "further inner steps were made meanwhile"
-        self._replica.differ_by(self._last_fragment, contribution.mean_N)
+    def carry(self, contribution: Contribution) -> None:
+        """Move to the agreed parameters, and keep the difference that the others have left out.
+
+        If further inner steps were made meanwhile, half of it is kept, as after every step.
+        """
+        assert self._out is not None
+        if self._num_steps == self._frozen_at:
+            self._replica.differ_by(self._out[0], contribution.mean_N)
+        else:
+            self._replica.follow(self._out[0], KEPT_SHARE)
+        self._averaged_at = self._frozen_at
         self.take_back(contribution)
-        return ""
 
     def count(self, contribution: Contribution, *, is_free: bool) -> None:
         """Move to the agreed parameters after a step; half of the way if inner steps were made meanwhile."""
-        fragment, replica = self._last_fragment, self._replica
-        replica.follow(fragment, KEPT_SHARE if self._num_steps != self._frozen_at else 0.0)
-        self._weights[fragment] -= contribution.weight * replica.num_fragments
+        assert self._out is not None
+        fragment, weight = self._out
+        self._replica.follow(fragment, KEPT_SHARE if self._num_steps != self._frozen_at else 0.0)
+        self._weights[fragment] -= weight
+        self._out, self._averaged_at = None, self._frozen_at
         if is_free:
             self._spare_N = contribution.mean_N
 
@@ -450,10 +466,6 @@ class InnerSteps:
             self._replica.follow(fragment)
         self._weights = [0.0] * self._replica.num_fragments
         self._forget_samples()
-
-    @property
-    def _last_fragment(self) -> int:
-        return (self._replica.position.step - 1) % self._replica.num_fragments
 
     def _count(self, samples: int, weight: float, since_step: int) -> None:
         self.since_step = min(self.since_step, since_step) if self.samples else since_step
@@ -470,8 +482,9 @@ def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.op
     agreed = [parameter for group in groups for parameter in group["params"]]
     outer = local_steps.make_outer(groups)
     if not isinstance(outer, torch.optim.Optimizer) or [*map(id, parameters_of(outer))] != [*map(id, agreed)]:
+        made = f"{type(outer).__name__} of others" if isinstance(outer, torch.optim.Optimizer) else repr(outer)
         raise ConfigError(
-            f"outer made {outer!r}, which is no optimizer of the given parameter groups; for example "
+            f"outer made {made}, which is no optimizer of the given parameter groups; for example "
             "lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)"
         )
     return outer
@@ -492,3 +505,9 @@ def _fragments_of(sizes: Sequence[int], num_fragments: int) -> list[list[int]]:
         totals[smallest] += sizes[index]
         members[smallest].append(index)
     return [sorted(of_one) for of_one in members]
+
+
+@torch.no_grad()
+def _copy(values: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)

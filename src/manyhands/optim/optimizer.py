@@ -174,6 +174,9 @@ class Optimizer(OptimizerWrapper):
         )  # fmt: skip
         self._membership = BlockingRunClient(peer, self._collaboration, self._replica, averaging)
         self.statistics.states_loaded += self._membership.join()
+        if local_steps is not None and (fault := options.fault_with(self.num_peers)):
+            self._membership.leave()
+            raise ConfigError(fault)
         self._held = HeldBatches(self._replica.model_parameters)
         self._running_statistics = RunningStatistics(self._replica.model_parameters)
         peer.presence.on_close.append(self._look_no_more)
@@ -283,6 +286,20 @@ class Optimizer(OptimizerWrapper):
                 raise Timeout("waiting for a global step in the background", timeout_s)
             else:
                 self.peer.sleep(SETTLE_PERIOD_S)
+
+    @contextmanager
+    def agreed_parameters(self) -> Iterator[None]:
+        """Within the block, the model has the parameters that the peers agree on, for an evaluation or a checkpoint.
+
+        Only ``local_steps`` makes a difference; after the block the model has this peer's own parameters again. Waits
+        for a step in the background. Call no :meth:`step` within the block.
+        """
+        self.settle()
+        if isinstance(replica := self._replica, LocalReplica):
+            with replica.agreed_in_model():
+                yield
+        else:
+            yield
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
         """Wait until all peers of the run have reached this step, so that those behind can still load the state.

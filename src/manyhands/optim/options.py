@@ -80,6 +80,18 @@ class Options:
                 f"{100 * max(batch, num_fragments)}"
             )
 
+    def fault_with(self, num_peers: int) -> str:
+        """Why so many peers cannot make local steps with this target; empty if they can."""
+        target, batch = self.target_batch_size, self.batch_size_per_step
+        if batch is None or target >= num_peers * batch:
+            return ""
+        smaller = f"batch_size_per_step={target // num_peers} here, or " if target >= num_peers else ""
+        return (
+            f"target_batch_size={target} is below one batch of {batch} for each of the {num_peers} peers: local steps "
+            f"need at least one of every peer between two averages; for example {smaller}a run with "
+            f"target_batch_size={100 * num_peers * batch}"
+        )
+
     @property
     def has_host_copy(self) -> bool:
         """Whether the optimizer works on a copy of the parameters on the host."""

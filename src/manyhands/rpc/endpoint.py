@@ -81,6 +81,7 @@ class Endpoint:
         self.peer_id = transport.identity.peer_id
         self.client_mode = client_mode
         self.addresses: list[Address] = []
+        self._chosen: Sequence[Address] = ()  # by the user; by default those of this machine
         self.on_moved: list[Callable[[PeerId], None]] = []
         self.counters: Counter[str] = Counter()
         self.gates: dict[str, Gate] = {}
@@ -141,13 +142,27 @@ class Endpoint:
             ConfigError: one of them cannot be dialled.
         """
         check_announced(addresses)
-        chosen = addresses or dialable_addresses(self.bound_addresses)
-        chosen = [address.with_peer(self.peer_id) for address in chosen]
-        if chosen == self.addresses:
+        self._chosen = addresses
+        announced = [] if self.client_mode else self.candidates
+        if announced == self.addresses:
             return
-        self.addresses = chosen
+        self.addresses = announced
         for connection in self._pool.all():
             self._tasks.spawn(self._tell_addresses(connection), name=f"announcing addresses to {connection.remote}")
+
+    @property
+    def candidates(self) -> list[Address]:
+        """The addresses that this peer announces unless it is in client mode."""
+        chosen = self._chosen or dialable_addresses(self.bound_addresses)
+        return [address.with_peer(self.peer_id) for address in chosen]
+
+    def set_client_mode(self, *, is_on: bool) -> None:
+        """Enter or leave client mode; connected peers are told at once."""
+        if is_on == self.client_mode:
+            return
+        self.client_mode = is_on
+        self.handle(DIAL_BULK, self._dial_back.on_dial) if is_on else self.unhandle(DIAL_BULK)
+        self.announce(self._chosen)
 
     async def _tell_addresses(self, connection: ControlConnection) -> None:
         announcement = Announcement([str(address) for address in self.addresses[:MAX_ANNOUNCED]])

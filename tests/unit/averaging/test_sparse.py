@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
-from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, Gathered, NotFinite, Plan, Segment, Sparse
+from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
+from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, Gathered, NotFinite, Plan, Segment, Sparse, plan_of
 from manyhands.averaging.codecs.registry import codec_named, codec_of_code
 from manyhands.base.errors import ConfigError
+from tests.unit.averaging.groups import group_of
 
 
 def encoded_by(codec: Sparse, values: torch.Tensor) -> torch.Tensor:
@@ -144,3 +148,38 @@ def test_contributions_are_added_in_the_order_of_ranks_and_one_may_be_missing() 
     gathered.fill(encoded, {})
     with pytest.raises(BadEncoding):
         gathered.decode(encoded, 0, mean)
+
+
+def passed_on(change: str) -> Butterfly:
+    """A member receives the means of another one's span, in which its own values may have been changed."""
+    codec, numel = Sparse(top=4, chunk=64), 256
+    plan = plan_of([(numel, 1)], codec, exact_below_numel=0)
+
+    async def receive() -> Butterfly:
+        values_N = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+        butterfly = Butterfly(group_of(2), 0, values_N, plan)
+        gathered = Gathered(plan, [1.0, 1.0])
+        (sent,) = [bytes(part) for part in list(butterfly._encoded_values(1))]
+        (chunk,), rooms = butterfly.partition.chunks[1], butterfly._rooms_for_encoded(1)
+        room = next(rooms)
+        own = torch.tensor(list(sent), dtype=torch.uint8)
+        if change == "altered":
+            own[4] ^= 1
+        means = torch.empty(gathered.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
+        other = encoded_by(codec, torch.ones(chunk.stop - chunk.start))
+        gathered.fill(means, {1: other} if change == "left out" else {0: own, 1: other})
+        room[:] = bytes(means.tolist())
+        assert not list(rooms), "one chunk"
+        return butterfly
+
+    return asyncio.run(receive())
+
+
+@pytest.mark.parametrize("change", ["", "left out"])
+def test_own_values_may_come_back_or_be_left_out(change: str) -> None:
+    passed_on(change)
+
+
+def test_a_reducer_that_alters_what_it_passes_on_is_found_out() -> None:
+    with pytest.raises(InvalidContribution, match="are not those that this peer sent"):
+        passed_on("altered")

@@ -26,6 +26,14 @@ def test_all_but_ones_own_settings_come_from_the_run() -> None:
     assert adopted("run", FACTS, {**own, "hidden_size": 48, "learning_rate": 0.00176}) == expected
 
 
+def test_whether_steps_are_local_follows_from_the_fact_that_the_optimizer_adds() -> None:
+    assert not adopted("run", FACTS, {}).recipe.local_steps
+    facts = FACTS | {"local_steps": "outer SGD(lr=0.7), 1 fragment, overlap_steps=0"}
+    assert adopted("run", facts, {"local_steps": True}).recipe.local_steps
+    with pytest.raises(ManifestMismatch, match="local_steps is True here, False in the run"):
+        adopted("run", FACTS, {"local_steps": True})
+
+
 def test_what_was_given_and_differs_is_named_with_both_values() -> None:
     with pytest.raises(ManifestMismatch) as error:
         adopted("run", FACTS, {"learning_rate": 0.1, "hidden_size": 512, "target_batch_size": 64})

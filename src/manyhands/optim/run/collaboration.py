@@ -118,6 +118,7 @@ class Collaboration:
             Unavailable: the DHT does not answer.
         """
         presence, manifest = self._presence, self._manifest
+        await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
         self.tracker = ProgressTracker(
             presence.endpoint,
@@ -344,6 +345,7 @@ class Collaboration:
 
     def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
         """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
+        self._presence.own_mode.listen_if_possible()
         if outcome.members:
             self._num_vain_loads = 0
         self._courtesy.note_step(outcome.members, asyncio.get_running_loop().time())

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from manyhands.averaging.commit.recovery import Refill
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position, RoundManifest
@@ -226,12 +227,13 @@ class StepRounds:
         self._assignment.plan()
         self._look_ahead.plan()
 
-    async def average(self, mean_N: torch.Tensor, weight: float) -> Averaged:
+    async def average(self, mean_N: torch.Tensor, weight: float, refill: Refill | None = None) -> Averaged:
         """Make one attempt to average the gradient of a global step.
 
         Args:
-            mean_N: this peer's gradient; not changed.
+            mean_N: this peer's gradient; not changed, unless there is a ``refill``.
             weight: behind it.
+            refill: computes the gradient again; in one group the mean then overwrites ``mean_N``.
         Raises:
             RoundAborted, Unavailable: nothing was changed, and the gradient counts in the next attempt. Also when this
                 is closed meanwhile.
@@ -250,7 +252,9 @@ class StepRounds:
                 else:
                     tracker.is_in_round = True
                     local = self._local
-                    committed = await self._rounds.average(mean_N, weight, shapes=local.shapes, part=local.part)
+                    committed = await self._rounds.average(
+                        mean_N, weight, shapes=local.shapes, part=local.part, refill=refill
+                    )
                     averaged = self._averaged_in_one_group(committed, position, weight)
         except BaseException as error:
             self._look_ahead.resume()

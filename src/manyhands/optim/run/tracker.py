@@ -213,7 +213,7 @@ class ProgressTracker:
 
     def _set_own(self, **changes: object) -> None:
         now, before = asyncio.get_running_loop().time(), self.own
-        self.own = own = msgspec.structs.replace(before, **changes)
+        self.own = own = msgspec.structs.replace(before, is_client=self._endpoint.client_mode, **changes)
         if (own.samples, own.position) != (before.samples, before.position):
             self._batch_s, self._counted_at = now - self._counted_at, now
 

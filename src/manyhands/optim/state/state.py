@@ -308,11 +308,15 @@ def first_of(state: State, num_tensors: int) -> State:
     return replace(state, header=header, content=state.content[: offsets_of(specs)[1]], digests=())
 
 
-def split_inner(state: State, num_parameters: int, num_extra: int) -> tuple[State, State | None]:
+def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) -> tuple[State, State | None]:
     """The state without the donor's inner optimizer, and a copy of that as a state of its own, with the parameters.
 
     The second is None if the donor has none. The header must be checked.
+
+    Args:
+        inner: the parameters of this peer's inner optimizer, which may have less precision.
     """
+    num_parameters = len(inner)
     specs, scalars = state.header.tensors, msgspec.msgpack.decode(state.header.scalars, type=Scalars)
     first = num_parameters + num_extra
     num_outer = first + sum(not _statistic_of(spec).startswith(INNER) for spec in specs[first:])
@@ -320,9 +324,11 @@ def split_inner(state: State, num_parameters: int, num_extra: int) -> tuple[Stat
     if not scalars.inner_groups:
         return outer, None
     renamed = [msgspec.structs.replace(spec, name=spec.name.replace(INNER, "", 1)) for spec in specs[num_outer:]]
-    header = msgspec.structs.replace(state.header, tensors=[*specs[:num_parameters], *renamed])
-    inner = state_of(header, [*state.tensors[:num_parameters], *state.tensors[num_outer:]])
-    return outer, _with_scalars(inner, Scalars(scalars.inner_statistics, scalars.inner_groups, {}))
+    pairs = zip(specs[:num_parameters], inner, strict=True)
+    parameters = [msgspec.structs.replace(sent, dtype=own.dtype) for sent, own in pairs]
+    header = msgspec.structs.replace(state.header, tensors=[*parameters, *renamed])
+    of_inner = state_of(header, [*state.tensors[:num_parameters], *state.tensors[num_outer:]])
+    return outer, _with_scalars(of_inner, Scalars(scalars.inner_statistics, scalars.inner_groups, {}))
 
 
 def _with_scalars(state: State, scalars: Scalars) -> State:

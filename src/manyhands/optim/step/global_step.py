@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,7 +90,10 @@ class GlobalStep:
         assert outcome.mean_N is not None, "a step follows a round that committed"
         self.applied_N, outcome.mean_N = outcome.mean_N, None
         parameters_N, outcome.parameters_N = outcome.parameters_N, None
-        is_free = outcome.manifest is not None and not outcome.is_left_out
+        is_same = self.applied_N.data_ptr() == self.contribution.mean_N.data_ptr()
+        if outcome.is_left_out and self.contribution.refill is not None:  # the round may have overwritten it
+            self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
+        is_free = outcome.manifest is not None and not outcome.is_left_out and not is_same
         self.is_spoiled = not outcome.is_left_out
         try:
             self.refusal = self._replica.advance(
@@ -177,13 +181,17 @@ class SampleCounter:
             at_step: global step of the parameters that it was computed on.
             is_overflow: the scaled loss has become infinite.
         """
+        is_added = not is_overflow and self._accumulator.add(samples, weight, scale, at_step)  # may raise
         self.statistics.samples_computed += samples
+        if is_added:
+            return
+        self.statistics.samples_dropped += samples
         if is_overflow:
-            self.statistics.samples_dropped += samples
             logger.info("the scaled gradients overflowed: the %d samples of this micro-batch are dropped", samples)
-        elif not self._accumulator.add(samples, weight, scale, at_step):
-            self.statistics.samples_dropped += samples
+        else:
             logger.warning("a gradient of this micro-batch is not finite; its %d samples are dropped", samples)
+        if fault := self._accumulator.fault():
+            self.drop_waiting(fault)
 
     def freeze(self) -> Contribution:
         """Return what is waiting as the contribution to a step."""
@@ -218,16 +226,17 @@ class SampleCounter:
         elif step.is_lost:  # the loaded state will show where they can count
             self._accumulator.take_back(contribution)
         else:
-            reason = self._reason_to_drop(step.left_from, contribution.since_step, was_out=True)
-            if reason := reason or self._accumulator.carry(contribution):
+            if reason := self._reason_to_drop(step.left_from, contribution.since_step, was_out=True):
                 self._drop(step, f"the group made global step {number} without this peer, and {reason}")
             else:
+                self._accumulator.carry(contribution)
                 self._carried(contribution.samples)
 
     def load(self, before: Position) -> None:
         """Carry or drop the waiting samples after a loaded state replaced the position ``before``."""
         waiting = self._accumulator
-        if reason := self._reason_to_drop(before, waiting.since_step, was_out=waiting.was_out):
+        since_step = waiting.since_step if waiting.samples else before.step
+        if reason := self._reason_to_drop(before, since_step, was_out=waiting.was_out):
             self.drop_waiting(reason)
         elif waiting.samples:
             self._carried(waiting.samples)

@@ -36,7 +36,8 @@ def guarded_step(
         parameters: the trained ones, in the order of the vector.
         averaged_N: its gradients are clipped in place.
         max_grad_norm: bound of the norm of all gradients together.
-        spare_N: memory of the same size for a copy of the parameters; without it more is allocated.
+        spare_N: memory of the same size for a copy of the parameters. Without it there is no copy if the formula of the
+            optimizer guarantees a finite result; else more is allocated.
     Returns:
         Why the step was refused; empty if it was made.
     """
@@ -49,12 +50,13 @@ def guarded_step(
         norm = max_grad_norm
     trained = set(map(id, parameters))
     frozen = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in trained]
-    before = _copies(parameters, layout, spare_N)
-    statistics = None if _is_surely_finite(optimizer, parameters, norm) else _copied(optimizer)
+    is_safe = _is_surely_finite(optimizer, parameters, norm)
+    before = _copies(parameters, layout, spare_N) if spare_N is not None or not is_safe else []
+    statistics = None if is_safe else _copied(optimizer)
 
     def take_back() -> None:
         with torch.no_grad():
-            for parameter, value in zip(parameters, before, strict=True):
+            for parameter, value in zip(parameters, before, strict=bool(before)):
                 parameter.copy_(value)
         if statistics is not None:
             optimizer.state.clear()

@@ -21,12 +21,14 @@ NAME = "albert 1"
 MAX_NUMBER = 10**9
 
 _RECIPE, _TOKENIZER, _VOCABULARY = "recipe", "tokenizer", "vocabulary"
+_LOCAL_STEPS = "local_steps"
+"""The optimizer itself adds this fact to the manifest, with the outer optimizer."""
 _KINDS: dict[str, Callable[[str], Any]] = {
     field.name: {"int": int, "float": float}[str(field.type)]
     for field in fields(AlbertRecipe)
-    if field.name not in OWN_SETTINGS
+    if field.name not in (*OWN_SETTINGS, _LOCAL_STEPS)
 }
-"""The settings that all peers of a run share, and how to parse each."""
+"""The settings that all peers of a run share as numbers, and how to parse each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class RunToJoin:
 
 
 def facts_of(run: RunRecipe) -> dict[str, str]:
-    """The settings that all peers of a run must share, as text."""
+    """The settings that all peers of a run must share, as text, except for those that the optimizer adds."""
     shared = {name: str(getattr(run.recipe, name)) for name in _KINDS}
     return {_RECIPE: NAME, _TOKENIZER: run.tokenizer, _VOCABULARY: str(run.vocab_size), **shared}
 
@@ -86,7 +88,7 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
             f"{NAME!r}); another version of manyhands does"
         )
     try:
-        shared = {name: kind(facts[name]) for name, kind in _KINDS.items()}
+        shared = {name: kind(facts[name]) for name, kind in _KINDS.items()} | {_LOCAL_STEPS: _LOCAL_STEPS in facts}
         vocab_size = int(facts[_VOCABULARY])
         if any(abs(value) > MAX_NUMBER for value in (*shared.values(), vocab_size)) or vocab_size < 1:
             raise ValueError("a number in it is out of bounds")
@@ -98,7 +100,7 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
         raise ConfigError(f"the recipe of run {run_id!r} cannot be used: {readable(str(error))}") from error
     differences = [
         f"{name} is {given[name]} here, {shared[name]} in the run"
-        for name in _KINDS
+        for name in shared
         if name in given and given[name] != shared[name]
     ]
     if differences:

@@ -84,13 +84,16 @@ class AlbertRecipe:
     """Upper bound of a tensor's norm in the trust ratio of LAMB."""
 
     max_grad_norm: float = 1.0
-    """Norm to which the averaged gradient is clipped, over all parameters."""
+    """Norm to which the averaged gradient is clipped, over all parameters; with local steps that of each batch."""
 
     warmup_steps: int = 6
     """Global steps until the learning rate is reached."""
 
     total_steps: int = 10_000
     """Global steps until the learning rate has fallen to zero."""
+
+    local_steps: bool = False
+    """Each peer trains alone and averages once in target_batch_size samples of the run, for slow links."""
 
     max_group_size: int = 256
     """A run with more peers than this averages in a grid of groups."""

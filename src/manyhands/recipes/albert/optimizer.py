@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.local_steps import LocalReplica, LocalSteps
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.process_group import ProcessGroupOptimizer
+from manyhands.optim.step.replica import Replica, SchedulerMaker
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
@@ -37,6 +39,24 @@ def build_optimizer(model: torch.nn.Module, recipe: AlbertRecipe) -> Lamb:
         clamp_value=recipe.clamp_value,
         debias=True,
     )
+
+
+def local_steps_of(recipe: AlbertRecipe) -> LocalSteps | None:
+    """How the peers of a run train between two averages; None if each step is one of the run."""
+    return LocalSteps() if recipe.local_steps else None
+
+
+def build_replica(optimizer: torch.optim.Optimizer, run: RunRecipe) -> tuple[Replica, dict[str, str]]:
+    """A copy of a run's state for a peer that makes no steps, and the facts that its manifest has for this recipe.
+
+    Args:
+        optimizer: from :func:`build_optimizer`.
+    """
+    local_steps, facts = local_steps_of(run.recipe), facts_of(run)
+    if local_steps is None:
+        return Replica(optimizer, _scheduler_of(run.recipe)), facts
+    replica = LocalReplica(optimizer, _scheduler_of(run.recipe), local_steps)
+    return replica, facts | local_steps.facts(replica.optimizer)
 
 
 def join_run(
@@ -69,11 +89,11 @@ def join_run_as_rank(
 
 def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
     recipe, lead = run.recipe, tuning.batch_size_lead
-    schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
     return {
         "target_batch_size": recipe.target_batch_size,
         "max_grad_norm": recipe.max_grad_norm,
-        "scheduler": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
+        "scheduler": _scheduler_of(recipe),
+        "local_steps": local_steps_of(recipe),
         "start_new": True,  # the command line has already looked for the run
         "must_match": facts_of(run),
         "averaging": replace(tuning.averaging(), max_group_size=recipe.max_group_size),
@@ -81,3 +101,8 @@ def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
         # a lead above the target means to start matchmaking at once
         "batch_size_lead": min(lead, recipe.target_batch_size - 1) if lead is not None else None,
     }
+
+
+def _scheduler_of(recipe: AlbertRecipe) -> SchedulerMaker:
+    schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
+    return lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule)

@@ -6,6 +6,7 @@ own samples, and follow rank 0.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,12 @@ def together(loss_module: LossModule, device: torch.device) -> torch.nn.Module:
 
 def compute_along(settings: TrainingSettings) -> None:
     """Run a rank other than 0, until rank 0 ends."""
+    _compute_to_the_end(settings)
+    gc.collect()  # what held the process group
+    distributed.destroy_process_group()  # a thread of gloo that outlives the interpreter aborts the process
+
+
+def _compute_to_the_end(settings: TrainingSettings) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     compute = Compute(settings.device, settings.precision)

@@ -11,19 +11,20 @@ from manyhands.averaging.messages import Position
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.loading import MAX_POSITIONS, askable, leading_donors
+from manyhands.optim.local_steps import LocalReplica
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import MAX_DOWNLOAD_S, download_state
 from manyhands.optim.state.state import State
-from manyhands.optim.step.replica import Replica, manifest_of
+from manyhands.optim.step.replica import manifest_of
 from manyhands.optim.wrapper import PLACE
 from manyhands.peer import Peer
-from manyhands.recipes.albert.adoption import RunRecipe, facts_of
+from manyhands.recipes.albert.adoption import RunRecipe
 from manyhands.recipes.albert.compute import Compute
-from manyhands.recipes.albert.model import build_model, warmup_linear
-from manyhands.recipes.albert.optimizer import build_optimizer
-from manyhands.recipes.albert.packages import torch, transformers
+from manyhands.recipes.albert.model import build_model
+from manyhands.recipes.albert.optimizer import build_optimizer, build_replica
+from manyhands.recipes.albert.packages import transformers
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer
 from manyhands.rpc.frames import readable
 
@@ -58,11 +59,8 @@ class StateFollower:
         self.run = run
         self.model = compute.on_device(build_model(run.recipe, run.vocab_size))
         self._optimizer = build_optimizer(self.model, run.recipe)
-        schedule = warmup_linear(run.recipe.total_steps, run.recipe.warmup_steps)
-        self._replica = Replica(self._optimizer, lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule))
-        self.manifest = manifest_of(
-            self._replica, run_id, run.recipe.target_batch_size, AveragingConfig(), facts_of(run)
-        )
+        self._replica, facts = build_replica(self._optimizer, run)
+        self.manifest = manifest_of(self._replica, run_id, run.recipe.target_batch_size, AveragingConfig(), facts)
         self._step: int | None = None  # of the last loaded state
         self._tell_at = peer.time() + TELL_PERIOD_S
         self._run_coroutine(self._start(), "beginning to watch the run")
@@ -107,7 +105,10 @@ class StateFollower:
             if here is not None and here <= position.step < here + every:
                 break
             try:
-                self._replica.restore(self._download(donors, position))
+                state = self._download(donors, position)
+                if isinstance(self._replica, LocalReplica):
+                    self._replica.forget_inner()  # this peer has no steps of its own: it takes all of the state
+                self._replica.restore(state)
             except (Unavailable, ValueError) as error:
                 logger.warning("%s", readable(str(error)))
             else:

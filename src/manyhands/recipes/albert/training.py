@@ -39,6 +39,8 @@ LAST_LOOK_S = 1.0
 """Time for the held-out loss in the final account: a trainer that was told to leave has a few seconds in all."""
 TRIAL_SHARE = 4
 """The trial finds batches of at most this fraction of the target: peers reach a step within one batch of each other."""
+LOCAL_TRIAL_SHARE = 64
+"""The same with local steps: each peer must make at least one batch of the target, and should make many."""
 
 
 class AlbertTrainer:
@@ -138,7 +140,8 @@ class AlbertTrainer:
             finally:
                 self._model.zero_grad(set_to_none=True)
 
-        share = recipe.target_batch_size // (TRIAL_SHARE * self._settings.gradient_accumulation_steps)
+        num_batches = LOCAL_TRIAL_SHARE if recipe.local_steps else TRIAL_SHARE
+        share = recipe.target_batch_size // (num_batches * self._settings.gradient_accumulation_steps)
         limit = min(max(1, share), len(samples.training))
         size = fitting_batch_size(seconds_for, limit)
         logger.info("A short trial chose %d samples for each batch (--batch-size overrides it)", size)
@@ -168,7 +171,8 @@ class AlbertTrainer:
                 self._checkpoints.close()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
         self._stepping.wait_for_others(self._settings.linger_s)
-        loss = self._heldout.loss()
+        with self._optimizer.agreed_parameters():
+            loss = self._heldout.loss()
         logger.info("Held-out loss %.4f at global step %d", loss, optimizer.global_step)
         self._on_event(Finished(optimizer.global_step, loss, self._stepping.state_digest(), self._counts()))
 
@@ -209,7 +213,8 @@ class AlbertTrainer:
 
     def _compare_heldout(self) -> HeldoutLosses | None:
         try:
-            return self._heldout.compare(LAST_LOOK_S)
+            with self._optimizer.agreed_parameters():
+                return self._heldout.compare(LAST_LOOK_S)
         except RuntimeError as error:  # an interrupted batch may still hold the memory of the GPU
             logger.warning("the held-out loss cannot be computed now: %s", error)
             return None

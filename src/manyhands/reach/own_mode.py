@@ -1,0 +1,155 @@
+"""Finds out whether other peers can dial this one, and has it dial out only if they cannot.
+
+A peer behind a firewall that announces addresses is worse than a client: others wait for dials to it that fail. So a
+peer that nobody has dialled asks up to ``NUM_ASKED`` of the peers that it knows to dial it back. If none of them can,
+it becomes a client. It goes on asking, as its port may be opened later; it is then a listening peer again from its
+next global step on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+from manyhands.base.address import Address
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import PeerError, Timeout, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.dht.node import DhtNode
+from manyhands.reach.messages import (
+    BAD_ADDRESS,
+    DIAL_BACK,
+    EXAMINE,
+    MAX_DIALLED,
+    NOT_ALLOWED,
+    DialBackRequest,
+    ExamineRequest,
+)
+from manyhands.rpc.endpoint import Endpoint
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+DECIDED_WITHIN_S = 15.0
+"""From the first connection on. Without an answer by then this peer counts as one that nobody can dial."""
+DIALLED_SOON_S = 1.0
+"""A peer that joins is dialled back at once by those that it joins, where that is possible."""
+LOOK_PERIOD_S = 0.1
+ASK_PERIOD_S = 5.0
+ASK_AGAIN_S = 60.0
+"""How often a client asks whether its port is open by now."""
+ASK_TIMEOUT_S = 5.5
+"""The peer that is asked takes 4 s at most."""
+NUM_ASKED = 3
+FINDING_OUT = "finding out whether others can dial this peer"
+NO_ANSWER = frozenset({NOT_ALLOWED, BAD_ADDRESS})
+"""Codes that say nothing of this peer's port."""
+
+
+class OwnMode:
+    """Decides whether this peer is a client. Lives on the network thread.
+
+    Attributes:
+        may_listen: a client has been reached meanwhile, and can leave client mode.
+    """
+
+    def __init__(self, endpoint: Endpoint, dht: DhtNode) -> None:
+        self._endpoint = endpoint
+        self._dht = dht
+        self._is_decided = asyncio.Event()
+        self._tasks = TaskOwner("own mode")
+        self.may_listen = False
+
+    def start(self) -> None:
+        """Begin to find out, in the background."""
+        self._tasks.spawn(self._watch(), name=FINDING_OUT)
+
+    async def close(self) -> None:
+        """Stop."""
+        await self._tasks.close()
+
+    async def decided(self) -> None:
+        """Wait until this peer knows its mode, for at most a few seconds longer than that takes."""
+        if not self._tasks.is_closed and len(self._tasks):
+            try:
+                async with time_limit(DECIDED_WITHIN_S + ASK_TIMEOUT_S, FINDING_OUT):
+                    await self._is_decided.wait()
+            except Timeout as error:
+                logger.warning("%s", error)
+
+    def listen_if_possible(self) -> None:
+        """Leave client mode if another peer has reached this one since it entered it."""
+        if self.may_listen:
+            self.may_listen = False
+            self._endpoint.set_client_mode(is_on=False)
+            logger.info("Other peers can dial this one now: it is no client any more")
+
+    async def _watch(self) -> None:
+        is_client, num_asked = await self._decide()
+        if is_client:
+            self._endpoint.set_client_mode(is_on=True)
+            asked = f"the {num_asked} peers that tried could not" if num_asked > 1 else "the peer that tried could not"
+            logger.warning(
+                "No other peer can dial this one (%s): it takes part as a client, which dials out only. With an open "
+                "port it helps the run more; manyhands doctor says what is in the way, and --no-client-mode insists",
+                asked if num_asked else "none answered in time",
+            )
+        self._is_decided.set()
+        while self._endpoint.client_mode and not self.may_listen:
+            await asyncio.sleep(ASK_AGAIN_S)
+            self.may_listen = any(await self._ask(await self._dialers()))
+
+    async def _decide(self) -> tuple[bool, int]:
+        """Whether nobody can dial this peer, and how many have tried."""
+        loop, endpoint = asyncio.get_running_loop(), self._endpoint
+        until = ask_at = math.inf
+        num_asked = 0
+        while loop.time() < until:
+            if endpoint.was_reached:
+                return False, 0
+            if until == math.inf and endpoint.num_connected_peers:
+                until, ask_at = loop.time() + DECIDED_WITHIN_S, loop.time() + DIALLED_SOON_S
+            if loop.time() >= ask_at:
+                outcomes = await self._ask(await self._dialers())
+                if any(outcomes):
+                    return False, 0
+                if len(outcomes) > 1:  # one might have a firewall of its own
+                    return True, len(outcomes)
+                ask_at, num_asked = loop.time() + ASK_PERIOD_S, max(num_asked, len(outcomes))
+            await asyncio.sleep(LOOK_PERIOD_S)
+        return True, num_asked
+
+    async def _dialers(self) -> list[PeerId]:
+        """Peers to ask: those that can be dialled themselves, the connected ones first."""
+        known = [contact.peer_id for contact in self._dht.contacts()]
+        known.sort(key=lambda peer_id: not self._endpoint.is_connected(peer_id))
+        return known[:NUM_ASKED]
+
+    async def _ask(self, dialers: list[PeerId]) -> list[bool]:
+        """For each peer that has tried to dial this one, whether it could."""
+        answers = await asyncio.gather(*(self._ask_one(peer_id) for peer_id in dialers))
+        return [answer for answer in answers if answer is not None]
+
+    async def _ask_one(self, peer_id: PeerId) -> bool | None:
+        try:
+            seen = await self._endpoint.call(peer_id, EXAMINE, ExamineRequest(), ASK_TIMEOUT_S)
+            if not (addresses := self._addresses_seen_at(seen.host)):
+                return None
+            request = DialBackRequest([str(address) for address in addresses])
+            response = await self._endpoint.call(peer_id, DIAL_BACK, request, ASK_TIMEOUT_S)
+        except (Unavailable, PeerError) as error:
+            logger.debug("peer %s does not dial this one back: %s", peer_id, error)
+            return None
+        codes = [outcome.code for outcome in response.outcomes]
+        if "" in codes:
+            return True
+        return None if NO_ANSWER.issuperset(codes) else False
+
+    def _addresses_seen_at(self, host: str) -> list[Address]:
+        """What this peer would announce, also at the host from which its connections come: that of its router, say."""
+        candidates = self._endpoint.candidates
+        addresses = [address for address in candidates if not address.is_loopback] or candidates
+        if host and not Address.of(host, 1).is_loopback:
+            addresses = [Address.of(host, address.port) for address in addresses[:1]] + addresses
+        return list(dict.fromkeys(addresses))[:MAX_DIALLED]

@@ -1,0 +1,53 @@
+"""Learns the public address of a first peer from the peers that dial it."""
+
+from __future__ import annotations
+
+import logging
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, PeerError, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.reach.messages import EXAMINE, ExamineRequest
+from manyhands.rpc.endpoint import Endpoint
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 5.0
+
+
+class SeenHost:
+    """Asks peers that have dialled this one where they did, until one names a public host. On the network thread."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._tasks = TaskOwner("public address")
+        endpoint.on_connected.append(self._on_connected)
+
+    async def close(self) -> None:
+        """Ask no more."""
+        self._ask_no_more()
+        await self._tasks.close()
+
+    def _ask_no_more(self) -> None:
+        if self._on_connected in self._endpoint.on_connected:
+            self._endpoint.on_connected.remove(self._on_connected)
+
+    def _on_connected(self, peer_id: PeerId) -> None:
+        self._tasks.spawn(self._ask(peer_id), name=f"asking peer {peer_id} for this one's address")
+
+    async def _ask(self, peer_id: PeerId) -> None:
+        endpoint = self._endpoint
+        try:
+            seen = await endpoint.call(peer_id, EXAMINE, ExamineRequest(), ASK_TIMEOUT_S)
+            addresses = [Address.of(seen.host, address.port) for address in endpoint.addresses[:1] if seen.host]
+        except (Unavailable, PeerError, ConfigError) as error:
+            logger.debug("peer %s does not say where it has dialled this one: %s", peer_id, error)
+            return
+        if addresses and addresses[0].is_public and not any(address.is_public for address in endpoint.addresses):
+            self._ask_no_more()
+            endpoint.announce([*addresses, *endpoint.addresses])
+            logger.info(
+                "Peer %s has dialled this one at %s; others join with: --initial-peers %s",
+                peer_id, seen.host, addresses[0].with_peer(endpoint.peer_id),
+            )  # fmt: skip

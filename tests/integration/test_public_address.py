@@ -1,0 +1,260 @@
+"""Sources of a first peer's public address, faked at their sockets."""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from manyhands.cli.public_address import announce_public
+from manyhands.peer import Peer
+from manyhands.reach import Reach, public_address
+from manyhands.reach.messages import ExamineResponse
+from manyhands.reach.public_address import SOURCE_TIMEOUT_S, infer
+
+PUBLIC, ROUTER, PRIVATE = "93.184.216.34", "198.51.45.7", "10.0.0.5"
+PORT = 31337
+NOBODY = "http://127.0.0.1:9"
+SSDP = ("239.255.255.250", 1900)
+
+Answer = Callable[[http.server.BaseHTTPRequestHandler], str | None]
+
+
+@contextmanager
+def http_server(answer: Answer) -> Iterator[str]:
+    """Serves what ``answer`` returns; 404 if that is None."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = answer(self)
+            self.send_response(404 if text is None else 200)
+            body = (text or "").encode()
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_PUT = do_POST = do_GET  # noqa: N815 (names of the library)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def aws(request: http.server.BaseHTTPRequestHandler) -> str | None:
+    if request.command == "PUT" and request.path == "/latest/api/token":
+        return "a-token" if request.headers["X-aws-ec2-metadata-token-ttl-seconds"] else None
+    is_known = request.headers["X-aws-ec2-metadata-token"] == "a-token"
+    return PUBLIC if request.path == "/latest/meta-data/public-ipv4" and is_known else None
+
+
+def google(request: http.server.BaseHTTPRequestHandler) -> str | None:
+    return PUBLIC if "access-configs" in request.path and request.headers["Metadata-Flavor"] == "Google" else None
+
+
+def azure(request: http.server.BaseHTTPRequestHandler) -> str | None:
+    return PUBLIC if "publicIpAddress" in request.path and request.headers["Metadata"] == "true" else None
+
+
+@pytest.mark.parametrize(("cloud", "name"), [(aws, "AWS"), (google, "Google Cloud"), (azure, "Azure")])
+def test_a_virtual_machine_asks_its_cloud(cloud: Answer, name: str) -> None:
+    with http_server(cloud) as metadata:
+        found = infer(PORT, maps_port=False, asks_service=False, metadata=metadata)
+    assert found is not None
+    assert (found.host, found.port, found.is_open) == (PUBLIC, PORT, True)
+    assert name in found.how
+
+
+@pytest.mark.parametrize("text", ["10.1.2.3", "<html>log in</html>", "", "::1"])
+def test_an_answer_that_is_no_public_address_is_none(text: str) -> None:
+    with http_server(lambda request: text) as address:
+        assert infer(PORT, maps_port=False, metadata=address, services=[address]) is None
+
+
+def test_a_service_is_the_last_that_is_believed() -> None:
+    with http_server(lambda request: PUBLIC) as service, http_server(lambda request: None) as metadata:
+        found = infer(PORT, maps_port=False, metadata=metadata, services=[NOBODY, service])
+        assert found is not None
+        assert (found.host, found.is_open) == (PUBLIC, False)
+        assert infer(PORT, maps_port=False, asks_service=False, metadata=metadata, services=[service]) is None
+    with http_server(lambda request: ROUTER) as service, http_server(aws) as metadata:
+        found = infer(PORT, maps_port=False, metadata=metadata, services=[service])
+        assert found is not None
+        assert found.host == PUBLIC
+
+
+def test_sources_that_never_answer_cost_a_few_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        assert infer(PORT, maps_port=False, metadata=address, services=[address]) is None
+        assert time.monotonic() - began < 2 * SOURCE_TIMEOUT_S + 1.0
+
+
+DESCRIPTION = """<?xml version="1.0"?><root xmlns="urn:schemas-upnp-org:device-1-0"><device>
+<deviceType>urn:schemas-upnp-org:device:InternetGatewayDevice:1</deviceType><deviceList><device>
+<deviceType>urn:schemas-upnp-org:device:WANDevice:1</deviceType><deviceList><device>
+<deviceType>urn:schemas-upnp-org:device:WANConnectionDevice:1</deviceType><serviceList><service>
+<serviceType>urn:schemas-upnp-org:service:WANIPConnection:1</serviceType>
+<serviceId>urn:upnp-org:serviceId:WANIPConn1</serviceId><controlURL>/control</controlURL>
+<eventSubURL>/events</eventSubURL><SCPDURL>/scpd.xml</SCPDURL>
+</service></serviceList></device></deviceList></device></deviceList></device></root>"""
+
+
+class Router:
+    """A router with UPnP on the loopback interface.
+
+    Attributes:
+        mappings: of ports, to hosts.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.mappings: dict[str, str] = {}
+
+    def answer(self, request: http.server.BaseHTTPRequestHandler) -> str | None:
+        if request.command != "POST":
+            return DESCRIPTION
+        body = request.rfile.read(int(request.headers["Content-Length"])).decode()
+        action = request.headers["SOAPAction"].strip('"').partition("#")[2]
+        port = body.partition("<NewExternalPort>")[2].partition("<")[0]
+        values = {}
+        if action == "GetExternalIPAddress":
+            values["NewExternalIPAddress"] = self.host
+        elif action == "GetStatusInfo":
+            values = {"NewConnectionStatus": "Connected", "NewLastConnectionError": "", "NewUptime": "9"}
+        elif action == "AddPortMapping":
+            self.mappings[port] = body.partition("<NewInternalClient>")[2].partition("<")[0]
+        elif action == "DeletePortMapping":
+            self.mappings.pop(port, None)
+        elif action == "GetSpecificPortMappingEntry" and port not in self.mappings:
+            return None
+        elif action == "GetSpecificPortMappingEntry":
+            values = {
+                "NewInternalPort": port, "NewInternalClient": self.mappings[port], "NewEnabled": "1",
+                "NewPortMappingDescription": "x", "NewLeaseDuration": "0",
+            }  # fmt: skip
+        inner = "".join(f"<{name}>{value}</{name}>" for name, value in values.items())
+        kind = "urn:schemas-upnp-org:service:WANIPConnection:1"
+        return (
+            '<?xml version="1.0"?><s:Envelope xmlns:s="http://schemas.xmlsoap.org/soap/envelope/"><s:Body>'
+            f'<u:{action}Response xmlns:u="{kind}">{inner}</u:{action}Response></s:Body></s:Envelope>'
+        )
+
+
+@contextmanager
+def router_with(host: str) -> Iterator[Router]:
+    """A router that is found by multicast on the loopback interface."""
+    pytest.importorskip("miniupnpc")
+    router = Router(host)
+    with http_server(router.answer) as address, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("", SSDP[1]))
+        group = struct.pack("4s4s", socket.inet_aton(SSDP[0]), socket.inet_aton("127.0.0.1"))
+        listening.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
+        listening.settimeout(0.1)
+        is_over = threading.Event()
+
+        def respond() -> None:
+            while not is_over.is_set():
+                try:
+                    request, asker = listening.recvfrom(2048)
+                except TimeoutError:
+                    continue
+                if b"M-SEARCH" in request:
+                    kind = "urn:schemas-upnp-org:device:InternetGatewayDevice:1"
+                    lines = ["HTTP/1.1 200 OK", f"ST: {kind}", f"USN: uuid:1::{kind}", f"LOCATION: {address}/d.xml"]
+                    listening.sendto(("\r\n".join(lines) + "\r\n\r\n").encode(), asker)
+
+        thread = threading.Thread(target=respond, daemon=True)
+        thread.start()
+        try:
+            yield router
+        finally:
+            is_over.set()
+            thread.join(5.0)
+
+
+def test_a_router_maps_the_port_until_the_peer_ends() -> None:
+    with router_with(ROUTER) as router:
+        found = infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1")
+        assert found is not None
+        assert (found.host, found.port, found.is_open) == (ROUTER, PORT, True)
+        assert router.mappings == {str(PORT): "127.0.0.1"}
+        found.release()
+        assert router.mappings == {}
+
+
+def test_a_router_behind_another_one_has_no_public_address() -> None:
+    with router_with(PRIVATE) as router:
+        assert infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1") is None
+        assert router.mappings == {}
+
+
+def test_a_port_of_another_machine_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with router_with(ROUTER) as router:
+        router.mappings[str(PORT)] = "192.168.1.9"
+        assert infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1") is None
+        assert router.mappings == {str(PORT): "192.168.1.9"}
+    assert "to another machine, 192.168.1.9" in caplog.text
+
+
+def test_a_mapping_that_is_not_needed_is_taken_back() -> None:
+    with router_with(ROUTER) as router, http_server(aws) as metadata:
+        found = infer(PORT, asks_service=False, metadata=metadata, multicast_interface="127.0.0.1")
+        assert found is not None
+        assert found.host == PUBLIC
+        assert router.mappings == {}
+
+
+def test_a_first_peer_announces_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with http_server(aws) as metadata, Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as peer:
+        local = peer.addresses
+        if any("127.0.0.1" in address for address in local):
+            pytest.skip("this machine has no other address than that of the loopback interface")
+        monkeypatch.setattr(public_address, "infer", lambda port, **_: infer(port, maps_port=False, metadata=metadata))
+        announce_public(peer, maps_port=False, asks_service=False)
+        assert peer.addresses[0].startswith(f"/ip4/{PUBLIC}/tcp/")
+        assert peer.addresses[1:] == local
+    assert "No address specified. Attempting to infer address ..." in caplog.text
+    assert "says the metadata service of AWS; on the local network at" in caplog.text
+
+
+def test_a_peer_on_the_loopback_interface_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_address, "infer", lambda *_, **__: pytest.fail("nobody is to be asked"))
+    with Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
+        assert announce_public(peer, maps_port=True, asks_service=True) is None
+
+
+def test_a_peer_that_has_dialled_a_first_peer_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_address, "infer", lambda *_, **__: None)
+    with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as first:
+        local = first.addresses
+        if any("127.0.0.1" in address for address in local):
+            pytest.skip("this machine has no other address than that of the loopback interface")
+        announce_public(first, maps_port=False, asks_service=False)
+        hosts = iter([PRIVATE, PUBLIC])  # as two peers saw the one that they have dialled
+        monkeypatch.setattr(Reach, "_on_examine", lambda self, remote, request: ExamineResponse(0.0, next(hosts)))
+        with Peer(local, client_mode=True), Peer(local, client_mode=True):
+            deadline = time.monotonic() + 10.0
+            while PUBLIC not in first.addresses[0]:
+                assert time.monotonic() < deadline, first.addresses
+                time.sleep(0.02)
+        assert first.addresses[1:] == local
