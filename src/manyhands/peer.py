@@ -210,8 +210,8 @@ class Peer(FromHivemind):
         announce: addresses that others dial, in place of those that this machine detects; for example of a tunnel.
         client_mode: dial out only; for machines that cannot be dialled, for example behind a firewall. It needs
             ``initial_peers``, or a ``state_dir`` with known peers. By default, a peer that has ``initial_peers``, but
-            no ``announce`` and no ``before_joining``, finds out within 15 s whether others can dial it. False listens in
-            any case.
+            no ``announce`` and no ``before_joining``, finds out within 15 s whether others can dial it. False listens
+            in any case.
         identity: a file with the private key, created if missing; by default the one in ``state_dir``, or a new
             identity each time.
         state_dir: a folder of this peer alone, created if missing. It keeps the identity and the addresses of other
