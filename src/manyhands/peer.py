@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 ALL_INTERFACES = ("/ip4/0.0.0.0/tcp/0",)
 START_TIMEOUT_S = 15.0
+BEFORE_JOINING_TIMEOUT_S = 12.0
 CLOSE_TIMEOUT_S = 4.0
 PART_CLOSE_TIMEOUT_S = 2.0
 JOIN_RUN_TIMEOUT_S = 60.0
@@ -94,17 +95,20 @@ class Presence:
         *,
         must_join: bool = True,
         finds_mode: bool = False,
+        before_joining: BeforeJoining | None = None,
     ) -> None:
         """Listen, and join the DHT.
 
         Args:
             finds_mode: enter client mode if no other peer can dial this one.
-
+            before_joining: called between the two.
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
             JoinFailed: none of the initial peers answered, and no peer seen before.
         """
         await self.endpoint.listen(listen, announce)
+        if before_joining is not None:
+            await before_joining(self)
         if finds_mode:
             self.own_mode.start()
         await self.dht.join(initial_peers, must_join=must_join)
@@ -162,6 +166,9 @@ class Presence:
                 logger.exception("%s of this peer failed", name)
 
 
+BeforeJoining = Callable[[Presence], Awaitable[None]]
+
+
 class BlockingPeer(Protocol):
     """What blocking code, such as an optimizer, needs of a :class:`Peer`; simulations have their own implementation."""
 
@@ -202,14 +209,17 @@ class Peer(FromHivemind):
             port on all interfaces, with IPv4 and IPv6.
         announce: addresses that others dial, in place of those that this machine detects; for example of a tunnel.
         client_mode: dial out only; for machines that cannot be dialled, for example behind a firewall. It needs
-            ``initial_peers``, or a ``state_dir`` with known peers. By default, a peer that has ``initial_peers`` and no
-            ``announce`` finds out within 15 s whether others can dial it. False listens in any case.
+            ``initial_peers``, or a ``state_dir`` with known peers. By default, a peer that has ``initial_peers``, but
+            no ``announce`` and no ``before_joining``, finds out within 15 s whether others can dial it. False listens
+            in any case.
         identity: a file with the private key, created if missing; by default the one in ``state_dir``, or a new
             identity each time.
         state_dir: a folder of this peer alone, created if missing. It keeps the identity and the addresses of other
             peers, which the next start also uses to join. An open ``StateDir`` is closed with this peer.
         must_join: False to start alone if none of the initial peers answers, and keep trying. Coordinators do so, as
             they would wait for each other otherwise.
+        before_joining: called on the network thread once this peer listens and before it joins, for at most 12 s; for
+            example to open a tunnel and announce its address.
         credential: sent to the coordinators of a run in place of the invitation in a ticket, for coordinators that
             ask a login service.
     Raises:
@@ -230,6 +240,7 @@ class Peer(FromHivemind):
         identity: str | Path | Identity | None = None,
         state_dir: str | Path | StateDir | None = None,
         must_join: bool = True,
+        before_joining: BeforeJoining | None = None,
         credential: str = "",
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
@@ -238,7 +249,8 @@ class Peer(FromHivemind):
         initial_addresses, tickets = split_tickets(initial_peers)
         listen_addresses = [] if client_mode else parse_listen_addresses(listen)
         announce_addresses = parse_addresses(announce)
-        finds_mode = client_mode is None and bool(initial_addresses and listen_addresses and not announce_addresses)
+        may_be_client = client_mode is None and before_joining is None and not announce_addresses
+        finds_mode = may_be_client and bool(initial_addresses and listen_addresses)
         self._is_closed = False
         self._state_dir = StateDir(state_dir) if isinstance(state_dir, (str, Path)) else state_dir
         try:
@@ -262,11 +274,17 @@ class Peer(FromHivemind):
                 state_dir=self._state_dir,
             )
             await self.presence.start(
-                initial_addresses, listen_addresses, announce_addresses, must_join=must_join, finds_mode=finds_mode
+                initial_addresses,
+                listen_addresses,
+                announce_addresses,
+                must_join=must_join,
+                finds_mode=finds_mode,
+                before_joining=before_joining,
             )
 
+        before_s = BEFORE_JOINING_TIMEOUT_S if before_joining is not None else 0.0
         try:
-            self.run(start(), START_TIMEOUT_S, "starting this peer")
+            self.run(start(), START_TIMEOUT_S + before_s, "starting this peer")
             if client_mode and must_join and not initial_addresses and not self.dht.num_known_peers:
                 raise ConfigError(f"no peer that was seen before answers, and {_NO_FIRST_PEER}")
             for ticket in tickets:

@@ -18,7 +18,7 @@ from manyhands.reach.messages import (
     ExamineRequest,
     ExamineResponse,
 )
-from manyhands.rpc.announce import ANNOUNCE, Announcement, seen_from_outside
+from manyhands.rpc.announce import ANNOUNCE, Announcement, Noted, seen_from_outside
 from manyhands.rpc.dial_back import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
 from manyhands.rpc.dial_rules import may_dial
 from tests.fuzz.target import Target, decoded
@@ -72,6 +72,13 @@ TARGETS = [
         name=f"{ANNOUNCE.name}.request",
         seeds=[msgspec.msgpack.encode(Announcement(["/dns4/x.tcp.ngrok.io/tcp/12345", "/ip4/127.0.0.1/tcp/31337"]))],
         run=_announcement,
+        errors=_VIOLATION,
+        weight=0.2,
+    ),
+    Target(
+        name=f"{ANNOUNCE.name}.response",
+        seeds=[msgspec.msgpack.encode(Noted())],
+        run=lambda data: decoded(data, Noted),
         errors=_VIOLATION,
         weight=0.2,
     ),

@@ -88,7 +88,9 @@ def what_changes(options: PeerOptions) -> str:
     advice: dict[str, str] = {}
     if options.identity is None and options.state_dir is None:
         advice["its id"] = "--state-dir (or --identity) keeps the id"
-    if any(address.port == 0 for address in parse_listen_addresses(options.listen)):
+    if options.tunnel is not None:
+        advice["its address"] = "a tunnel has another one each time"
+    elif any(address.port == 0 for address in parse_listen_addresses(options.listen)):
         advice["its port"] = "--listen with a number above 0 keeps the port"
     if not advice:
         return ""

@@ -21,6 +21,7 @@ from manyhands.cli.first_peer_command import first_peer
 from manyhands.cli.join_command import join
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
+from manyhands.cli.notebook_command import notebook
 from manyhands.cli.old_names import Translation, help_of
 from manyhands.cli.run_command import run_key
 from manyhands.cli.ticket_command import ticket
@@ -42,6 +43,7 @@ for command in (join, train, evaluate, fill, monitor, first_peer, ticket, invite
 app.command(data)
 app.command(checkpoint)
 app.command(run_key)
+app.command(notebook)
 app.command(aws)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -19,6 +19,7 @@ from manyhands.peer import ALL_INTERFACES, Peer
 from manyhands.recipes.albert.settings import TuningSettings
 from manyhands.rpc import RpcConfig
 from manyhands.state_dir import StateDir
+from manyhands.tunnels import NgrokTunnel, TunnelKeeper
 
 DEFAULT_RUN_ID = "albert"
 """Name of a run that is begun without one, as in the tutorials."""
@@ -40,6 +41,9 @@ class PeerOptions:
     announce: tuple[str, ...] | None = None
     """Addresses that others dial, in place of those that this machine detects; for example that of a tunnel."""
 
+    tunnel: Literal["ngrok"] | None = None
+    """Open a tunnel to this machine and announce its address; needs manyhands[ngrok] and NGROK_AUTHTOKEN."""
+
     port_mapping: Annotated[bool, Parameter(negative="--no-port-mapping")] = True
     """Without --initial-peers and --announce: ask the router to map the port to this machine (UPnP)."""
 
@@ -60,6 +64,20 @@ class PeerOptions:
                     f"{option} is given without an address: a variable of the shell is probably unset; "
                     f"write {option} HOST:PORT or a multiaddr, or leave the option out"
                 )
+        if self.tunnel is not None and self.announce is not None:
+            raise ConfigError(
+                f"--tunnel {self.tunnel} announces the address of the tunnel, and --announce gives another; "
+                "leave one out"
+            )
+        self.keeper()  # checks its package and its token
+
+    def keeper(self) -> TunnelKeeper | None:
+        """The tunnel to open, if one is wanted.
+
+        Raises:
+            ConfigError: its package or its token is missing.
+        """
+        return TunnelKeeper(NgrokTunnel()) if self.tunnel is not None else None
 
     def connect(self, *, must_join: bool = True, own_dir: StateDir | None = None) -> Peer:
         """Start a peer with these options; see :class:`manyhands.Peer`.
@@ -68,14 +86,14 @@ class PeerOptions:
             own_dir: used if ``state_dir`` was not given.
         """
         raise_open_files_limit()
-        peer = self._new_peer(must_join, self.state_dir or own_dir)
-        if not self.initial_peers and not self.announce:
+        peer = self._new_peer(must_join, self.state_dir or own_dir, self.keeper())
+        if not self.initial_peers and not self.announce and self.tunnel is None:
             found = announce_public(peer, maps_port=self.port_mapping, asks_service=self.infer_address)
             if found is not None:
                 atexit.register(found.release)
         return peer
 
-    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
+    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None, keeper: TunnelKeeper | None) -> Peer:
         return Peer(
             self.initial_peers or (),
             listen=self.listen,
@@ -83,6 +101,7 @@ class PeerOptions:
             identity=self.identity,
             state_dir=state_dir,
             must_join=must_join,
+            before_joining=keeper.start if keeper is not None else None,
         )
 
 
@@ -97,7 +116,15 @@ class NetworkOptions(PeerOptions):
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
 
-    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
+    def __post_init__(self) -> None:
+        if self.tunnel is not None and self.client_mode:
+            raise ConfigError(
+                f"--tunnel {self.tunnel} lets others dial this machine, and --client-mode says that they cannot; "
+                "leave one out"
+            )
+        super().__post_init__()
+
+    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None, keeper: TunnelKeeper | None) -> Peer:
         return Peer(
             self.initial_peers or (),
             listen=self.listen,
@@ -106,6 +133,7 @@ class NetworkOptions(PeerOptions):
             identity=self.identity,
             state_dir=state_dir,
             must_join=must_join,
+            before_joining=keeper.start if keeper is not None else None,
             rpc_config=RpcConfig(max_upload_mbit_s=self.max_upload_mbit_s),
         )
 

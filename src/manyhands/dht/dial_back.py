@@ -48,8 +48,12 @@ MAX_IN_VAIN = 1024
 
 @dataclass(frozen=True)
 class _InVain:
+    began: float  # loop time
     wait_s: float
-    until: float  # loop time
+
+    @property
+    def until(self) -> float:
+        return self.began + self.wait_s
 
 
 class DialBack:
@@ -99,8 +103,7 @@ class DialBack:
         """Allow a dial to a peer soon, as it announced other addresses."""
         in_vain = self._in_vain.get(peer_id)
         if in_vain is not None:
-            began = in_vain.until - in_vain.wait_s
-            self._in_vain[peer_id] = _InVain(FIRST_WAIT_S, min(in_vain.until, began + MOVED_WAIT_S))
+            self._in_vain[peer_id] = _InVain(in_vain.began, min(in_vain.wait_s, MOVED_WAIT_S))
 
     async def _prove(self, peer_id: PeerId) -> None:
         loop = asyncio.get_running_loop()
@@ -143,7 +146,7 @@ class DialBack:
 
     def _leave_alone(self, peer_id: PeerId, since: float) -> None:
         before = self._in_vain.pop(peer_id, None)
-        wait_s = min(2 * before.wait_s, MOST_WAIT_S) if before is not None else FIRST_WAIT_S
-        self._in_vain[peer_id] = _InVain(wait_s, since + wait_s)
+        wait_s = max(min(2 * before.wait_s, MOST_WAIT_S), FIRST_WAIT_S) if before is not None else FIRST_WAIT_S
+        self._in_vain[peer_id] = _InVain(since, wait_s)
         if len(self._in_vain) > MAX_IN_VAIN:
             self._in_vain.popitem(last=False)

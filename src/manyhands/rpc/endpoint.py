@@ -124,10 +124,14 @@ class Endpoint:
         check_announced(announce)
         for address in addresses:
             self._listeners.append(await self._transport.listen(address, self._accepted))
-        bound = [address for listener in self._listeners for address in listener.addresses]
-        if bound:
+        if bound := self.bound_addresses:
             self._rules.own_hosts |= own_hosts(bound)
         self.announce(announce)
+
+    @property
+    def bound_addresses(self) -> list[Address]:
+        """Where this peer listens, with the ports that it got; empty in client mode."""
+        return [address for listener in self._listeners for address in listener.addresses]
 
     def announce(self, addresses: Sequence[Address] = ()) -> None:
         """Announce other addresses from now on; connected peers are told at once, the others by them.
@@ -149,8 +153,8 @@ class Endpoint:
     @property
     def candidates(self) -> list[Address]:
         """The addresses that this peer announces unless it is in client mode."""
-        bound = [address for listener in self._listeners for address in listener.addresses]
-        return [address.with_peer(self.peer_id) for address in self._chosen or dialable_addresses(bound)]
+        chosen = self._chosen or dialable_addresses(self.bound_addresses)
+        return [address.with_peer(self.peer_id) for address in chosen]
 
     def set_client_mode(self, *, is_on: bool) -> None:
         """Enter or leave client mode; connected peers are told at once."""

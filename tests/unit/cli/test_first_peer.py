@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import manyhands
 from manyhands.cli import first_peer_command
 from manyhands.cli.event_file import EventWriter
-from manyhands.cli.first_peer_command import standing_of, tell_standing
+from manyhands.cli.first_peer_command import standing_of, tell_standing, what_changes
+from manyhands.cli.options import PeerOptions
 
 
 def test_it_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:
@@ -24,6 +26,25 @@ def test_it_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:
             assert time.monotonic() < deadline
         standing = standing_of(first)
         assert (standing.num_known_peers, standing.num_connected_peers) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"listen": ("31337",), "identity": Path("key")}, ""),
+        ({"listen": ("31337",)}, "its id changes at each start (--state-dir (or --identity) keeps the id)"),
+        ({"identity": Path("key")}, "its port changes at each start (--listen with a number above 0 keeps the port)"),
+        (
+            {"identity": Path("key"), "tunnel": "ngrok"},
+            "its address changes at each start (a tunnel has another one each time)",
+        ),
+    ],
+)
+def test_it_says_what_changes_at_each_start(
+    options: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PeerOptions, "keeper", lambda self: None)  # without the package
+    assert what_changes(PeerOptions(**options)) == expected
 
 
 def test_a_machine_that_hangs_for_a_while_does_not_end_it(

@@ -9,7 +9,15 @@ from typing import Any, cast
 
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.dht.dial_back import AT_ONCE, DOUBTED_AFTER_S, FIRST_WAIT_S, MAX_STRANGERS, MOST_WAIT_S, DialBack
+from manyhands.dht.dial_back import (
+    AT_ONCE,
+    DOUBTED_AFTER_S,
+    FIRST_WAIT_S,
+    MAX_STRANGERS,
+    MOST_WAIT_S,
+    MOVED_WAIT_S,
+    DialBack,
+)
 from manyhands.rpc import Endpoint
 from manyhands.testing import VirtualLoop
 
@@ -106,6 +114,22 @@ def test_who_was_dialled_in_vain_is_trusted_no_more_and_dialled_ever_more_seldom
     waits = [FIRST_WAIT_S, 60.0, 120.0, 240.0, MOST_WAIT_S, MOST_WAIT_S, MOST_WAIT_S]
     assert dials.begun[:8] == [sum(waits[:num]) for num in range(8)]
     assert [what for _, what, _ in said] == ["failed", "doubted"] * 8 + ["reached"] * 2
+
+
+def test_who_moves_is_dialled_soon_again_but_not_as_often_as_it_says_so() -> None:
+    dials = Dials(0.0, is_reached=False)
+
+    async def tell(dial_back: DialBack) -> None:
+        for _ in range(100):
+            dial_back.meet(PeerId("moving"))
+            await asyncio.sleep(1.0)
+        for _ in range(20):
+            dial_back.moved(PeerId("moving"))
+            dial_back.meet(PeerId("moving"))
+            await asyncio.sleep(1.0)
+
+    story(dials, tell)
+    assert dials.begun == [0.0, 30.0, 90.0, *(100.0 + number * MOVED_WAIT_S for number in range(4))]
 
 
 def test_who_left_meanwhile_is_trusted_when_it_comes_back() -> None:

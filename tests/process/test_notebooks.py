@@ -1,0 +1,139 @@
+"""The notebooks run from the first cell to the last, on small parameters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from manyhands.cli.main import run as run_command
+from manyhands.cli.notebook_command import filled
+from tests.process.commands import LOOPBACK, running
+from tests.process.test_firewalled import TINY
+
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(300)]
+
+REPOSITORY = Path(__file__).parents[2]
+NOTEBOOKS = REPOSITORY / "examples" / "notebooks"
+FAKES = REPOSITORY / "tests" / "fakes"
+EXECUTE = """
+import asyncio, pathlib, sys
+import nbclient, nbformat
+path, interrupt_at = pathlib.Path(sys.argv[1]), sys.argv[2]
+notebook = nbformat.read(path, as_version=4)
+client = nbclient.NotebookClient(
+    notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+)
+
+async def main():
+    running = asyncio.create_task(client.async_execute())
+    while interrupt_at and interrupt_at not in str(notebook.cells) and not running.done():
+        await asyncio.sleep(0.1)
+    if interrupt_at:
+        await client.km.interrupt_kernel()
+    await asyncio.wait([running])
+    assert running.exception() is None or isinstance(running.exception(), nbclient.exceptions.CellExecutionError)
+
+asyncio.run(main())
+nbformat.write(notebook, path)
+"""
+"""In a process of its own, as nbclient leaves sockets and an event loop behind."""
+TEXT = "\n\n".join(f"Number {n} is here. After it comes number {n + 1}. That is all." for n in range(600))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Programs of this Python are on the path, and there is a text."""
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    (tmp_path / "text").write_text(TEXT)
+
+
+def executed(text: str, folder: Path, interrupt_at: str = "") -> str:
+    """All that the cells of a notebook print when they run in a folder, one after the other, and the error of one.
+
+    Args:
+        interrupt_at: when this was printed, the running cell is interrupted.
+    """
+    path = folder / "executed.ipynb"
+    path.write_text(text)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", EXECUTE, str(path), interrupt_at], check=True, timeout=280)
+    outputs = [output for cell in nbformat.read(path, as_version=4).cells for output in cell.get("outputs", [])]
+    return "".join(output.get("text", output.get("evalue", "")) for output in outputs)
+
+
+def test_join_contributes_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin = ("train", "--run-id", "mine", *TINY, "--text", str(tmp_path / "text"), "--listen", LOOPBACK)
+    with running(*begin, "--batch-size", "4", "--slow-down", "5") as trainer:
+        address = trainer.wait_for("Others can join through this peer").split()[-1]
+        trainer.wait_for("manyhands join")
+        assert run_command(["notebook", "--run-id", "mine", "--initial-peers", address]) == 0
+        written = capsys.readouterr().out.replace("NEEDS_GPU = True", "NEEDS_GPU = False")
+        options = f"--text {tmp_path / 'text'} --threads 1 --batch-size 4"
+        text = filled(written, {"OPTIONS": options, "FOLDER": str(tmp_path / "kept")})
+        output = executed(text, tmp_path, interrupt_at="Averaged tensors successfully with 2 peers")
+        assert "--client-mode" in output
+        after = output.split("Averaged tensors successfully with 2 peers", 1)[1]
+        assert "Traceback" not in after
+        assert list((tmp_path / "kept").glob("checkpoint-*/model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("", ""), "Runtime > Change runtime type > T4 GPU"),
+        (("NEEDS_GPU = True", "NEEDS_GPU = False"), "into the field INITIAL_PEERS"),
+    ],
+)
+def test_join_stops_clearly(
+    change: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    output = executed((NOTEBOOKS / "join.ipynb").read_text().replace(*change), tmp_path)
+    assert message in output.splitlines()[-1]
+    assert "-m manyhands join" not in output
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        ("Tesla T4, 15360", "--batch-size 4"),
+        ("Tesla P100-PCIE-16GB, 16384", "--batch-size 4"),
+        ("Tesla K80, 11441", "--batch-size 1"),
+        ("NVIDIA A100-SXM4-40GB, 40960", ""),
+    ],
+)
+def test_join_chooses_the_batch_size_by_the_gpu(
+    gpu: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{gpu}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+    output = executed(filled((NOTEBOOKS / "join.ipynb").read_text(), {"INITIAL_PEERS": "127.0.0.1:9"}), tmp_path)
+    [command] = [line for line in output.splitlines() if "-m manyhands join" in line]
+    assert command.partition("--client-mode")[2].strip() == expected
+    assert "nothing listens on that port" in output.splitlines()[-1], "why it did not join"
+
+
+def test_start_a_run_behind_tunnels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = [str(FAKES), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("NGROK_AUTHTOKEN", "good-token")
+    options = f"{' '.join(TINY)} --text {tmp_path / 'text'} --batch-size 4 --max-steps 3 --listen {LOOPBACK}"
+    fields = {"RUN_ID": "mine", "TRAIN_OPTIONS": options, "MONITOR_OPTIONS": f"--listen {LOOPBACK}"}
+    output = executed(filled((NOTEBOOKS / "start_a_run.ipynb").read_text(), fields), tmp_path)
+    assert output.count("Ngrok tunnel created: tcp://localhost:") >= 2
+    assert "Optimizer step: done! Step 3" in output
+    assert "Collaboration accumulated" in output.split("Optimizer step: done! Step 3")[1], "what the monitor saw"
+    nbformat.validate(nbformat.read(tmp_path / "join.ipynb", as_version=4))
+
+
+def test_aws_plans_without_creating_anything(tmp_path: Path) -> None:
+    output = executed((NOTEBOOKS / "aws.ipynb").read_text(), tmp_path)
+    assert "This was a dry run: nothing was created." in output
