@@ -300,7 +300,7 @@ def test_what_codecs_lost_is_forgotten_with_the_parameters_that_it_belongs_to() 
 
     def residuals(member: Member) -> Any:
         collaboration: Any = member.optimizer._collaboration
-        return collaboration._rounds._feedbacks
+        return collaboration._rounds._feedbacks.get(0)
 
     def train(member: Member) -> None:
         together(2, member)
