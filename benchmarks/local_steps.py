@@ -49,7 +49,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +106,12 @@ class Mode:
 
     def options(self, batch: int) -> dict[str, Any]:
         """Of the optimizer."""
-        codec, _, feedback = self.codec.partition("+")
+        codec, _, feedback = (AveragingConfig.codec if self.sparse is not None else self.codec).partition("+")
         averaging = AveragingConfig(
             codec=codec, error_feedback=bool(feedback), matchmaking_time_s=20.0, averaging_timeout_s=60.0
         )
         options: dict[str, Any] = {"averaging": averaging, "target_batch_size": self.H * PEERS * batch}
         if self.sparse is not None:
-            options["averaging"] = replace(averaging, codec=AveragingConfig.codec)
             options["local_steps"] = LocalSteps(sparse=self.sparse)
         elif self.name != "sync":
             outer = self.outer or (nesterov if self.H >= MOMENTUM_FROM else plain)

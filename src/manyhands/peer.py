@@ -250,12 +250,12 @@ class Peer(FromHivemind):
         listen_addresses = [] if client_mode else parse_listen_addresses(listen)
         announce_addresses = parse_addresses(announce)
         may_be_client = client_mode is None and before_joining is None and not announce_addresses
-        finds_mode = may_be_client and bool(initial_addresses and listen_addresses)
         self._is_closed = False
         self._state_dir = StateDir(state_dir) if isinstance(state_dir, (str, Path)) else state_dir
         try:
-            if client_mode and not initial_addresses:
-                self._check_knows_others()
+            knows_others = bool(initial_addresses) or self._has_known_peers()
+            if client_mode and not knows_others:
+                raise ConfigError(_NO_FIRST_PEER)
             self.identity = self._identity_of(identity)
         except BaseException:
             self._release_state_dir()
@@ -278,7 +278,7 @@ class Peer(FromHivemind):
                 listen_addresses,
                 announce_addresses,
                 must_join=must_join,
-                finds_mode=finds_mode,
+                finds_mode=may_be_client and bool(listen_addresses) and knows_others,
                 before_joining=before_joining,
             )
 
@@ -302,9 +302,8 @@ class Peer(FromHivemind):
             given = self._state_dir.identity_path
         return Identity.load_or_create(given) if given is not None else Identity.generate()
 
-    def _check_knows_others(self) -> None:
-        if self._state_dir is None or not len(self._state_dir.load_peers()):
-            raise ConfigError(_NO_FIRST_PEER)
+    def _has_known_peers(self) -> bool:
+        return self._state_dir is not None and len(self._state_dir.load_peers()) > 0
 
     def _release_state_dir(self) -> None:
         if self._state_dir is not None:

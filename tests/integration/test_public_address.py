@@ -243,6 +243,10 @@ def test_a_peer_on_the_loopback_interface_asks_nobody(monkeypatch: pytest.Monkey
         assert announce_public(peer, maps_port=True, asks_service=True) is None
 
 
+async def found(*_: object) -> None:
+    """A dial that succeeds."""
+
+
 def test_a_peer_that_has_dialled_a_first_peer_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_address, "infer", lambda *_, **__: None)
     with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as first:
@@ -252,6 +256,7 @@ def test_a_peer_that_has_dialled_a_first_peer_says_where(monkeypatch: pytest.Mon
         announce_public(first, maps_port=False, asks_service=False)
         hosts = iter([PRIVATE, PUBLIC])  # as two peers saw the one that they have dialled
         monkeypatch.setattr(Reach, "_on_examine", lambda self, remote, request: ExamineResponse(0.0, next(hosts)))
+        monkeypatch.setattr(Reach, "_dial", found)
         with Peer(local, client_mode=True), Peer(local, client_mode=True):
             deadline = time.monotonic() + 10.0
             while PUBLIC not in first.addresses[0]:

@@ -95,6 +95,8 @@ def test_peers_hold_what_one_process_computes(clients: tuple[int, ...]) -> None:
         assert member.optimizer.statistics.samples_used == NUM_LOCAL * NUM_ROUNDS * BATCH
         got = torch.nn.utils.parameters_to_vector(member.model.parameters()).detach()
         torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+        unsent = member.optimizer._collaboration._rounds._feedbacks[0].sent
+        assert unsent.share == 1.0, "else it would grow with the number of peers"
 
 
 def test_another_codec_beside_it_is_refused() -> None:

@@ -113,12 +113,13 @@ class RoundRunner:
         """Free the memory that only rounds need; the next round allocates it again."""
         self._memory.free_idle()
 
-    def forget_errors(self) -> None:
+    def forget_errors(self, *, keeps_unsent: bool = False) -> None:
         """Drop the error feedback: this peer no longer has the values that it belongs to.
 
-        What a sparse codec did not send is no error of single values; it stays.
+        Args:
+            keeps_unsent: keep what a sparse codec has not sent yet, which is no error of single values.
         """
-        if not self._config.codec.startswith(SPARSE):
+        if not (keeps_unsent and self._config.codec.startswith(SPARSE)):
             self._feedbacks.clear()
 
     async def hold_place(self) -> None:
@@ -310,7 +311,7 @@ class RoundRunner:
             feedback = self._feedbacks.get(part)
             if feedback is None or feedback.plan.segments != plan.segments:  # the first round, or another codec
                 self._feedbacks[part] = feedback = Feedbacks.of(plan)
-            if (weight := group.members[rank].weight) > 0:
+            if (weight := group.members[rank].weight) > 0 and not plan.passes_on:  # what is unsent is no small error
                 feedback.sent.share = weight / sum(member.weight for member in group.members)
         self._feedback = feedback
         return Recovery(

@@ -87,17 +87,22 @@ class PeerOptions:
         """
         raise_open_files_limit()
         peer = self._new_peer(must_join, self.state_dir or own_dir, self.keeper())
-        if not self.initial_peers and not self.announce and self.tunnel is None:
+        if self._is_first(peer) and not self.announce and self.tunnel is None:
             found = announce_public(peer, maps_port=self.port_mapping, asks_service=self.infer_address)
             if found is not None:
                 atexit.register(found.release)
         return peer
+
+    def _is_first(self, peer: Peer) -> bool:
+        """Whether others are to join through this peer."""
+        return not self.initial_peers
 
     def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None, keeper: TunnelKeeper | None) -> Peer:
         return Peer(
             self.initial_peers or (),
             listen=self.listen,
             announce=self.announce or (),
+            client_mode=False,  # it is there to be dialled
             identity=self.identity,
             state_dir=state_dir,
             must_join=must_join,
@@ -115,6 +120,9 @@ class NetworkOptions(PeerOptions):
 
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
+
+    def _is_first(self, peer: Peer) -> bool:
+        return super()._is_first(peer) and not peer.dht.num_known_peers  # it may have met others before
 
     def __post_init__(self) -> None:
         if self.tunnel is not None and self.client_mode:

@@ -25,10 +25,11 @@ def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> Publi
         What was found; call its ``release`` when the peer ends.
     """
     local = [Address.parse(text) for text in peer.addresses]
-    if not local or any(address.is_public or address.is_loopback for address in local):
+    ip4 = [address for address in local if address.protocol == "ip4"] or local  # many peers have no IPv6
+    if not local or any(address.is_public or address.is_loopback for address in ip4):
         return None
     logger.info("No address specified. Attempting to infer address ...")
-    found = public_address.infer(local[0].port, maps_port=maps_port, asks_service=asks_service)
+    found = public_address.infer(ip4[0].port, maps_port=maps_port, asks_service=asks_service)
     where = ", ".join(f"{address.host}:{address.port}" for address in local)
     if found is None:
         logger.warning(

@@ -41,6 +41,7 @@ from manyhands.optim.state.state import (
     take_options,
 )
 from manyhands.optim.step.replica import HostCopy, Replica, SchedulerMaker
+from manyhands.optim.step.update import global_norm
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +67,10 @@ class LocalSteps:
 
     Attributes:
         outer: makes the optimizer that steps with the averaged change, from a list of parameter groups. ``SGD(lr=1.0)``
-            is plain averaging of parameters.
+            is plain averaging of parameters, and better below some 64 inner steps and in short runs. By default
+            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; with ``sparse`` ``SGD(lr=1.0)``.
         fragments: the parameters are averaged in so many parts, one after the other, which divides the peak of the
             traffic. Each part is averaged once in ``target_batch_size`` samples.
-            By default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; with ``sparse`` ``SGD(lr=1.0)``.
         overlap_steps: go on with up to so many inner steps while the average is computed.
         sparse: send only the largest changes; the rest is kept and added to the next ones (SparseLoCo).
     Raises:
@@ -115,8 +116,11 @@ class LocalSteps:
 
     def facts(self, outer: torch.optim.Optimizer) -> dict[str, str]:
         """What must be equal on all peers of a run, with the outer optimizer that was made."""
-        (options,) = hyper_parameters_of(outer.param_groups[:1])
-        shown = ", ".join(f"{name}={value!r}" for name, value in options.items() if value and name != "param_names")
+        groups = [
+            ", ".join(f"{name}={value!r}" for name, value in options.items() if value and name != "param_names")
+            for options in hyper_parameters_of(outer.param_groups)
+        ]
+        shown = "; ".join(dict.fromkeys(groups) if len(set(groups)) == 1 else groups)
         return {
             "local_steps": f"outer {type(outer).__name__}({shown}), {counted(self.fragments, 'fragment')}, "
             f"overlap_steps={self.overlap_steps}"
@@ -240,10 +244,13 @@ class LocalReplica(Replica):
         with torch.no_grad():
             for own, agreed, was, is_ahead in zip(self._own, self._parameters, before, has_steps, strict=True):
                 own.add_((agreed - was).to(own)) if is_ahead else own.copy_(agreed)
-        if inner is not None and is_new:
-            restore(inner, self.inner)
-        elif inner is not None:
+        if inner is not None:
             take_options(inner, self.inner)
+        if inner is not None and is_new:
+            try:
+                restore(inner, self.inner)
+            except ValueError as error:  # of a kind of optimizer that cannot be tried on a copy
+                logger.warning("This peer begins with new statistics of its inner optimizer: %s", error)
         self.options = options_of(self.inner.param_groups)
         self._show_own()
 
@@ -251,12 +258,15 @@ class LocalReplica(Replica):
 
     def step_inner(self, grad_scale: float) -> None:
         """Make an inner step with the current ``.grad``, which are divided by the scale and clipped in place."""
+        gradients = [parameter.grad for parameter in self.model_parameters if parameter.grad is not None]
         if grad_scale != 1.0:
-            for parameter in self.model_parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(grad_scale)
-        if self._max_inner_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model_parameters, self._max_inner_norm)
+            for gradient in gradients:
+                gradient.div_(grad_scale)
+        if (most := self._max_inner_norm) is not None:
+            values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+            if (norm := global_norm(values)) > most:
+                for gradient in gradients:
+                    gradient.mul_(most / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does, for dense ones
         with self._lock:
             if self.inner_copy is not None:
                 for parameter, own in zip(self.model_parameters, self._own, strict=True):
@@ -303,7 +313,8 @@ class LocalReplica(Replica):
 
     def forget_inner(self) -> None:
         """Begin with new statistics of the inner optimizer."""
-        self.inner.state.clear()
+        with self._lock:
+            self.inner.state.clear()
 
     @contextmanager
     def agreed_in_model(self) -> Iterator[None]:
@@ -333,6 +344,11 @@ class LocalReplica(Replica):
 
     def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
         """As for :class:`Replica`; the agreed parameters are the model's, where the checkpoint has no others."""
+        super().load(state_dict, place)
+        if self.inner_copy is not None:
+            self.inner_copy.take_over()
+
+    def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
         kept: Mapping[str, torch.Tensor] = (place or {}).get(PARAMETERS, {})
         with torch.no_grad():
             for index, (own, agreed) in enumerate(zip(self.model_parameters, self._parameters, strict=True)):
@@ -340,11 +356,9 @@ class LocalReplica(Replica):
             for own, agreed in self._frozen:
                 agreed.copy_(own)
         outer = (place or {}).get(OUTER, self.optimizer.state_dict() | {"state": {}})
-        super().load(outer, place)
+        super()._load(outer, place)
         self.inner.load_state_dict(state_dict)
         self.options = options_of(self.inner.param_groups)
-        if self.inner_copy is not None:
-            self.inner_copy.take_over()
 
 
 class InnerSteps:
@@ -432,7 +446,9 @@ class InnerSteps:
 
     def take_back(self, contribution: Contribution) -> None:
         """Count the samples of a contribution again: the difference is still in the parameters."""
-        self._spare_N, self._out = contribution.mean_N, None
+        self._out = None
+        if contribution.refill is None:  # else a round that was broken off may still write to it
+            self._spare_N = contribution.mean_N
         if contribution.samples:
             self._count(contribution.samples, contribution.weight, contribution.since_step)
             self.was_out = True

@@ -14,7 +14,7 @@ import math
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import PeerError, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, PeerError, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.node import DhtNode
 from manyhands.reach.messages import (
@@ -138,7 +138,7 @@ class OwnMode:
                 return None
             request = DialBackRequest([str(address) for address in addresses])
             response = await self._endpoint.call(peer_id, DIAL_BACK, request, ASK_TIMEOUT_S)
-        except (Unavailable, PeerError) as error:
+        except (Unavailable, PeerError, ConfigError) as error:  # the last: its answer names no host
             logger.debug("peer %s does not dial this one back: %s", peer_id, error)
             return None
         codes = [outcome.code for outcome in response.outcomes]

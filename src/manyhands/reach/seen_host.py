@@ -7,13 +7,13 @@ import logging
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, PeerError, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.reach.messages import EXAMINE, ExamineRequest
+from manyhands.reach.messages import DIAL_BACK, EXAMINE, DialBackRequest, ExamineRequest
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 5.5
 
 
 class SeenHost:
@@ -36,6 +36,15 @@ class SeenHost:
     def _on_connected(self, peer_id: PeerId) -> None:
         self._tasks.spawn(self._ask(peer_id), name=f"asking peer {peer_id} for this one's address")
 
+    async def _is_dialled_at(self, peer_id: PeerId, address: Address) -> bool:
+        """Whether the peer finds this one there: it may have been dialled by this one, through a router."""
+        try:
+            response = await self._endpoint.call(peer_id, DIAL_BACK, DialBackRequest([str(address)]), ASK_TIMEOUT_S)
+        except (Unavailable, PeerError) as error:
+            logger.debug("peer %s does not dial this one back: %s", peer_id, error)
+            return False
+        return [outcome.code for outcome in response.outcomes] == [""]
+
     async def _ask(self, peer_id: PeerId) -> None:
         endpoint = self._endpoint
         try:
@@ -44,7 +53,9 @@ class SeenHost:
         except (Unavailable, PeerError, ConfigError) as error:
             logger.debug("peer %s does not say where it has dialled this one: %s", peer_id, error)
             return
-        if addresses and addresses[0].is_public and not any(address.is_public for address in endpoint.addresses):
+        if not addresses or not addresses[0].is_public or any(address.is_public for address in endpoint.addresses):
+            return
+        if await self._is_dialled_at(peer_id, addresses[0]):
             self._ask_no_more()
             endpoint.announce([*addresses, *endpoint.addresses])
             logger.info(

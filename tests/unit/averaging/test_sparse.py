@@ -165,6 +165,8 @@ def passed_on(change: str) -> Butterfly:
         own = torch.tensor(list(sent), dtype=torch.uint8)
         if change == "altered":
             own[4] ^= 1
+        elif change == "too early":
+            butterfly._own_encoded.clear()
         means = torch.empty(gathered.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
         other = encoded_by(codec, torch.ones(chunk.stop - chunk.start))
         gathered.fill(means, {1: other} if change == "left out" else {0: own, 1: other})
@@ -175,6 +177,11 @@ def passed_on(change: str) -> Butterfly:
     return asyncio.run(receive())
 
 
+def test_values_cannot_come_back_before_they_were_sent() -> None:
+    with pytest.raises(InvalidContribution, match="are not those that this peer sent"):
+        passed_on("too early")
+
+
 @pytest.mark.parametrize("change", ["", "left out"])
 def test_own_values_may_come_back_or_be_left_out(change: str) -> None:
     passed_on(change)
@@ -183,3 +190,14 @@ def test_own_values_may_come_back_or_be_left_out(change: str) -> None:
 def test_a_reducer_that_alters_what_it_passes_on_is_found_out() -> None:
     with pytest.raises(InvalidContribution, match="are not those that this peer sent"):
         passed_on("altered")
+
+
+@pytest.mark.parametrize("told", [[[0, 1]], [[1]]])
+def test_a_record_names_those_whose_values_were_passed_on(told: list[list[int]]) -> None:
+    butterfly = passed_on("left out")
+    record = butterfly._records.record(told)
+    if told == [[1]]:
+        butterfly._read_record(record, 1)
+        return
+    with pytest.raises(InvalidContribution, match="are not of the members in its record"):
+        butterfly._read_record(record, 1)

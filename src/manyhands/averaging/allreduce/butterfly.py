@@ -112,6 +112,7 @@ class Butterfly:
         self._means_plan = Gathered(plan, self._weights) if plan.passes_on else plan
         self.partition = Partition(group, self._here, region, plan, self._means_plan)
         self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk, where contributions are passed on
+        self._passed_on: dict[int, list[list[int]]] = {}  # by reducer, whose contributions are in each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
         self._records = Contributions(flat_N.numel(), len(group.members), contributors)
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
@@ -364,13 +365,15 @@ class Butterfly:
             self._hashers[rank].update(bytes_of(encoded))
 
     def _check_passed_on(self, reducer: int, chunk: slice, encoded: torch.Tensor) -> None:
-        """Check that a reducer has passed this member's values on unchanged, or left them out."""
-        own = self._own_encoded.get(chunk.start)
-        if own is None or not isinstance(self._means_plan, Gathered):
+        """Check that a reducer has passed this member's values on unchanged, or left them out; note whose it has."""
+        if not isinstance(self._means_plan, Gathered):
             return
-        slot = self._means_plan.slots(encoded)[self._rank]
-        if slot[0] != ABSENT and not torch.equal(slot[1:], own):
-            raise self._invalid(reducer, "are not those that this peer sent")
+        slots = self._means_plan.slots(encoded)
+        self._passed_on.setdefault(reducer, []).append([rank for rank, slot in slots.items() if slot[0] != ABSENT])
+        if self._owes_values_to(reducer) and slots[self._rank][0] != ABSENT:
+            own = self._own_encoded.get(chunk.start)  # None: it cannot have them yet
+            if own is None or not torch.equal(slots[self._rank][1:], own):
+                raise self._invalid(reducer, "are not those that this peer sent")
 
     def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
         numel, num_bytes = _LABEL.unpack(label)
@@ -392,6 +395,8 @@ class Butterfly:
         except BadContribution as error:
             peer_id = self._members[rank].peer_id
             raise InvalidContribution(f"the record of peer {peer_id} cannot be: {error}", [peer_id]) from error
+        if self._plan.passes_on and self._told[rank] != self._passed_on.get(rank, []):
+            raise self._invalid(rank, "are not of the members in its record")
 
     def _read_norms(self, record: bytes | bytearray, rank: int) -> None:
         norms = list(self._norms_record.unpack(record))

@@ -69,7 +69,7 @@ class Partition:
     def __init__(
         self, group: Group, members: Collection[int], region: slice, plan: Plan, means: Plan | Gathered | None = None
     ) -> None:
-        self.is_exact = plan.is_exact(region.start, region.stop)
+        self.is_exact = plan.is_exact(region.start, region.stop) and not plan.passes_on
         numel = region.stop - region.start
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs
         bandwidths = [bandwidth if rank in members else 0 for rank, bandwidth in enumerate(group.bandwidths())]

@@ -101,6 +101,7 @@ class GridSteps:
     Args:
         look: reads the records of the others.
         shapes: of the tensors in the vector.
+        part: as for :meth:`manyhands.averaging.rounds.RoundRunner.average`.
     """
 
     def __init__(
@@ -111,7 +112,9 @@ class GridSteps:
         config: AveragingConfig,
         look: Callable[[], Awaitable[None]],
         shapes: Sequence[Sequence[int]],
+        part: int = 0,
     ) -> None:
+        self._part = part
         self._place = place
         self._own_id = own_id
         self._rounds = rounds
@@ -181,6 +184,7 @@ class GridSteps:
                         timeout_s=left_s,
                         gather_s=gather_s,
                         meter=outcome.meter,
+                        part=self._part,
                     )
                 except (NothingToAverage, Overruled):
                     raise

@@ -354,7 +354,7 @@ class Collaboration:
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:
         """Record that this peer has loaded a state, of another peer or a checkpoint."""
-        self._rounds.forget_errors()  # its former gradients are useless there
+        self._rounds.forget_errors(keeps_unsent=state is not None)  # its former gradients are useless there
         recent_rounds, donor = (state.recent_rounds, state.donors[0]) if state is not None else ([], None)
         self.tracker.load(position, lineage_samples, recent_rounds, donor)
         self._drift.loaded()

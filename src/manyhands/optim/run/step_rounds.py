@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from manyhands.averaging.codecs.sparse import SPARSE
 from manyhands.averaging.commit.recovery import Refill
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
@@ -292,12 +293,15 @@ class StepRounds:
         No peer knows all groups, so all that step from one position get one lineage, whatever their groups committed.
         """
         loop, config, outcome = asyncio.get_running_loop(), self._config, StepOutcome()
-        numel, vector_N, shapes = mean_N.numel(), mean_N, self._local.shapes
+        numel, vector_N, shapes, part = mean_N.numel(), mean_N, self._local.shapes, self._local.part
+        if self._config.codec.startswith(SPARSE):
+            shapes = [[numel]]  # exact: a mean of one axis of the grid is sparse no more
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
             shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so they are never encoded with a loss
+            part = -1 - part  # another vector
         look = functools.partial(self._tracker.look, LOOK_TIMEOUT_S)
-        steps = GridSteps(self._assignment, self._own_id, self._rounds, config, look, shapes)
+        steps = GridSteps(self._assignment, self._own_id, self._rounds, config, look, shapes, part)
         await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s)
         if outcome.committed is None or outcome.committed.averaged_N is None:
             raise RoundAborted(outcome.reason)

@@ -297,16 +297,19 @@ class Replica:
         """Load a checkpoint of the optimizer, and move to the position where it was taken."""
         with self._lock:
             self._num_changes += 1
-            self.optimizer.load_state_dict(state_dict)
-            self.options = options_of(self._guarded_groups)
-            if place is not None:
-                self._set_schedule(place["scheduler"])
-                self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
-                self.lineage_samples = place["lineage_samples"]
-                self.origin = None
+            self._load(state_dict, place)
             self.extra.take_over()  # the user has loaded them with the model
         if self.host_copy is not None:
             self.host_copy.take_over(place.get("parameters") if place is not None else None)
+
+    def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
+        self.optimizer.load_state_dict(state_dict)
+        self.options = options_of(self._guarded_groups)
+        if place is not None:
+            self._set_schedule(place["scheduler"])
+            self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
+            self.lineage_samples = place["lineage_samples"]
+            self.origin = None
 
     def _set_schedule(self, schedule: dict[str, Any]) -> None:
         if self.scheduler is not None:
