@@ -1,8 +1,9 @@
-"""A tunnel that drops: a relay with a public address forwards TCP to a peer that opened the tunnel, for some seconds."""
+"""A tunnel that drops: for some seconds, a relay with a public address forwards TCP to a peer that asked for it."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 
@@ -57,8 +58,17 @@ class Relay:
         """Called to wait for the start."""
 
     def close(self) -> None:
+        with contextlib.suppress(TimeoutError, concurrent.futures.TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(2.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(2.0)
+
+    async def _end(self) -> None:
+        self._server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class RelayTunnel:

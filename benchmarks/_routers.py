@@ -1,8 +1,8 @@
 """An internet on this machine: hosts with public addresses, behind firewalls, and behind routers. Needs Linux and root.
 
-Each host is a network namespace with one TUN device. One process forwards the packets between them, and is all firewalls
-and routers at once: the kernel needs neither netfilter nor its programs. It carries TCP over IPv4 without delay. What
-no rule lets through is dropped without an answer.
+Each host is a network namespace with one TUN device. One process forwards the packets between them, and is all
+firewalls and routers at once: the kernel needs neither netfilter nor its programs. It carries TCP over IPv4 without
+delay. What no rule lets through is dropped without an answer.
 
 The addresses are of the public kind, since peers treat private ones differently. No packet leaves this machine.
 """
@@ -17,15 +17,16 @@ import select
 import signal
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from _star import NAMESPACES, START_TIMEOUT_S, ip, open_tun
 
 LONGEST_PACKET = 2048
 TCP = 6
 PREFIX = "mhr"
-NUM_OF_PUBLIC = "30.0.0."
+PUBLIC_NETWORK = "30.0.0."
 
 Flow = tuple[int, bytes, int]
 """Port of the host, address and port of the other end."""
@@ -39,6 +40,8 @@ class Host:
         has_firewall: it lets in what answers its own connections only.
         has_router: it has a private address. Its connections come from the router's address, and from the same port.
         is_symmetric: the router uses another port, chosen at random, for each connection.
+        has_second_router: the router is behind another one of the same kind, which forwards no port.
+        only_to: the firewall lets connections out to this port only.
         lets_in: other hosts, by number, that the firewall lets in.
         forwarded_port: which the router leads to the same port of the host.
     """
@@ -46,13 +49,15 @@ class Host:
     has_firewall: bool = False
     has_router: bool = False
     is_symmetric: bool = False
+    has_second_router: bool = False
+    only_to: int = 0
     lets_in: tuple[int, ...] = ()
     forwarded_port: int = 0
 
 
 def public_ip(number: int) -> str:
     """The address of a host on the internet: its own, or that of its router."""
-    return f"{NUM_OF_PUBLIC}{number + 1}"
+    return f"{PUBLIC_NETWORK}{number + 1}"
 
 
 def own_ip(number: int, host: Host) -> str:
@@ -90,7 +95,7 @@ def remove_abandoned() -> None:
     """Remove the namespaces of benchmarks that were killed."""
     for path in NAMESPACES.glob(f"{PREFIX}*-*"):
         pid = path.name.removeprefix(PREFIX).split("-")[0]
-        if pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
             _remove(path.name)
 
 
@@ -99,12 +104,21 @@ def _remove(name: str) -> None:
         ip("netns", "del", name)
 
 
-class Gate:
-    """What stands between one host and the internet: a router, a firewall or nothing."""
+def gates_of(number: int, host: Host, rng: random.Random) -> list[Gate]:
+    """What stands between a host and the internet, from the host outwards."""
+    public, own = public_ip(number), own_ip(number, host)
+    if not host.has_second_router:
+        return [Gate(host, public, own, rng)]
+    between = f"100.64.{number}.2"
+    return [Gate(host, between, own, rng), Gate(replace(host, forwarded_port=0), public, between, rng)]
 
-    def __init__(self, number: int, host: Host, rng: random.Random) -> None:
+
+class Gate:
+    """A router, a firewall or nothing."""
+
+    def __init__(self, host: Host, public: str, own: str, rng: random.Random) -> None:
         self._host = host
-        self._public, self._own = _packed(public_ip(number)), _packed(own_ip(number, host))
+        self._public, self._own = _packed(public), _packed(own)
         self._let_in = {_packed(public_ip(other)) for other in host.lets_in}
         self._outer_ports: dict[Flow, int] = {}
         self._inner_ports: dict[Flow, int] = {}
@@ -118,6 +132,8 @@ class Gate:
         flow = (port, other, other_port)
         outer = self._outer_ports.get(flow)
         if outer is None:
+            if self._host.only_to not in (0, other_port):
+                return False
             outer = self._rng.randrange(1024, 65536) if self._is_renumbered(port) else port
             self._outer_ports[flow] = outer
             self._inner_ports[outer, other, other_port] = port
@@ -178,9 +194,9 @@ def _is_tcp(packet: bytearray) -> bool:
 
 def _forward(pipe: Connection, names: list[str], hosts: list[Host]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    devices = [open_tun(number, name, own_ip(number, host)) for number, (name, host) in enumerate(zip(names, hosts))]
+    devices = [open_tun(number, name, own_ip(number, hosts[number])) for number, name in enumerate(names)]
     rng = random.Random(0)
-    gates = [Gate(number, host, rng) for number, host in enumerate(hosts)]
+    gates = [gates_of(number, host, rng) for number, host in enumerate(hosts)]
     of_ip = {_packed(public_ip(number)): number for number in range(len(hosts))}
     sender_of = {device: number for number, device in enumerate(devices)}
     poll = select.poll()
@@ -196,9 +212,9 @@ def _forward(pipe: Connection, names: list[str], hosts: list[Host]) -> None:
                     packet = bytearray(os.read(descriptor, LONGEST_PACKET))
                 except BlockingIOError:
                     break
-                if not _is_tcp(packet) or not gates[sender_of[descriptor]].let_out(packet):
+                if not _is_tcp(packet) or not all(gate.let_out(packet) for gate in gates[sender_of[descriptor]]):
                     continue
                 receiver = of_ip.get(bytes(packet[16:20]))
-                if receiver is not None and gates[receiver].let_in(packet):
+                if receiver is not None and all(gate.let_in(packet) for gate in reversed(gates[receiver])):
                     with contextlib.suppress(BlockingIOError):
                         os.write(devices[receiver], packet)

@@ -12,6 +12,8 @@ Two ordinary peers train a small model. Another one joins, in a process and a ne
   port-preserving router  its connections come from the address of a router, with the same port; nothing is forwarded
   symmetric router        the same with another port for each connection
   unannounced router      the router forwards its port, but the peer announces its private address only
+  two routers             a port-preserving router behind another one
+  only port 443 out       a firewall lets out connections to that port only; one of the ordinary peers listens there
 
 JSON: a list of ``{setup, joins, contributes, first_contribution_s, advice, peer_s, mode, drops, others_aborted}``:
 
@@ -63,9 +65,11 @@ from manyhands.averaging import AveragingConfig
 from manyhands.tunnels import TunnelKeeper
 
 PORT = 31337
-LISTEN = f"/ip4/0.0.0.0/tcp/{PORT}"
+LISTEN = "/ip4/0.0.0.0/tcp"
 OPEN = Host()
 NEWCOMER, RELAY = 2, 3  # the numbers of hosts; 0 and 1 are the ordinary peers
+HTTPS = 443
+ONLY_443 = "only port 443 out"
 SETUPS = {
     "public": Host(),
     "client": Host(has_firewall=True),
@@ -73,6 +77,8 @@ SETUPS = {
     "port-preserving router": Host(has_router=True),
     "symmetric router": Host(has_router=True, is_symmetric=True),
     "unannounced router": Host(has_router=True, forwarded_port=PORT),
+    "two routers": Host(has_router=True, has_second_router=True),
+    ONLY_443: Host(has_firewall=True, only_to=HTTPS),
 }
 ADVISERS = ("manyhands.reach", "manyhands.tunnels", "manyhands.peer", "manyhands.rpc")
 BATCH_S, SAMPLES = 0.1, 4
@@ -102,12 +108,12 @@ class Trainer:
         }  # fmt: skip
         self._tunnel: RelayTunnel | None = None
 
-    def start(self, initial_peers: list[str], relay: str | None) -> list[str]:
+    def start(self, initial_peers: list[str], port: int, relay: str | None) -> list[str]:
         """Join and begin to train; returns its addresses."""
         began = time.perf_counter()
         self._tunnel = RelayTunnel(relay) if relay is not None else None
         before_joining = TunnelKeeper(self._tunnel).start if self._tunnel is not None else None
-        self._peer = manyhands.Peer(initial_peers, listen=[LISTEN], before_joining=before_joining)
+        self._peer = manyhands.Peer(initial_peers, listen=[f"{LISTEN}/{port}"], before_joining=before_joining)
         self._seen["peer_s"] = time.perf_counter() - began
         self._thread = threading.Thread(target=self._train, args=(self._peer, not initial_peers), daemon=True)
         self._thread.start()
@@ -183,13 +189,13 @@ def measure(setup: str, drop_s: float, watch_s: float) -> dict[str, Any]:
         if is_tunnel:
             stack.enter_context(Worker(Relay, names[RELAY], drop_s)).call("ready")
             watch_s = drop_s + AFTER_DROP_S
-        addresses = workers[0].call("start", [], None)
+        addresses = workers[0].call("start", [], HTTPS if setup == ONLY_443 else PORT, None)
         _wait_for(workers[:1], "step")  # so that the next one finds the run
-        addresses += workers[1].call("start", addresses, None)
+        addresses += workers[1].call("start", addresses, PORT, None)
         _wait_for(workers[:NEWCOMER], "first_s")
         aborted = sum(worker.call("report")["aborted"] for worker in workers[:NEWCOMER])
         newcomer = workers[NEWCOMER]
-        newcomer.call("start", addresses, public_ip(RELAY) if is_tunnel else None)
+        newcomer.call("start", addresses, PORT, public_ip(RELAY) if is_tunnel else None)
         until = time.monotonic() + watch_s
         while time.monotonic() < until:
             time.sleep(min(1.0, watch_s))
@@ -246,7 +252,7 @@ class Averagers:
             max_group_size=2 * 256,
         )  # fmt: skip
         for _ in range(num):
-            peer = manyhands.Peer(initial_peers, listen=[LISTEN], client_mode=bool(initial_peers))
+            peer = manyhands.Peer(initial_peers, listen=[f"{LISTEN}/0"], client_mode=bool(initial_peers))
             self._peers.append(peer)
             tensor = torch.zeros(self._num_params)
             self._averagers.append(manyhands.Averager([tensor], peer=peer, run_id="clients", averaging=config))
