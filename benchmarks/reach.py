@@ -13,7 +13,8 @@ Two ordinary peers train a small model. Another one joins, in a process and a ne
   symmetric router        the same with another port for each connection
   unannounced router      the router forwards its port, but the peer announces its private address only
   two routers             a port-preserving router behind another one
-  only port 443 out       a firewall lets out connections to that port only; one of the ordinary peers listens there
+  only port 443 out       a firewall lets out connections to that port only; both ordinary peers listen there
+  one peer on port 443    the same, and the second of the ordinary peers listens elsewhere
 
 JSON: a list of ``{setup, joins, contributes, first_contribution_s, advice, peer_s, mode, drops, others_aborted}``:
 
@@ -70,7 +71,8 @@ LISTEN = "/ip4/0.0.0.0/tcp"
 OPEN = Host()
 NEWCOMER, RELAY = 2, 3  # the numbers of hosts; 0 and 1 are the ordinary peers
 HTTPS = 443
-ONLY_443 = "only port 443 out"
+PORTS = {"only port 443 out": (HTTPS, HTTPS), "one peer on port 443": (HTTPS, PORT)}
+"""Where the ordinary peers listen, if not both at ``PORT``."""
 SETUPS = {
     "public": Host(),
     "client": Host(has_firewall=True),
@@ -79,7 +81,8 @@ SETUPS = {
     "symmetric router": Host(has_router=True, is_symmetric=True),
     "unannounced router": Host(has_router=True, forwarded_port=PORT),
     "two routers": Host(has_router=True, has_second_router=True),
-    ONLY_443: Host(has_firewall=True, only_to=HTTPS),
+    "only port 443 out": Host(has_firewall=True, only_to=HTTPS),
+    "one peer on port 443": Host(has_firewall=True, only_to=HTTPS),
 }
 ADVISERS = ("manyhands.reach", "manyhands.tunnels", "manyhands.peer", "manyhands.rpc")
 BATCH_S, SAMPLES = 0.1, 4
@@ -89,7 +92,7 @@ JOIN_S = 90.0
 AFTER_DROP_S = 30.0
 LAST_S = 15.0
 PEERS_IN_PROCESS = 32
-ROUND_S = 120.0
+ROUND_S = 60.0
 WARM_UP_ROUNDS = 3
 MB = 10**6
 
@@ -184,6 +187,7 @@ class _Notes(logging.Handler):
 def measure(setup: str, drop_s: float, watch_s: float) -> dict[str, Any]:
     """One row."""
     hosts = [OPEN, OPEN, SETUPS[setup], OPEN]
+    ports = PORTS.get(setup, (PORT, PORT))
     is_tunnel = setup == "tunnel"
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(internet(hosts))
@@ -191,9 +195,9 @@ def measure(setup: str, drop_s: float, watch_s: float) -> dict[str, Any]:
         if is_tunnel:
             stack.enter_context(Worker(Relay, names[RELAY], drop_s)).call("ready")
             watch_s = drop_s + AFTER_DROP_S
-        addresses = workers[0].call("start", [], HTTPS if setup == ONLY_443 else PORT, None)
+        addresses = workers[0].call("start", [], ports[0], None)
         _wait_for(workers[:1], "step")  # so that the next one finds the run
-        addresses += workers[1].call("start", addresses, PORT, None)
+        addresses += workers[1].call("start", addresses, ports[1], None)
         _wait_for(workers[:NEWCOMER], "first_s")
         aborted = sum(worker.call("report")["aborted"] for worker in workers[:NEWCOMER])
         newcomer = workers[NEWCOMER]
@@ -299,22 +303,25 @@ def measure_clients(num_clients: int, num_params: int, num_rounds: int) -> dict[
         for start in starting:
             start.result()
         for _ in range(WARM_UP_ROUNDS):  # they open the connections, and make the peers known to each other
-            if not any(outcome[0] for outcome in call("round", 1 + num_clients)):
+            outcomes = call("round", 1 + num_clients)
+            num_failed, seconds = sum(outcome[0] for outcome in outcomes), max(outcome[2] for outcome in outcomes)
+            print(f"  warm-up: {num_failed} did not average with all, {seconds:.1f} s", file=sys.stderr, flush=True)
+            if not num_failed:
                 break
         call("settle")
         start_peak(reducer.pid)
-        failed, reasons, seconds = 0, set[str](), []
+        failed, reasons, all_seconds = 0, set[str](), []
         for _ in range(num_rounds):
             outcomes = call("round", 1 + num_clients)
             failed += sum(outcome[0] for outcome in outcomes[1:])
             reasons |= {reason for outcome in outcomes for reason in outcome[1]}
-            seconds.append(max(outcome[2] for outcome in outcomes))
+            all_seconds.append(max(outcome[2] for outcome in outcomes))
         peak = peak_own_bytes(reducer.pid)
     for reason in sorted(reasons)[:5]:
         print(reason, file=sys.stderr)
     return {
         "clients": num_clients, "params": num_params, "rounds": num_rounds, "reducer_mb": round(peak / MB, 1),
-        "failed": failed, "round_s": round(statistics.median(seconds), 2),
+        "failed": failed, "round_s": round(statistics.median(all_seconds), 2),
     }  # fmt: skip
 
 
