@@ -58,7 +58,7 @@ import torch
 from _command_line import Parser, json_path, positive, positive_int, progress_of, run, write_json
 from _memory import free_at_once, peak_own_bytes, start_peak
 from _relay import Relay, RelayTunnel
-from _routers import Host, internet, public_ip
+from _routers import Host, bridged, internet, public_ip
 from _star import enter, why_not
 from _worker import Worker
 
@@ -95,6 +95,7 @@ PEERS_IN_PROCESS = 32
 ROUND_S = 60.0
 WARM_UP_ROUNDS = 3
 MB = 10**6
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Trainer:
@@ -286,7 +287,7 @@ def measure_clients(num_clients: int, num_params: int, num_rounds: int) -> dict[
     num_processes = -(-num_clients // PEERS_IN_PROCESS)
     sizes = [len(range(number, num_clients, num_processes)) for number in range(num_processes)]
     with contextlib.ExitStack() as stack:
-        names = stack.enter_context(internet([OPEN] * (1 + num_processes)))
+        names = stack.enter_context(bridged(1 + num_processes))
         pool = stack.enter_context(ThreadPoolExecutor(1 + num_processes))
         workers = [stack.enter_context(Worker(Averagers, name, num_params)) for name in names]
         reducer = workers[0]
@@ -338,6 +339,13 @@ def counts(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 
 
+def leave(number: int, _: Any) -> None:
+    """Leave through the blocks that remove the namespaces, once: `timeout` sends its signal twice."""
+    for one in SIGNALS:
+        signal.signal(one, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--setups", type=setups, default=list(SETUPS), help="several (default: all)")
@@ -350,8 +358,8 @@ def main() -> None:
     options = parser.parse_args()
     if (reason := why_not()) is not None:
         sys.exit(f"skipped: {reason}")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # leave through the blocks that remove the namespaces
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for number in SIGNALS:
+        signal.signal(number, leave)
     rows: list[dict[str, Any]] = []
     cases = options.clients or options.setups
     with progress_of(len(cases)) as steps:
