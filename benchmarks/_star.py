@@ -81,8 +81,8 @@ def star(num_peers: int, line: Line) -> Iterator[list[str]]:
     hub = context.Process(target=_hub, args=(theirs, names, line), daemon=True)
     try:
         for name in names:
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
         hub.start()
         theirs.close()
         if not ours.poll(START_TIMEOUT_S) or ours.recv() != "ready":
@@ -95,26 +95,29 @@ def star(num_peers: int, line: Line) -> Iterator[list[str]]:
             hub.join(5.0)
         for name in names:
             with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", name)
+                ip("netns", "del", name)
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Run the command `ip`."""
     subprocess.run(["ip", *arguments], check=True, timeout=10.0, capture_output=True)
 
 
 def _hub(pipe: Connection, names: list[str], line: Line) -> None:
-    lines = [_open_tun(number, name) for number, name in enumerate(names)]
+    lines = [open_tun(number, name, address_of(number)) for number, name in enumerate(names)]
     forward.compile("void(int64[::1], float64[::1], float64, float64, float64)")
     pipe.send("ready")
     bytes_per_s = np.resize(np.array(line.bytes_per_s, np.float64), len(names))
     forward(np.array(lines), bytes_per_s, line.delay_s, line.loss, line.queue_s)
 
 
-def _open_tun(number: int, name: str) -> int:
+def open_tun(number: int, name: str, address: str) -> int:
+    """Make the TUN device of a namespace; returns its descriptor."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     device = f"mh{os.getpid()}{number}"[:15]
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", device.encode(), IFF_TUN | IFF_NO_PI))
-    _ip("link", "set", device, "netns", name)
-    _ip("-n", name, "addr", "add", f"{address_of(number)}/24", "dev", device)
-    _ip("-n", name, "link", "set", device, "up", "mtu", str(MTU))
+    ip("link", "set", device, "netns", name)
+    ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+    ip("-n", name, "link", "set", device, "up", "mtu", str(MTU))
+    ip("-n", name, "route", "add", "default", "dev", device)
     return fd
