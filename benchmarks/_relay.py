@@ -65,6 +65,7 @@ class Relay:
 
     async def _end(self) -> None:
         self._server.close()
+        self._loop.set_exception_handler(lambda loop, context: None)  # streams complain of cancelled tasks
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

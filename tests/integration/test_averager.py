@@ -148,7 +148,7 @@ async def test_who_comes_late_takes_part_in_the_next_round() -> None:
         for _ in range(3):
             assert all(result.committed for result in await step_all(averagers))
         averagers.append(await join(peers[2], [tensors[2]]))
-        assert averagers[2].num_peers == 3
+        assert await run_blocking(lambda: averagers[2].num_peers) == 3
         results = await step_all(averagers)
         await close_all(averagers)
     assert all(result.committed and len(result.group) == 3 for result in results), results
@@ -431,3 +431,11 @@ async def test_a_tensor_that_is_resized_or_freed_in_mid_round_is_not_written(
     with pytest.raises(ManyhandsError, match="tensor 1"):
         await step(averagers[0])
     await close_all(averagers)
+
+
+def test_the_peers_are_counted_from_the_thread_of_the_user() -> None:
+    with (
+        manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer,
+        manyhands.Averager([torch.zeros(2)], peer=peer, run_id="alone") as averager,
+    ):
+        assert averager.num_peers == 1

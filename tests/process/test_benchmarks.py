@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,13 @@ def test_step_trace(tmp_path: Path) -> None:
     assert figures.keys() == {"files", "functions", "classes", "tasks", "frames_average_to_exchange"}
     assert "butterfly.py:run" in output
     assert figures["functions"] > figures["files"] > figures["frames_average_to_exchange"] > 0
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(not IS_LINUX or os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="no namespaces here")
+def test_reach(tmp_path: Path) -> None:
+    (row,), _ = results_of("reach.py", tmp_path, "--setups", "symmetric router", "--watch-s", "20")
+    assert row["joins"]
+    assert row["contributes"]
+    assert row["mode"] == "client"
+    assert row["advice"].startswith("No other peer can dial this one")

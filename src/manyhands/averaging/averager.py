@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
+LOOK_TIMEOUT_S = 5.0
 GRACE_S = 5.0
 """A step that exceeds its own limit by this much is given up: the network thread is blocked."""
 MAX_TIMEOUT_S = 86400.0
@@ -122,7 +123,11 @@ class Averager(FromHivemind):
     @property
     def num_peers(self) -> int:
         """Peers with matching tensors under this run id, this one included, as last read."""
-        return self._averager_loop.tracker.num_peers()
+
+        async def look() -> int:
+            return self._averager_loop.tracker.num_peers()
+
+        return self._peer.run(look(), LOOK_TIMEOUT_S, "counting the peers of the averager")
 
     def step(self, weight: float = 1.0, timeout_s: float = 30.0) -> RoundResult:
         """Take part in the next round, and write the weighted mean into the tensors.

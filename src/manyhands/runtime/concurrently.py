@@ -24,6 +24,8 @@ async def gathered(*coros: Coroutine[Any, Any, T]) -> list[T]:
 async def gathered_within(timeout_s: float, *coros: Coroutine[Any, Any, T | None]) -> list[T | None]:
     """Like :func:`gathered`, with a timeout; a coroutine that exceeds it is cancelled, and its result is None."""
     tasks = [asyncio.get_running_loop().create_task(coro) for coro in coros]
+    if not tasks:
+        return []
     try:
         done, late = await asyncio.wait(tasks, timeout=timeout_s)
         if late:
