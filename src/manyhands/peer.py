@@ -81,6 +81,7 @@ class Presence:
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
         self._state_dir = state_dir
         known_peers = state_dir.load_peers() if state_dir is not None else None
+        self._knows_others = known_peers is not None and len(known_peers) > 0
         self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), self.rng, wall_clock, known_peers)
         self.reach = Reach(self.endpoint, self.dht, wall_clock)
         self.own_mode = OwnMode(self.endpoint, self.dht)
@@ -100,7 +101,7 @@ class Presence:
         """Listen, and join the DHT.
 
         Args:
-            finds_mode: enter client mode if no other peer can dial this one.
+            finds_mode: enter client mode if no other peer can dial this one, unless this is the first one.
             before_joining: called between the two.
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
@@ -109,7 +110,7 @@ class Presence:
         await self.endpoint.listen(listen, announce)
         if before_joining is not None:
             await before_joining(self)
-        if finds_mode:
+        if finds_mode and (initial_peers or self._knows_others):
             self.own_mode.start()
         await self.dht.join(initial_peers, must_join=must_join)
         if self._state_dir is not None:
@@ -253,9 +254,8 @@ class Peer(FromHivemind):
         self._is_closed = False
         self._state_dir = StateDir(state_dir) if isinstance(state_dir, (str, Path)) else state_dir
         try:
-            knows_others = bool(initial_addresses) or self._has_known_peers()
-            if client_mode and not knows_others:
-                raise ConfigError(_NO_FIRST_PEER)
+            if client_mode and not initial_addresses:
+                self._check_knows_others()
             self.identity = self._identity_of(identity)
         except BaseException:
             self._release_state_dir()
@@ -278,7 +278,7 @@ class Peer(FromHivemind):
                 listen_addresses,
                 announce_addresses,
                 must_join=must_join,
-                finds_mode=may_be_client and bool(listen_addresses) and knows_others,
+                finds_mode=may_be_client and bool(listen_addresses),
                 before_joining=before_joining,
             )
 
@@ -302,8 +302,9 @@ class Peer(FromHivemind):
             given = self._state_dir.identity_path
         return Identity.load_or_create(given) if given is not None else Identity.generate()
 
-    def _has_known_peers(self) -> bool:
-        return self._state_dir is not None and len(self._state_dir.load_peers()) > 0
+    def _check_knows_others(self) -> None:
+        if self._state_dir is None or not len(self._state_dir.load_peers()):
+            raise ConfigError(_NO_FIRST_PEER)
 
     def _release_state_dir(self) -> None:
         if self._state_dir is not None:
