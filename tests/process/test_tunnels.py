@@ -74,11 +74,14 @@ def test_a_monitor_and_a_trainer_behind_tunnels_train_with_a_client(tmp_path: Pa
     text = tmp_path / "text"
     text.write_text("\n\n".join(f"Number {n} is here. After it comes number {n + 1}." for n in range(600)))
     tunnel = ("--tunnel", "ngrok", "--listen", LOOPBACK)
-    common = (*TINY, "--text", str(text), "--batch-size", "4", "--max-steps", "3")
+    stop_file = tmp_path / "stop"  # three steps take the first trainer less time than the other one takes to come
+    common = (*TINY, "--text", str(text), "--batch-size", "4", "--slow-down", "20", "--stop-file", str(stop_file))
     with running("monitor", "--run-id", "r", *tunnel) as monitor:
         address = monitor.wait_for("manyhands train").split()[-1]
         joining = ("train", "--run-id", "r", "--initial-peers", address, *common)
         with running(*joining, "--start-new", *tunnel) as trainer, running(*joining, "--client-mode") as client:
             for command in (trainer, client):
                 command.wait_for("Averaged tensors successfully with 2 peers")
+            stop_file.write_text("1")  # global step, which they have passed
+            for command in (trainer, client):
                 assert command.wait(120) == 0
