@@ -19,4 +19,7 @@ def main(*before: str) -> None:
         code = run([*before, *sys.argv[1:]])
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    # Python takes a KeyboardInterrupt that went through exec() or eval() of text, as in the making of a dataclass, for
+    # unhandled, and ends the process by SIGINT at its exit; the next eval() clears that mark.
+    eval("None")
     sys.exit(code)

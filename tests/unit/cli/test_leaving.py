@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +54,17 @@ def test_other_faults_of_finalizers_are_reported_as_before(monkeypatch: pytest.M
     with leaving_on_signals():
         make_and_forget(FaultyFinalizer)
     assert reported == [ValueError]
+
+
+def test_an_interrupt_within_exec_of_text_ends_with_the_exit_code_too(tmp_path: Path) -> None:
+    """Dataclasses are made so, many of them in the imports of large libraries.
+
+    Python would end the process by SIGINT at its exit, if it runs a module (``python -m manyhands``).
+    """
+    (tmp_path / "interrupted.py").write_text(
+        "import manyhands.cli.main, manyhands.cli.entry\n"
+        "manyhands.cli.main.run = lambda arguments: exec('raise KeyboardInterrupt')\n"
+        "manyhands.cli.entry.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, timeout=60)
+    assert done.returncode == 130
