@@ -1,6 +1,6 @@
 """What local steps cost in quality, and what they save in traffic.
 
-    python benchmarks/local_steps.py --json FILE [--quick] [--modes one,sync,...] [--jobs 2]
+    python benchmarks/local_steps.py --json FILE [--quick] [--modes one,sync,...] [--steps N] [--jobs 2]
 
 Four peers train a small ALBERT (masked words) and a tiny GPT on the text that comes with the recipe. They run in one
 process on a virtual clock; the networking code is real: DHT, progress records, matchmaking, rounds and codecs. All
@@ -15,7 +15,7 @@ gradients clipped to 1; not tuned for any mode), from random parameters:
   fragments   the parameters are averaged in 4 parts, one after the other, each once in H batches (24, so that it can be
               divided by 4)
   sparse      of each 4096 values of a change the 64 largest, with 14 bits each (SparseLoCo)
-  plain, nesterov   both outer optimizers, at H = 16 and 256
+  plain, nesterov   both outer optimizers, at H = 16 and 256, and plain at 100
 
 The steps are rounded to a whole number of averages (``tokens`` says how many). ``+ef`` is error feedback. ``noniid``
 gives each peer another part of the text. ``sync`` must have the loss of ``one``.
@@ -23,6 +23,7 @@ gives each peer another part of the text. ``sync`` must have the loss of ``one``
 --quick has 500 steps of models of 0.1 and 0.2 million parameters, which takes minutes. ALBERT then learns little more
 than how often each token occurs: masked words need more samples before the loss falls further. So its figures say
 little about quality there; the bytes are real. The full table has 800 steps, and 1.3 and 1.9 million parameters.
+--steps gives each peer another number of batches.
 
 A row is written as soon as it is there, and rows that are in the file are not computed again. The figures:
 
@@ -134,13 +135,14 @@ MODES = [
     Mode("sparse", 30, "sparse", sparse=Sparse()),
     Mode("plain", 16, outer=plain),
     Mode("nesterov", 16, outer=nesterov),
+    Mode("plain", 100, outer=plain),
     Mode("plain", 256, outer=plain),
     Mode("nesterov", 256, outer=nesterov),
     Mode("local", 25, shards="noniid"),
     Mode("local", 100, shards="noniid"),
 ]
 MODELS = ("albert", "gpt")
-KEY = ("size", "model", "mode", "H", "codec", "shards", "seed")
+KEY = ("size", "steps", "model", "mode", "H", "codec", "shards", "seed")
 
 
 @dataclass(frozen=True)
@@ -148,23 +150,24 @@ class Case:
     """What one row is about."""
 
     size: str
+    steps: int
     model: str
     mode: Mode
     seed: int
 
     def key(self) -> Row:
         mode = self.mode
-        known = (self.size, self.model, mode.name, mode.H, mode.codec, mode.shards, self.seed)
+        known = (self.size, self.steps, self.model, mode.name, mode.H, mode.codec, mode.shards, self.seed)
         return dict(zip(KEY, known, strict=True))
 
 
 class Training:
     """The training of one case."""
 
-    def __init__(self, case: Case, num_steps: int | None = None) -> None:
+    def __init__(self, case: Case) -> None:
         self._mode, self._model, self._seed = case.mode, case.model, case.seed
         self._size = size = SIZES[case.size]
-        self._num_steps = case.mode.steps(num_steps or size.steps)
+        self._num_steps = case.mode.steps(case.steps)
         self._shards = Shards(case.model, case.mode.shards, PEERS, size.batch, case.seed)
 
     def row(self) -> Row:
@@ -322,24 +325,24 @@ def name_of(row: Row) -> Row:
     return {name: row[name] for name in KEY}
 
 
-def table(rows: Sequence[Row], size: str) -> list[str]:
+def table(rows: Sequence[Row], size: str, steps: int) -> list[str]:
     """Lines of text; a figure without its counterpart is left out."""
-    chosen = {tuple(name_of(row).values()): row for row in rows if row["size"] == size}
+    chosen = {tuple(name_of(row).values()): row for row in rows if (row["size"], row["steps"]) == (size, steps)}
     lines = [
         f"{'model':7} {'mode':10} {'H':>3} {'codec':8} {'shards':7} {'loss':>7} {'over one':>9} {'spread':>7} "
         f"{'MB/peer':>9} {'fewer':>7} {'Mbit/s':>8}  seeds"
     ]
     for model in MODELS:
         for mode in MODES:
-            *this, _ = Case(size, model, mode, 0).key().values()
+            *this, _ = Case(size, steps, model, mode, 0).key().values()
             shown = [row for (*key, _), row in chosen.items() if key == this]
             if not shown:
                 continue
-            one = {row["seed"]: chosen.get((size, model, "one", 0, "none", "iid", row["seed"])) for row in shown}
+            one = {row["seed"]: chosen.get((size, steps, model, "one", 0, "none", "iid", row["seed"])) for row in shown}
             over = [
                 100 * (row["heldout_loss"] / base["heldout_loss"] - 1) for row in shown if (base := one[row["seed"]])
             ]
-            sync = [row for (*key, _), row in chosen.items() if key == [size, model, "sync", 1, "none", "iid"]]
+            sync = [row for (*key, _), row in chosen.items() if key == [size, steps, model, "sync", 1, "none", "iid"]]
             mean_bytes = statistics.mean(row["bytes_per_peer"] for row in shown)
             fewer = ""
             if sync and mean_bytes:
@@ -379,8 +382,10 @@ def main() -> None:
     parser.add_argument("--models", type=chosen_models, default=list(MODELS), help="albert,gpt (default: both)")
     parser.add_argument("--seeds", type=positive_int, help="default: 3, and 1 with --quick")
     parser.add_argument("--jobs", type=positive_int, default=min(2, os.cpu_count() or 1), help="processes (default: 2)")
+    parser.add_argument("--steps", type=positive_int, metavar="N", help="batches of each peer (default: see above)")
     options = parser.parse_args()
     size = "quick" if options.quick else "full"
+    steps = options.steps or SIZES[size].steps
     num_seeds = options.seeds or (1 if options.quick else 3)
     rows = kept_rows(options.json)
     known = [name_of(row) for row in rows]
@@ -390,14 +395,14 @@ def main() -> None:
         for mode in MODES
         for model in options.models
         if options.modes is None or mode.name in options.modes
-        if (case := Case(size, model, mode, seed)).key() not in known
+        if (case := Case(size, steps, model, mode, seed)).key() not in known
     ]
-    with progress_of(len(cases)) as steps:
+    with progress_of(len(cases)) as shown:
         for number, row in enumerate(rows_of(cases, options.jobs), 1):
-            steps.begin(f"{number} of {len(cases)}: {row['model']} {row['mode']} {row['H']}: {row['heldout_loss']:.4f}")
+            shown.begin(f"{number} of {len(cases)}: {row['model']} {row['mode']} {row['H']}: {row['heldout_loss']:.4f}")
             rows.append(row)
             write_rows(options.json, rows)
-    print("\n".join(table(rows, size)))
+    print("\n".join(table(rows, size, steps)))
 
 
 if __name__ == "__main__":
