@@ -1,0 +1,141 @@
+"""What a coordinator knows of a run, as plain data: for the page, the terminal, programs and the history. Pure.
+
+Everything in it was said by peers. Names, versions, devices and reasons are text of strangers: cut to length here, and to be
+escaped by whoever shows them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+SCHEMA_VERSION = 1
+"""Of the JSON of all classes here: raised when a field is removed or redefined, not when one is added."""
+
+PeerState = Literal["training", "averaging", "gone", "left"]
+"""``left`` said so; ``gone`` did not, and has not been heard of for 15 s."""
+
+Reach = Literal["direct", "client", "auxiliary"]
+
+EventKind = Literal["joined", "left", "died", "aborted", "reloaded", "refused", "step", "restarted"]
+
+
+class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One peer of the run.
+
+    Attributes:
+        name: chosen by its owner; empty without one.
+        since, last_seen: seconds since 1970, by the clock of this coordinator.
+        step: the last global step that it has made.
+        samples: of its own, in committed global steps; all its sessions.
+        share: ``samples`` of those of all peers, 0 to 1.
+        samples_per_second: its speed, as it says.
+        rounds_committed, rounds_missed: global steps made since ``since`` with its samples, and without.
+        reason: why its samples are not in the last global step; empty if they are.
+    """
+
+    peer_id: str
+    name: str = ""
+    state: PeerState = "training"
+    reach: Reach = "direct"
+    version: str = ""
+    device: str = ""
+    since: float = 0.0
+    last_seen: float = 0.0
+    step: int = 0
+    samples: int = 0
+    share: float = 0.0
+    samples_per_second: float = 0.0
+    rounds_committed: int = 0
+    rounds_missed: int = 0
+    reason: str = ""
+
+
+class Leader(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the leaderboard: all peers of one name, or one peer without a name.
+
+    Attributes:
+        rank: from 1; equal samples, equal rank.
+        name: empty for a peer without one.
+        peer_ids: of all its peers, also of those that have left.
+        samples: in committed global steps.
+        share: of all committed samples, 0 to 1.
+    """
+
+    rank: int
+    name: str
+    peer_ids: list[str]
+    samples: int
+    share: float
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed global step on the curves; None where nobody has said.
+
+    Attributes:
+        time: seconds since 1970.
+        loss: mean over the micro-batches of all peers.
+        samples: committed in this step.
+        bytes_sent: by all peers together since the step before.
+    """
+
+    time: float
+    step: int
+    loss: float | None = None
+    heldout_loss: float | None = None
+    samples: int = 0
+    samples_per_second: float = 0.0
+    peers: int = 0
+    learning_rate: float | None = None
+    bytes_sent: int | None = None
+
+
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened.
+
+    Attributes:
+        time: seconds since 1970.
+        peer_id, name: of the peer that it is about; empty if it is about the run.
+        text: one short sentence in plain English.
+    """
+
+    time: float
+    kind: EventKind
+    text: str
+    step: int = 0
+    peer_id: str = ""
+    name: str = ""
+
+
+class RunPicture(msgspec.Struct, frozen=True, kw_only=True):
+    """The run at one moment.
+
+    Attributes:
+        time: seconds since 1970.
+        step: number of committed global steps.
+        samples: accumulated for the next one, by all peers.
+        eta_s: seconds until the next one, counted from ``time``; None while no peer computes.
+        num_peers: peers that train now.
+        samples_per_second: of all.
+        committed_samples: in all global steps that this coordinator knows of; the sum of the ``samples`` of all leaders.
+        last: the last committed step; None before the first.
+        peers: also those that have left in the last hour; those that train first, by samples.
+        leaders: the leaderboard, by rank; at most 100.
+        events: the newest first; at most 50.
+    """
+
+    run_id: str
+    time: float
+    version: int = SCHEMA_VERSION
+    step: int = 0
+    samples: int = 0
+    target_batch_size: int = 0
+    num_peers: int = 0
+    samples_per_second: float = 0.0
+    eta_s: float | None = None
+    committed_samples: int = 0
+    last: Point | None = None
+    peers: list[PeerRow] = []
+    leaders: list[Leader] = []
+    events: list[RunEvent] = []
