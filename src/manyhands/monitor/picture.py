@@ -1,7 +1,7 @@
 """What a coordinator knows of a run, as plain data: for the page, the terminal, programs and the history. Pure.
 
-Everything in it was said by peers. Names, versions, devices and reasons are text of strangers: cut to length here, and to be
-escaped by whoever shows them.
+Everything in it was said by peers. Names, versions, devices and reasons are text of strangers: they are cut to length,
+and whoever shows them must escape them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class RunPicture(msgspec.Struct, frozen=True, kw_only=True):
         eta_s: seconds until the next one, counted from ``time``; None while no peer computes.
         num_peers: peers that train now.
         samples_per_second: of all.
-        committed_samples: in all global steps that this coordinator knows of; the sum of the ``samples`` of all leaders.
+        committed_samples: in all global steps that this coordinator knows of; the sum over all leaders.
         last: the last committed step; None before the first.
         peers: also those that have left in the last hour; those that train first, by samples.
         leaders: the leaderboard, by rank; at most 100.
