@@ -158,6 +158,9 @@ class Optimizer(OptimizerWrapper):
         """As given."""
         self._samples = SampleCounter(peer.peer_id, self._replica, self._local)
         self._layout = GradientLayout(self._replica.model_parameters, extra.numel)
+        self._averages_in_background = options.delay == "gradients" or (
+            local_steps is not None and local_steps.overlap_steps > 0
+        )
         self._is_counted = False  # the .grad of this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
@@ -295,10 +298,7 @@ class Optimizer(OptimizerWrapper):
         for a step in the background. Call no :meth:`step` within the block.
         """
         self.settle()
-        if isinstance(replica := self._replica, LocalReplica):
-            with replica.agreed_in_model():
-                yield
-        else:
+        with self._replica.agreed_in_model():
             yield
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
@@ -367,11 +367,6 @@ class Optimizer(OptimizerWrapper):
         return self._local is None
 
     # global steps
-
-    @property
-    def _averages_in_background(self) -> bool:
-        replica = self._replica
-        return self._options.delay == "gradients" or (isinstance(replica, LocalReplica) and replica.overlap_steps > 0)
 
     def _act_on(self, decision: Decision) -> None:
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
