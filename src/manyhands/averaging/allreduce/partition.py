@@ -59,6 +59,7 @@ class Partition:
         means: how their means are encoded; by default as they are.
 
     Attributes:
+        means: how means are encoded.
         is_exact: whether values in the region are sent unencoded.
         spans: by rank; empty for a member that reduces nothing.
         chunks: of each span, in order.
@@ -69,6 +70,7 @@ class Partition:
     def __init__(
         self, group: Group, members: Collection[int], region: slice, plan: Plan, means: Plan | Gathered | None = None
     ) -> None:
+        self.means: Plan | Gathered = plan if means is None else means
         self.is_exact = plan.is_exact(region.start, region.stop) and not plan.passes_on
         numel = region.stop - region.start
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs

@@ -83,7 +83,7 @@ class SpanReducer:
         self._norms = norms
         self._square = 0.0  # of the last mean, if it is sent unencoded
         self._encode = encode if encode is not None else plan.encode
-        self._means = Gathered(plan, weights) if plan.passes_on else None
+        self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
         room = whole_lines(max((place.stop - place.start for place in partition.places[rank]), default=0))

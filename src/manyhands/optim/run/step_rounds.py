@@ -18,7 +18,6 @@ from typing import Protocol
 
 import torch
 
-from manyhands.averaging.codecs.sparse import SPARSE
 from manyhands.averaging.commit.recovery import Refill
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
@@ -294,7 +293,7 @@ class StepRounds:
         """
         loop, config, outcome = asyncio.get_running_loop(), self._config, StepOutcome()
         numel, vector_N, shapes, part = mean_N.numel(), mean_N, self._local.shapes, self._local.part
-        if self._config.codec.startswith(SPARSE):
+        if self._config.is_sparse:
             shapes = [[numel]]  # exact: a mean of one axis of the grid is sparse no more
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
