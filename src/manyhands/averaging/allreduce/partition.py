@@ -48,6 +48,9 @@ More cost more calls; fewer leave too little to overlap."""
 MIN_CHUNK_NUMEL = 1 << 18
 """Smaller chunks are not worth the calls."""
 
+MANY_TO_ONE = 16
+"""Members for each reducer, above which chunks are smaller: a reducer holds a few of each member at once."""
+
 
 class Partition:
     """The spans of the reducers, and their chunks.
@@ -79,9 +82,11 @@ class Partition:
         spans = owned_spans(numel, leveled(bandwidths), group.min_span_numel, group.group_id)
         spans = in_whole_units(spans, unit, least)
         self.spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
-        num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * sum(map(self.is_reducer, range(len(spans)))))
+        num_reducers = max(1, sum(map(self.is_reducer, range(len(spans)))))
+        num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * num_reducers, len(members) // num_reducers)
+        smallest = MIN_CHUNK_NUMEL * min(len(members), MANY_TO_ONE * num_reducers) // max(1, len(members))
         most = max(group.chunk_numel, math.ceil(numel / MAX_CHUNKS))
-        usual = min(most, max(MIN_CHUNK_NUMEL, math.ceil(numel / num_chunks)))
+        usual = min(most, max(smallest, math.ceil(numel / num_chunks)))
         self.chunks = [chunks_of(span, whole_units(usual, unit, most)) for span in self.spans]
         self.places = self._places(plan)
         self.mean_places = self._places(means) if means is not None else self.places
