@@ -131,7 +131,7 @@ def test_a_chunk_has_whole_units(numel: int, unit: int, most: int, expected: int
 
 
 @pytest.mark.parametrize(
-    ("num_members", "num_reducers", "most"), [(16, 16, 1 << 18), (17, 1, 246_723), (257, 1, 16_320), (256, 16, 1 << 18)]
+    ("num_members", "num_reducers", "most"), [(16, 16, 1 << 18), (17, 1, 246_724), (257, 1, 16_321), (256, 16, 1 << 18)]
 )
 def test_one_reducer_of_many_members_holds_little_of_each(num_members: int, num_reducers: int, most: int) -> None:
     """A reducer has three chunks of each member in memory."""
