@@ -214,7 +214,7 @@ def _add_events(curves: Curves, events: Iterable[_Event]) -> None:
 def _add_history(curves: Curves, path: Path) -> None:
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            for values in database.execute(f"SELECT {', '.join(COLUMNS)} FROM points ORDER BY time"):
+            for values in database.execute(f"SELECT {', '.join(COLUMNS)} FROM points ORDER BY step"):
                 row = msgspec.convert(dict(zip(COLUMNS, values, strict=True)), _Row)
                 curves.loss.add(row.step, row.loss)
                 curves.heldout_loss.add(row.step, row.heldout_loss)

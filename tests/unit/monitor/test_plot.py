@@ -78,7 +78,7 @@ def test_an_evaluators_file_has_the_heldout_loss(tmp_path: Path) -> None:
     assert read(tmp_path / "e", "e").heldout_loss.parts == [[(5, 7.5)]]
 
 
-def test_a_history_has_its_points_in_order_of_time(tmp_path: Path) -> None:
+def test_a_history_has_its_points_in_order(tmp_path: Path) -> None:
     points = [
         Point(time=2.0, step=2, loss=8.0, samples=256, samples_per_second=30.0, peers=3),
         Point(time=1.0, step=1, samples=256, samples_per_second=20.0, peers=2, heldout_loss=9.0),

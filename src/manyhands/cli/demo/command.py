@@ -75,7 +75,7 @@ def demo(
 
 def draw_chart(folder: Path, output: Path) -> str:
     """Draw the curves of all event files in a folder, if matplotlib is installed; returns a line that says so."""
-    files = sorted(folder.glob("*.jsonl"), key=lambda path: path.name != MONITOR_EVENTS)
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: (path.name != MONITOR_EVENTS, path.name))
     try:
         plot(files, output)
     except ConfigError as error:  # the demo itself went well
