@@ -275,7 +275,9 @@ def _draw_curve(ax: Any, curve: Curve, colour: str, line_style: str, **how: Any)
 def _draw_legend(ax: Any, files: Sequence[Curves]) -> None:
     from matplotlib.lines import Line2D
 
-    named = [(curves.label, COLOURS[number % len(COLOURS)], "-") for number, curves in enumerate(files)]
+    named: list[tuple[str, str, Any]] = [
+        (curves.label, COLOURS[number % len(COLOURS)], "-") for number, curves in enumerate(files)
+    ]
     if any(len(curves.heldout_loss) for curves in files):
         named.append(("held-out loss", "#222222", "--"))
     lines = [Line2D([], [], color=colour, linestyle=style, linewidth=1.8) for _, colour, style in named]
