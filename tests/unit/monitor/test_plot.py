@@ -100,6 +100,19 @@ def test_a_history_that_a_monitor_writes_is_read_meanwhile_and_not_changed(tmp_p
         database.rollback()
 
 
+def test_the_history_of_a_monitor_is_read_while_it_runs_and_afterwards(tmp_path: Path) -> None:
+    module = pytest.importorskip("manyhands.monitor.history")
+    path = module.history_path(tmp_path, "r")
+    kept = module.History("r", path)
+    kept.add_points([Point(time=1.0, step=1, loss=9.0, samples=256, samples_per_second=20.0, peers=2)])
+    assert kept.flush()
+    while_it_runs = read(path, "h")
+    kept.close()
+    assert while_it_runs == read(path, "h")
+    assert while_it_runs.loss.parts == [[(1, 9.0)]]
+    assert while_it_runs.peers.parts == [[(1, 2)]]
+
+
 def test_a_run_that_was_begun_anew_is_another_part_of_the_curve() -> None:
     curve = Curve()
     for step, value in ((1, 9.0), (2, 8.0), (2, 7.9), (1, 9.1), (2, None), (2, float("nan")), (3, 7.0)):
