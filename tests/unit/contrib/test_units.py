@@ -102,6 +102,13 @@ def test_a_unit_may_do_little(unit: str) -> None:
     assert service["StateDirectoryMode"] == "0700", "it has the private key"
 
 
+@pytest.mark.parametrize("unit", ["coordinator", "trainer"])
+def test_libraries_may_write_into_their_home_and_into_the_working_directory(unit: str) -> None:
+    service = read(unit)["Service"]
+    assert service["Environment"] == f"HOME=%C/{service['CacheDirectory']}"
+    assert service["WorkingDirectory"] == f"%S/{service['StateDirectory']}"
+
+
 def test_a_trainer_sees_the_gpu_and_may_compile() -> None:
     service = read("trainer")["Service"]
     for option in ("PrivateDevices", "ProtectClock", "DevicePolicy", "MemoryDenyWriteExecute"):
