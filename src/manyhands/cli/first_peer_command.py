@@ -15,6 +15,7 @@ from manyhands.base.errors import Timeout
 from manyhands.base.text import counted
 from manyhands.cli.charter_options import checked_charter, coordinate
 from manyhands.cli.event_file import EventWriter
+from manyhands.cli.logs import name_in_logs
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.cli.ticket_command import print_ticket
@@ -68,6 +69,7 @@ def first_peer(
     signed = checked_charter(charter, network)
     emit = output.begin()
     with network.connect(must_join=False) as peer:
+        name_in_logs(peer=str(peer.peer_id))
         logger.info("Running a first peer as peer %s", peer.peer_id)
         if changing := what_changes(network):
             logger.warning("%s; peers that have the old address cannot find this peer then", changing)

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from manyhands.cli.logs import LogFile
+
 PERIOD_S = 0.5
 
 
@@ -45,7 +47,7 @@ class LiveLine:
         root = logging.getLogger()
         self._handlers, above = root.handlers, _AboveTheLine(self._console)
         above.setFormatter(self._handlers[0].formatter if self._handlers else None)
-        root.handlers = [above]
+        root.handlers = [above, *(handler for handler in self._handlers if isinstance(handler, LogFile))]
         self._thread.start()
         return self
 

@@ -24,6 +24,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
 from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.logs import name_in_logs
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
@@ -203,6 +204,7 @@ def monitor(
         keeper = Keeping(keeping, run_id, repo) if keeping.checkpoint_dir is not None else None
         if keeper is not None:
             cleanup.callback(keeper.close)
+        name_in_logs(run=run_id, peer=str(peer.peer_id))
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
         if charter is not None and signed is not None:
             coordinate(peer, charter, signed, network)

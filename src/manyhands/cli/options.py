@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from manyhands.base.errors import ConfigError
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.leaving import leave_on_eof
-from manyhands.cli.logs import log_to_stdout
+from manyhands.cli.logs import log_to
 from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.cli.public_address import AnnouncedCheck, announce_public
 from manyhands.peer import ALL_INTERFACES, BeforeJoining, Peer
@@ -159,15 +159,39 @@ class OutputOptions:
     events: Path | None = None
     """Append one JSON object for each event to this file, for other programs."""
 
+    log_file: Path | None = None
+    """Append the log to this file as well; opened anew after SIGHUP and when it has been moved away."""
+
+    log_json: bool = False
+    """Append JSON objects to --log-file: time, level, logger, message, run and peer."""
+
     verbose: bool = False
     """Log in detail, with the origin of each line."""
 
     leave_on_eof: bool = False
     """Exit when standard input ends, so that this process never outlives the program that started it."""
 
+    def __post_init__(self) -> None:
+        if self.log_json and self.log_file is None:
+            raise ConfigError(
+                "--log-json is about the lines of a log file; name one, for example --log-file manyhands.log --log-json"
+            )
+
     def begin(self) -> EventWriter:
-        """Start logging; returns the writer for events."""
-        log_to_stdout(verbose=self.verbose)
+        """Start logging; returns the writer for events.
+
+        Raises:
+            ConfigError: a file cannot be written.
+        """
+        self.begin_log()
         if self.leave_on_eof:
             leave_on_eof()
         return EventWriter(self.events)
+
+    def begin_log(self) -> None:
+        """Start logging alone, before :meth:`begin`.
+
+        Raises:
+            ConfigError: the log file cannot be written.
+        """
+        log_to(self.log_file, is_json=self.log_json, verbose=self.verbose)

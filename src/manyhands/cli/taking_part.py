@@ -18,7 +18,7 @@ from manyhands.base.folder_lock import FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.event_file import EventWriter
-from manyhands.cli.logs import log_to_stdout
+from manyhands.cli.logs import name_in_logs
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
@@ -85,7 +85,7 @@ def found_data(given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any
         from manyhands.recipes.albert.archive import with_unpacked
 
         if own_rank() == 0:
-            log_to_stdout(verbose=output.verbose)  # fetching an archive takes minutes
+            output.begin_log()  # fetching an archive takes minutes
         given = with_unpacked(given)
     return found_here(given)
 
@@ -203,6 +203,7 @@ def take_part(
         if training.auxiliary and network.client_mode is None:
             network = replace(network, client_mode=False)  # else it would be of no use
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
+        name_in_logs(run=run_id, peer=str(peer.peer_id))
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
         if peer.addresses:
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))

@@ -13,14 +13,16 @@ from rich.console import Console
 
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.cli.demo.child import Child, end_all
-from manyhands.cli.demo.story import Story
+from manyhands.cli.demo.story import MONITOR_EVENTS, Story
 from manyhands.cli.demo.tally import Summary
 from manyhands.cli.demo.view import LiveView, PlainView, View, print_summary
 from manyhands.cli.taking_part import require_albert
+from manyhands.monitor.plot import plot
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 
 LEAVE_TIMEOUT_S = 3.0
+CHART = Path("demo.png")
 
 
 def demo(
@@ -35,7 +37,7 @@ def demo(
 
     Starts a training monitor and the trainers as processes on loopback. Half-way one trainer is killed and a fresh one
     joins. Exit code 0 means that the held-out loss fell, all live peers hold the identical state, and the newcomer
-    contributed.
+    contributed. The curves are drawn into demo.png, with the extra manyhands[plot].
     """
     for name, value in (("peers", peers), ("steps", steps), ("target-batch-size", target_batch_size)):
         if value < 1:
@@ -62,10 +64,23 @@ def demo(
             problem = str(error)
         finally:
             end_all(children, LEAVE_TIMEOUT_S)
+        about_chart = draw_chart(Path(folder), CHART) if not problem else ""
     outcome = story.tally.summary(time.monotonic() - started, problem)
     print_summary(console, outcome)
+    if about_chart:
+        console.print(about_chart, markup=False, soft_wrap=True)
     writer.write(outcome)
     return 1 if outcome.problems else 0
+
+
+def draw_chart(folder: Path, output: Path) -> str:
+    """Draw the curves of all event files in a folder, if matplotlib is installed; returns a line that says so."""
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: (path.name != MONITOR_EVENTS, path.name))
+    try:
+        plot(files, output)
+    except ConfigError as error:  # the demo itself went well
+        return f"No chart was drawn: {error}"
+    return f"The curves are in {output}."
 
 
 def check_text(text: tuple[Path, ...]) -> None:

@@ -15,6 +15,7 @@ from manyhands.monitor.events import Event as MonitorEvent
 from manyhands.recipes.albert.events import Event as TrainerEvent
 
 RUN_ID = "demo"
+MONITOR_EVENTS = "monitor.jsonl"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
@@ -96,7 +97,7 @@ class Story:
         )
 
     def _start_monitor(self) -> None:
-        events = self._folder / "monitor.jsonl"
+        events = self._folder / MONITOR_EVENTS
         arguments = ["monitor", "--run-id", RUN_ID, "--listen", LOOPBACK, "--events", str(events)]
         self._monitor = Child("monitor", arguments, self._folder)
         self._children.append(self._monitor)
