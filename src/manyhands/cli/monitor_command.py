@@ -17,14 +17,19 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from rich.console import Console, RenderableType
 
+from manyhands.access import SignedCharter
 from manyhands.base.address import Address, parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
 from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.live_view import LiveScreen, LogLine
+from manyhands.cli.monitor_screen import screen_of
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
+from manyhands.cli.picture_of_events import PictureOfEvents
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
@@ -178,6 +183,9 @@ def monitor(
     refresh_period: Annotated[
         float, Parameter(help="Longest time between two refreshes in seconds; shorter before a global step.")
     ] = MAX_REFRESH_S,
+    plain: Annotated[
+        bool, Parameter(help="Print log lines in a terminal too, where otherwise a live screen is drawn.")
+    ] = False,
     curves: CurveOptions | None = None,
     keeping: KeepingOptions | None = None,
     network: NetworkOptions | None = None,
@@ -185,7 +193,8 @@ def monitor(
 ) -> None:
     """Welcome trainers and show how the run goes. Trains nothing, needs no GPU and no torch.
 
-    Prints the exact command for the trainers. Runs until Ctrl-C.
+    Prints the exact command for the trainers. In a terminal, a live screen of the
+    run follows as soon as somebody trains. Runs until Ctrl-C.
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     keeping = keeping or KeepingOptions()
@@ -211,13 +220,26 @@ def monitor(
         emit(Listening(peer.peer_id, peer.addresses))
         drawn = Curves(sinks)
         cleanup.callback(end, drawn)
+        seen = PictureOfEvents(run_id)
 
         def on_event(event: Event) -> None:
             emit(event)
             drawn.add(event)
+            seen.add(event)
             if keeper is not None and isinstance(event, StepMade):
                 keeper.last_step = event
 
+        def draw(width: int, height: int, log: Sequence[LogLine]) -> RenderableType | None:
+            if (known := seen.now()) is None:
+                return None
+            picture, points = known
+            footer = how_to_join(peer, network, signed)
+            return screen_of(picture, points, width, height, time.time(), log=log, footer=footer)
+
+        screen = LiveScreen(Console(highlight=False), draw)
+        if screen.is_possible and not plain:
+            logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
+            cleanup.enter_context(screen)
         watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period)
         peer.run(watcher.start(), 5.0, "starting the monitor")
         if keeper is not None:
@@ -250,6 +272,20 @@ def welcome(run_id: str, addresses: Sequence[str], initial_peers: Sequence[str])
         print(f"    --initial_peers {' '.join(map(_host_port, places))}")  # noqa: T201
         print_ticket(run_id, addresses)
     sys.stdout.flush()
+
+
+def how_to_join(peer: Peer, network: NetworkOptions, charter: SignedCharter | None) -> list[str]:
+    """The shortest ways to join, and to see the ticket again, for the foot of the screen."""
+    if charter is not None and not charter.is_open:
+        return [f"To invite, in another terminal: manyhands invite --state-dir {network.state_dir} --uses 5"]
+    places = parse_addresses(peer.addresses or network.initial_peers or ())
+    if not places:
+        return []
+    place = _host_port(places[0])
+    return [
+        f"To join: manyhands join {place}",
+        f"Ticket and QR code, in another terminal: manyhands ticket {place}",
+    ]
 
 
 def _host_port(address: Address) -> str:

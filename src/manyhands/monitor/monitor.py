@@ -15,7 +15,7 @@ from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_metrics
-from manyhands.optim.run.progress import Progress, ProgressLog, StrandedNotice, next_refresh_s, rank_of
+from manyhands.optim.run.progress import SHOWN_LIVE, Progress, ProgressLog, StrandedNotice, next_refresh_s, rank_of
 from manyhands.optim.run.progress_reader import ProgressReader, View
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Peer
@@ -132,7 +132,7 @@ class RunMonitor:
             if record.step <= self._leading_step + 1 and peer_id in self._trainers_seen
         }
         for made in self._steps.look(believed, trainers, now):
-            logger.info("Step #%d  loss = %.5f", made.step, made.loss)
+            logger.info("Step #%d  loss = %.5f", made.step, made.loss, extra=SHOWN_LIVE)
             self._on_event(made)
 
     async def _report_heldout(self) -> None:
@@ -143,7 +143,7 @@ class RunMonitor:
                 self._heldout_step = record.step
                 logger.info(
                     "Held-out loss %.4f, MLM accuracy %.1f%%, SOP accuracy %.1f%% at global step %d",
-                    record.loss, 100 * record.mlm_accuracy, 100 * record.sop_accuracy, record.step,
+                    record.loss, 100 * record.mlm_accuracy, 100 * record.sop_accuracy, record.step, extra=SHOWN_LIVE,
                 )  # fmt: skip
                 self._on_event(HeldoutSeen(record.step, record.loss, record.mlm_accuracy, record.sop_accuracy))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from manyhands.cli.live_line import LiveLine
+from manyhands.cli.live_view import LiveLine
 from manyhands.optim.run.progress import SHOWN_LIVE
 
 ERASE_LINE = "\r\x1b[2K"
