@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from tests.process.commands import PATIENCE_S
@@ -73,8 +73,11 @@ class Terminal:
             os.close(self._master)
 
     def wait_until(self, pattern: str, times: int = 1) -> None:
+        self.wait_for(lambda: len(re.findall(pattern, self.screen)) >= times)
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while len(re.findall(pattern, self.screen)) < times:
+        while not is_so():
             assert time.monotonic() < deadline, self.screen
             assert self._process.poll() is None, self.screen
             time.sleep(0.05)

@@ -71,8 +71,8 @@ def screen_of(
     wants = {  # by priority: the last ones are left out first
         "head": Want(2, len(head), math.inf),
         "log": Want(2, 1 + num_log_rows, 2) if num_log_rows else None,
-        "peers": Want(3, 2 + max(len(picture.peers), 1), 6),
-        "loss": Want(2, 1 + MAX_CHART_ROWS, 3) if losses else Want(1, 1, 1),
+        "peers": Want(3, 2 + len(picture.peers), 6) if picture.peers else Want(1, 1, 1),
+        "loss": Want(2, 1 + min(MAX_CHART_ROWS, len(losses)), 3) if losses else Want(1, 1, 1),
         "foot": Want(len(foot), len(foot), 1) if foot else None,
         "events": Want(2, 1 + len(shown_events), 2) if shown_events else None,
     }
@@ -150,6 +150,8 @@ def _progress(picture: RunPicture, width: int, now: float) -> Text:
 
 
 def _countdown(picture: RunPicture, now: float) -> str:
+    if not picture.target_batch_size:
+        return "at an unknown time"
     if picture.eta_s is None or not math.isfinite(picture.eta_s):
         return "unknown: no peer computes"
     left_s = picture.time + picture.eta_s - now
