@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
 STOP_TIMEOUT_S = 2.0
-"""A terminal that takes no output (Ctrl-S) does not hold up the end of the program for longer."""
+"""A terminal that takes no output (Ctrl-S) holds up the end of a program no longer, and is left as it is."""
 MAX_KEPT_LINES = 1000
 MAX_LINE_LENGTH = 4000
 
@@ -84,7 +84,8 @@ class LiveView(ABC):
     ) -> None:
         self._is_over.set()
         self._thread.join(STOP_TIMEOUT_S)
-        self._end()
+        if not self._thread.is_alive():
+            self._end()
 
     def _draw_forever(self) -> None:
         try:

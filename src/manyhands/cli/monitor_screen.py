@@ -69,7 +69,7 @@ def screen_of(
     num_log_rows = len(_log_rows(log, inner, MOST_LOG_ROWS, now))
     shown_events = [event for event in picture.events if event.kind != "step"]
     wants = {  # by priority: the last ones are left out first
-        "head": Want(2, len(head), math.inf),
+        "head": Want(min(2, height), len(head), math.inf),
         "log": Want(2, 1 + num_log_rows, 2) if num_log_rows else None,
         "peers": Want(3, 2 + len(picture.peers), 6) if picture.peers else Want(1, 1, 1),
         "loss": Want(2, 1 + min(MAX_CHART_ROWS, len(losses)), 3) if losses else Want(1, 1, 1),
