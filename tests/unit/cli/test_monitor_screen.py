@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import time
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -17,7 +18,11 @@ from manyhands.cli.monitor_screen import chart_of, clock, columns_of, screen_of,
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
 NOW = 1.8e9
-FOOTER = ["To join: manyhands join 203.0.113.7:31337", "Ticket and QR code: manyhands ticket 203.0.113.7:31337"]
+FOOTER = [
+    "To join: manyhands join 203.0.113.7:31337",
+    "Ticket and QR code, in another terminal: manyhands ticket 203.0.113.7:31337",
+]
+DOCUMENTATION = Path(__file__).parents[3] / "docs/how-to/monitor.md"
 
 
 def a_peer(number: int, **changes: object) -> PeerRow:
@@ -68,36 +73,26 @@ def rows_of(
     return [row.rstrip() for row in rows]
 
 
-EIGHTY_BY_TWENTY_FOUR = """\
- manyhands monitor  run albert                                      Ctrl-C ends
- Step 1,234  next in 0:26  ━━━━━━━━━━━━━━━━━━━━━━─────────  3,023/4,096 samples
- 20 peers · 41.3 samples/s · 5,123,456 samples committed
- ── Loss 4.0105 · held-out 4.5000 at step 1,200 · lowest 4.0105 · first 8.9751
-   8.781 █▆▄▃▁
-         ██████▇▅▄▃▃▂▁
-   4.011 ███████████████▇▇▆▆▅▅▅▄▄▄▃▃▃▃▃▃▂▂▂▂▂▂▂▂▂▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁
- ── Peers 7 shown and 13 more ─────────────────────────────────────────────────
- peer                    samples  share samples/s      step state     reach
- name 0               10,000,000  50.0%      12.3     1,234 training  direct
- name 1                5,000,000  25.0%      12.3     1,234 training  direct
- name 2                3,333,333  16.7%      12.3     1,234 training  direct
- name 3                2,500,000  12.5%      12.3     1,234 training  direct
- name 4                2,000,000  10.0%      12.3     1,234 training  direct
- name 5                1,666,666   8.3%      12.3     1,234 training  direct
- name 6                1,428,571   7.1%      12.3     1,234 training  direct
- ── Events ────────────────────────────────────────────────────────────────────
-    12 s  bob joined
-  12 min  …000007 has not been heard of for 15 s
- ── Log ───────────────────────────────────────────────────────────────────────
-    70 s  WARNING too slow
- ──────────────────────────────────────────────────────────────────────────────
- To join: manyhands join 203.0.113.7:31337
- Ticket and QR code: manyhands ticket 203.0.113.7:31337"""
+NAMES = ["alice", "", "lab-3", "Jos\u00e9", "carol", "old laptop", "dan"]
 
 
-def test_eighty_by_twenty_four() -> None:
-    rows = rows_of(a_picture(*map(a_peer, range(20))), log=[LogLine(NOW - 70, logging.WARNING, "too slow", "")])
-    assert rows == EIGHTY_BY_TWENTY_FOUR.split("\n")
+def test_the_documentation_shows_what_is_drawn() -> None:
+    peers = [
+        a_peer(
+            number,
+            name=name,
+            reach="client" if number % 3 == 1 else "direct",
+            state={4: "averaging", 5: "gone"}.get(number, "training"),
+            step=1234 if number != 5 else 1226,
+            samples_per_second=12.34 / (1 + number / 2),
+            samples=2_561_728 // (number + 1),
+            share=0.5 / (number + 1),
+        )
+        for number, name in enumerate([*NAMES, *map(str, range(5))])
+    ]
+    log = [LogLine(NOW - 70, logging.WARNING, "cannot read the records of the run; trying again", "")]
+    drawn = "\n".join(rows_of(a_picture(*peers), log=log))
+    assert drawn in DOCUMENTATION.read_text(encoding="utf-8"), drawn
 
 
 SIZES = [(200, 60), (120, 40), (80, 24), (60, 20), (40, 12), (30, 8), (20, 4), (10, 2), (3, 1), (1, 1)]
@@ -119,7 +114,7 @@ def test_the_screen_fills_the_terminal_and_no_more(size: tuple[int, int], num_pe
         assert max(map(cell_len, rows), default=0) <= size[0]
         if size[1] >= 20:
             assert len(rows) == size[1]
-            assert "Ticket and QR code: manyhands ticket 203.0.113.7:31337" in rows[-1]
+            assert "Ticket and QR code, in another terminal: " in rows[-1]
 
 
 @pytest.mark.parametrize("text", HOSTILE)
