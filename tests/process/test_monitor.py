@@ -135,6 +135,7 @@ def check_curves(tmp_path: Path) -> None:
         (["monitor", "--refresh-period", "0"], "refresh_period is 0.0; it must be from 0.5 to 600 seconds"),
         (["monitor", "--wandb-project", ""], "--wandb-project is empty"),
         (["monitor", "--wandb-mode", "offline"], "name a project too: --wandb-project NAME"),
+        (["monitor", "--trackio", " "], "--trackio is empty; name a project"),
         (["monitor", "--tensorboard", "/dev/null"], "/dev/null is no folder that can be written"),
         (["monitor", "--checkpoint-dir", "/dev/null"], "checkpoint folder /dev/null"),
         (["monitor", "--checkpoint-dir", "d", "--checkpoint-every", "0"], "checkpoint_every is 0"),

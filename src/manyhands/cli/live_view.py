@@ -145,17 +145,24 @@ class LiveScreen(LiveView):
     other code prints, are kept for the drawing, and printed when the screen has ended.
 
     Args:
-        console: of standard output.
         draw: returns the screen for a width and a height in characters and the kept lines, oldest first; None as long
             as there is nothing to draw yet. Called in a separate thread.
+        console: by default, one of the present standard output.
     """
 
-    def __init__(self, console: Console, draw: Callable[[int, int, Sequence[LogLine]], RenderableType | None]) -> None:
+    def __init__(
+        self,
+        draw: Callable[[int, int, Sequence[LogLine]], RenderableType | None],
+        *,
+        console: Console | None = None,
+    ) -> None:
+        console = console or Console(file=sys.stdout, highlight=False)
         live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         super().__init__(console, live)
         self._make = draw
         self._kept: deque[LogLine] = deque(maxlen=MAX_KEPT_LINES)
-        self._streams: tuple[TextIO, TextIO] | None = None  # those of the process, while the screen is drawn
+        self._streams = sys.stdout, sys.stderr
+        self._has_begun = False
 
     @property
     def is_possible(self) -> bool:
@@ -170,26 +177,26 @@ class LiveScreen(LiveView):
         drawn = self._make(width, height, list(self._kept))
         if drawn is None:
             return
-        if not self._live.is_started:
-            self._streams = sys.stdout, sys.stderr
-            self._console.file = self._console.file  # by default, it is whatever sys.stdout is at the moment
-            sys.stdout, sys.stderr = _Printed(self._take, sys.stdout), _Printed(self._take, sys.stderr)
+        if not self._has_begun:
+            self._has_begun = True
+            sys.stdout, sys.stderr = (_Printed(self._take, stream) for stream in self._streams)
             self._live.start()
         self._live.update(drawn, refresh=True)
 
     def _take(self, line: LogLine) -> None:
-        if self._streams is not None:
+        if self._has_begun:
             self._kept.append(line)
         else:
-            print(line.whole, flush=True)  # noqa: T201
+            print(line.whole, file=self._streams[0], flush=True)
 
     def _end(self) -> None:
         super()._end()
-        if self._streams is not None:
-            (sys.stdout, sys.stderr), self._streams = self._streams, None
+        if self._has_begun:
+            self._has_begun = False
+            sys.stdout, sys.stderr = self._streams
         with suppress(OSError):
             while self._kept:
-                print(self._kept.popleft().whole, flush=True)  # noqa: T201
+                print(self._kept.popleft().whole, file=self._streams[0], flush=True)
 
 
 def _is_of_terminal(handler: logging.Handler) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from manyhands.access import SignedCharter
 from manyhands.base.address import Address, parse_addresses
@@ -34,7 +34,7 @@ from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.monitor import RunMonitor
-from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, WandbMode, WandbSink
+from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
 from manyhands.monitor.events import Event, Listening, StepMade
 from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
@@ -59,7 +59,12 @@ class CurveOptions:
     tensorboard: Path | None = None
     """Write the curves into this folder, for TensorBoard; needs the extra manyhands[tensorboard]."""
 
+    trackio: str | None = None
+    """Draw the curves with Trackio, in this project; needs the extra manyhands[trackio]."""
+
     def __post_init__(self) -> None:
+        if self.trackio is not None and not self.trackio.strip():
+            raise ConfigError("--trackio is empty; name a project, for example --trackio my-albert")
         if self.wandb_project is not None and not self.wandb_project.strip():
             raise ConfigError("--wandb-project is empty; name a project, for example --wandb-project my-albert")
         if self.wandb_mode is not None and self.wandb_project is None:
@@ -74,8 +79,10 @@ class CurveOptions:
         sinks: dict[str, Sink] = {}
         if self.wandb_project is not None:
             sinks["wandb"] = WandbSink(self.wandb_project, run_id, self.wandb_mode)
+        name = f"{run_id}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if self.trackio is not None:
+            sinks["Trackio"] = TrackioSink(self.trackio, run_id, name)
         if self.tensorboard is not None:
-            name = f"{run_id}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
             sinks["TensorBoard"] = TensorBoardSink(self.tensorboard, name)
         return sinks
 
@@ -218,16 +225,7 @@ def monitor(
         if run_id not in peer.presence.members:
             welcome(run_id, peer.addresses, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))
-        drawn = Curves(sinks)
-        cleanup.callback(end, drawn)
         seen = PictureOfEvents(run_id)
-
-        def on_event(event: Event) -> None:
-            emit(event)
-            drawn.add(event)
-            seen.add(event)
-            if keeper is not None and isinstance(event, StepMade):
-                keeper.last_step = event
 
         def draw(width: int, height: int, log: Sequence[LogLine]) -> RenderableType | None:
             if (known := seen.now()) is None:
@@ -236,7 +234,17 @@ def monitor(
             footer = how_to_join(peer, network, signed)
             return screen_of(picture, points, width, height, time.time(), log=log, footer=footer)
 
-        screen = LiveScreen(Console(highlight=False), draw)
+        screen = LiveScreen(draw)  # before the sinks, some of which replace standard output for a moment
+        drawn = Curves(sinks)
+        cleanup.callback(end, drawn)
+
+        def on_event(event: Event) -> None:
+            emit(event)
+            drawn.add(event)
+            seen.add(event)
+            if keeper is not None and isinstance(event, StepMade):
+                keeper.last_step = event
+
         if screen.is_possible and not plain:
             logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
             cleanup.enter_context(screen)

@@ -98,7 +98,7 @@ def test_a_screen_keeps_what_is_logged_and_printed_and_prints_it_at_the_end(
     root.handlers = [*root.handlers, file]
     handlers, streams = root.handlers, (sys.stdout, sys.stderr)
     draw.is_ready = False
-    with LiveScreen(a_terminal(screen), draw):
+    with LiveScreen(draw, console=a_terminal(screen)):
         draw.wait()
         logging.getLogger("manyhands").info("before the screen")
         assert capsys.readouterr().out == "INFO: before the screen\n"
@@ -129,7 +129,7 @@ def test_a_screen_that_cannot_be_drawn_ends_with_a_warning_and_log_lines_follow(
     screen, draw, handlers = io.StringIO(), Drawer(), logging.getLogger().handlers
     assert isinstance(handlers[0], logging.StreamHandler)
     log = handlers[0].stream
-    with LiveScreen(a_terminal(screen), draw) as _:
+    with LiveScreen(draw, console=a_terminal(screen)) as _:
         draw.wait()
         draw.fails = True
         for thread in threading.enumerate():
@@ -153,7 +153,7 @@ def test_a_terminal_without_block_characters_has_no_screen(monkeypatch: pytest.M
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stdout", Ascii())
     assert LiveLine(Console(), lambda width: "").is_possible
-    assert not LiveScreen(Console(), Drawer()).is_possible
+    assert not LiveScreen(Drawer()).is_possible
 
 
 def test_a_pipe_has_no_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
