@@ -32,7 +32,7 @@ class Terminal:
         self._master, slave = os.openpty()
         self.resize(120, 40)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", TAKE_TERMINAL, sys.executable, "-u", "-m", "manyhands", *command],
+            [sys.executable, "-c", TAKE_TERMINAL, sys.executable, "-m", "manyhands", *command],
             stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
             env=_without(os.environ, "COLUMNS", "LINES", "NO_COLOR") | {"TERM": "xterm"} | (env or {}),
         )  # fmt: skip
