@@ -26,6 +26,7 @@ from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 MARGIN = 1
 MAX_BAR, MIN_BAR = 60, 6
 MAX_CHART_ROWS = 10
+MAX_COLUMN_WIDTH = 4
 AXIS_WIDTH = 8
 """For the numbers at the left of a chart."""
 MAX_TEXT = 500
@@ -209,8 +210,10 @@ def _loss(points: Sequence[Point], losses: Sequence[float], width: int, rows: in
 
 
 def columns_of(values: Sequence[float], width: int) -> list[float]:
-    """At most ``width`` numbers: the values, or means of runs of about equal length."""
+    """At most ``width`` numbers: few values several times each, many as means of runs of about equal length."""
     num = min(len(values), width)
+    if (times := min(width // num, MAX_COLUMN_WIDTH)) > 1:
+        return [value for value in values for _ in range(times)]
     bounds = [len(values) * column // num for column in range(num + 1)]
     return [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(bounds)]
 

@@ -223,7 +223,9 @@ def test_a_chart_goes_from_the_lowest_to_the_highest_value() -> None:
     assert chart_of([1.0, 2.0, 3.0], 1) == ["▁▅█"]
     assert chart_of([1.0, 2.0, 3.0], 2) == [" ▁█", "▁██"]
     assert chart_of([5.0, 5.0], 2) == ["  ", "▁▁"]
-    assert columns_of([1.0, 2.0, 3.0], 10) == [1.0, 2.0, 3.0]
+    assert columns_of([1.0, 2.0, 3.0], 5) == [1.0, 2.0, 3.0]
+    assert columns_of([1.0, 2.0], 5) == [1.0, 1.0, 2.0, 2.0]
+    assert columns_of([1.0, 2.0], 100) == [1.0] * 4 + [2.0] * 4
     assert columns_of([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
 
 
