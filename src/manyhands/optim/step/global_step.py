@@ -81,7 +81,8 @@ class GlobalStep:
         """Use this peer's own gradient as the average: no other peer is there."""
         lineage = hashlib.sha256(self.left_from.lineage + b"alone" + own_id.encode()).digest()
         samples = round(self.contribution.weight)
-        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, contributors=[own_id])
+        shares = {own_id: self.contribution.weight}
+        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, contributors=[own_id], shares=shares)
 
     def advance(self) -> None:
         """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""
