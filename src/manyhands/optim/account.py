@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.averaging.messages import SHORT_ID_BYTES, Count, Position, short_id
+from manyhands.averaging.messages import SHORT_ID_BYTES, Count, Digest, Position, short_id
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
@@ -38,6 +38,11 @@ MAX_LISTS_BYTES = 48_000
 ShortLineage = Annotated[bytes, msgspec.Meta(min_length=SHORT_ID_BYTES, max_length=SHORT_ID_BYTES)]
 
 
+def alone_lineage(before: bytes, peer_id: PeerId) -> bytes:
+    """The lineage after a step that a peer has made alone."""
+    return hashlib.sha256(before + b"alone" + peer_id.encode()).digest()
+
+
 def short_lineage(lineage: bytes) -> bytes:
     """The first bytes of a position's lineage, padded if it is shorter."""
     return lineage[:SHORT_ID_BYTES].ljust(SHORT_ID_BYTES, b"\0")
@@ -48,14 +53,15 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         step: number of global steps after it.
-        before, after: the lineages that it led from and to, shortened.
+        before: the lineage that it led from.
+        after: the lineage that it led to, shortened.
         is_grid: the list is that of one group of a grid; there are others.
         digest: of all this and the list.
         shares: the list: short ids and samples of the contributors, packed; empty if others publish it.
     """
 
     step: Count
-    before: ShortLineage
+    before: Digest
     after: ShortLineage
     is_grid: bool
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -64,6 +70,10 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def __post_init__(self) -> None:
         if len(self.shares) % SHARE_BYTES:
             raise ValueError(f"a list has {SHARE_BYTES} bytes for each contributor")
+
+    def is_proven_alone(self, peer_id: PeerId) -> bool:
+        """Whether the lineage shows that this peer has made the step alone; see :func:`alone_lineage`."""
+        return self.after == short_lineage(alone_lineage(self.before, peer_id))
 
     def has_true_digest(self) -> bool:
         """Whether the digest is that of the list, which must be in order and name each peer once."""
@@ -172,7 +182,7 @@ class RecentSteps:
             is_grid: the contributors are those of one group of several.
         """
         counted = {short_id(peer_id): min(round(weight), MAX_SAMPLES) for peer_id, weight in shares.items()}
-        lists, before, after = packed(counted), short_lineage(left.lineage), short_lineage(reached.lineage)
+        lists, before, after = packed(counted), left.lineage, short_lineage(reached.lineage)
         digest = digest_of(reached.step, before, after, is_grid, lists)
         listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]
         is_listing = self._own_id in listing and len(lists) <= MAX_LISTS_BYTES
