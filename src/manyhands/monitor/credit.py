@@ -89,6 +89,7 @@ class Credit:
         self._seen: set[int] = set()  # steps that this monitor has seen itself since it started
         self._seen_rounds: Counter[bytes] = Counter()
         self._num_shares = 0
+        self._final_step = -1  # this step and those before it are in the totals, and their lists are not kept
         self._leading: tuple[int, bytes] | None = None
         self._checked: dict[_Name, dict[bytes, int]] = {}  # lists that have been checked
         self._behind_since = math.inf
@@ -98,6 +99,8 @@ class Credit:
             self._samples[peer], self._rounds[peer] = total
         for step in steps:
             self._put(step, Changes(), is_seen=False)
+        if settled:
+            self._final_step = max(self._final_step, min(self._steps, default=0) - 1)
 
     # what is known
 
@@ -161,7 +164,9 @@ class Credit:
         self._take_back_later(leading[0], now, changes)
         for step, after in sorted(branch.items()):
             known = self._steps.get(step)
-            if known is not None and published.num_signers(step, after) <= known.num_signers:
+            if step <= self._final_step or (
+                known is not None and published.num_signers(step, after) <= known.num_signers
+            ):
                 continue
             if (believed := published.believed(step, after, self._checked)) is None:
                 continue
@@ -174,7 +179,7 @@ class Credit:
         """Credit what other coordinators have told, for steps before the newest one that this one has seen."""
         changes, newest = Changes(), self.newest_step
         for step in steps:
-            if step.step < newest and step.step not in self._steps and _is_list(step.shares):
+            if self._final_step < step.step < newest and step.step not in self._steps and _is_list(step.shares):
                 self._put(msgspec.structs.replace(step, num_signers=0), changes, is_seen=False)
         return changes
 
@@ -218,7 +223,8 @@ class Credit:
         self.version += 1
         changes.put.append(step)
         while self._num_shares > MAX_KEPT_SHARES and len(self._steps) > 1:
-            oldest = self._steps.pop(min(self._steps))
+            self._final_step = min(self._steps)
+            oldest = self._steps.pop(self._final_step)
             self._num_shares -= len(oldest.shares) // SHARE_BYTES
             changes.settled.append(oldest)
 
