@@ -11,12 +11,12 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, readable_addresses
+from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, PeerIdText, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import ManyhandsError, Refused
 from manyhands.base.identity import PeerId
@@ -24,7 +24,7 @@ from manyhands.dht import Schema
 from manyhands.monitor.credit import CreditedStep
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import EventKind, Point, RunEvent
-from manyhands.optim.account import MAX_LISTS_BYTES
+from manyhands.optim.account import MAX_LISTS_BYTES, MAX_NAME
 from manyhands.peer import Presence
 from manyhands.rpc import Method
 from manyhands.rpc.frames import readable
@@ -40,6 +40,7 @@ RETRY_PERIOD_S = 60.0
 MAX_POINTS = 2000
 """In one answer: 200 KB."""
 MAX_EVENTS = 500
+MAX_PEERS = 4000
 MAX_STEPS = 1000
 MAX_LISTS = 256_000
 """Bytes of the lists in one answer."""
@@ -65,14 +66,14 @@ class HistoryRequest(msgspec.Struct, frozen=True):
     """Asks for what was before.
 
     Attributes:
+        kind: what of it.
         before_step: points and credited steps below this one.
-        before: events before this time, in seconds since 1970; none are asked for if it is 0.
-        wants_points: points rather than credited steps.
+        before: events before this time, in seconds since 1970.
     """
 
+    kind: Literal["points", "steps", "events", "peers"]
     before_step: Count = 0
     before: Finite = 0.0
-    wants_points: bool = False
 
 
 class ToldStep(msgspec.Struct, frozen=True, array_like=True):
@@ -113,12 +114,24 @@ class ToldEvent(msgspec.Struct, frozen=True, array_like=True):
     name: Annotated[str, msgspec.Meta(max_length=64)]
 
 
+class ToldPeer(msgspec.Struct, frozen=True, array_like=True):
+    """A peer that has taken part in the run."""
+
+    peer_id: PeerIdText
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+
+    def __post_init__(self) -> None:
+        if not self.name.isprintable():
+            raise ValueError("a name has no control characters")
+
+
 class HistoryResponse(msgspec.Struct, frozen=True):
     """A page of what was asked for, the last part of it; empty at the beginning of the history."""
 
     points: Annotated[list[ToldPoint], msgspec.Meta(max_length=MAX_POINTS)] = []
     steps: Annotated[list[ToldStep], msgspec.Meta(max_length=MAX_STEPS)] = []
     events: Annotated[list[ToldEvent], msgspec.Meta(max_length=MAX_EVENTS)] = []
+    peers: Annotated[list[ToldPeer], msgspec.Meta(max_length=MAX_PEERS)] = []
 
 
 HISTORY = Method("monitor.history", HistoryRequest, HistoryResponse)
@@ -136,6 +149,7 @@ class Told(msgspec.Struct):
     points: list[Point] = []
     steps: list[CreditedStep] = []
     events: list[RunEvent] = []
+    peers: list[ToldPeer] = []
     origin: str = ""
 
 
@@ -171,10 +185,13 @@ class Exchange:
         return await asyncio.get_running_loop().run_in_executor(None, self._page, request)
 
     def _page(self, request: HistoryRequest) -> HistoryResponse:
-        if request.before > 0:
+        if request.kind == "peers":
+            known = sorted(self._history.peers().values(), key=lambda known: -known.last_seen)
+            return HistoryResponse(peers=[ToldPeer(PeerId(peer.peer_id), peer.name) for peer in known[:MAX_PEERS]])
+        if request.kind == "events":
             events = self._history.events(MAX_EVENTS, request.before)
             return HistoryResponse(events=[_told(event, ToldEvent) for event in events])
-        if request.wants_points:
+        if request.kind == "points":
             points = self._history.points_before(request.before_step, MAX_POINTS)
             return HistoryResponse(points=[_told(point, ToldPoint) for point in points])
         steps: list[ToldStep] = []
@@ -220,20 +237,21 @@ class Exchange:
     async def _ask_one(self, peer_id: PeerId, before_step: int, before: float) -> Told | None:
         told = Told(origin=peer_id)
         try:
-            answer = await self._call(peer_id, HistoryRequest(before=before))
+            answer = await self._call(peer_id, HistoryRequest("events", before=before))
             told.events = [_readable(event) for event in answer.events if event.time < before]
-            await self._pages(peer_id, before_step, told, wants_points=True)
-            await self._pages(peer_id, before_step, told, wants_points=False)
+            told.peers = (await self._call(peer_id, HistoryRequest("peers"))).peers
+            await self._pages(peer_id, "points", before_step, told)
+            await self._pages(peer_id, "steps", before_step, told)
         except ManyhandsError as error:
             logger.info("coordinator %s does not tell the history of the run: %s", peer_id, error)
             return told if told.points else None
         return told
 
-    async def _pages(self, peer_id: PeerId, before_step: int, told: Told, *, wants_points: bool) -> None:
+    async def _pages(self, peer_id: PeerId, kind: Literal["points", "steps"], before_step: int, told: Told) -> None:
         num_bytes = 0
         for _ in range(MAX_PAGES):
-            answer = await self._call(peer_id, HistoryRequest(before_step=before_step, wants_points=wants_points))
-            page: Sequence[ToldPoint | ToldStep] = answer.points if wants_points else answer.steps
+            answer = await self._call(peer_id, HistoryRequest(kind, before_step))
+            page: Sequence[ToldPoint | ToldStep] = answer.points if kind == "points" else answer.steps
             numbers = [entry.step for entry in page]
             num_bytes += sum(len(step.shares) + 64 for step in answer.steps) + 128 * len(answer.points)
             if not numbers or max(numbers) >= before_step or num_bytes > MAX_TOLD_BYTES:
@@ -253,7 +271,8 @@ class Exchange:
 def merged(answers: Sequence[Told]) -> Told | None:
     """What to believe of several answers; None without any.
 
-    The credited steps that more than half of the coordinators tell alike; points and events of the one that has most.
+    The credited steps that more than half of the coordinators tell alike; points, events and names of the one that has
+    most.
     """
     if not answers:
         return None
@@ -269,7 +288,7 @@ def merged(answers: Sequence[Told]) -> Told | None:
         (after, shares), count = counts.most_common(1)[0]
         if 2 * count > len(answers):
             steps.append(CreditedStep(number, after, 0, shares, tellers[number, after, shares]))
-    return Told(most.points, steps, most.events, most.origin)
+    return Told(most.points, steps, most.events, most.peers, most.origin)
 
 
 def _told(entry: Point | RunEvent, kind: Callable[..., K]) -> K:

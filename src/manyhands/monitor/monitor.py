@@ -21,13 +21,14 @@ from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
 from manyhands.monitor.history import History
 from manyhands.monitor.painter import Look, Painter
 from manyhands.monitor.picture import RunPicture
+from manyhands.monitor.roster import longest_silence_s
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_metrics
 from manyhands.optim.run.progress import Progress, ProgressLog, ProgressRecord, StrandedNotice, next_refresh_s, rank_of
-from manyhands.optim.run.progress_reader import ProgressReader, View
+from manyhands.optim.run.progress_reader import Observed, ProgressReader, View
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.rpc import Endpoint
@@ -66,6 +67,15 @@ class WatchingReader(ProgressReader):
     def _look_at_own(self, record: ProgressRecord, stored: StoredValue, now: float) -> None:
         if (seen := self._seen_as(None, record, stored, now)) is not None:
             self._keep(self._endpoint.peer_id, seen)
+
+    def present(self) -> dict[PeerId, Observed]:
+        """The records of the peers that have been heard of lately: a dead one must not hold the run back."""
+        now = asyncio.get_running_loop().time()
+        return {
+            peer_id: seen
+            for peer_id, seen in self.observed().items()
+            if now - seen.since <= longest_silence_s(seen.record)
+        }
 
 
 class RunMonitor:
@@ -162,7 +172,8 @@ class RunMonitor:
     async def _look(self) -> float:
         """Read and report once; returns the seconds until the next read."""
         await self._reader.refresh()
-        trainers = self._reader.trainers()
+        present = self._reader.present()
+        trainers = {peer_id: seen.record for peer_id, seen in present.items() if not seen.record.is_auxiliary}
         if not trainers:
             if self._is_watched:
                 logger.info("Found no active peers")
@@ -174,7 +185,7 @@ class RunMonitor:
         self._tell_stranded()
         leading = max(trainers.values(), key=rank_of).position
         target = await self._target_batch_size()
-        progress = View(self._reader.observed(), leading).outlook(None, target, asyncio.get_running_loop().time())
+        progress = View(present, leading).outlook(None, target, asyncio.get_running_loop().time())
         delay_s = next_refresh_s(progress, self._config)
         self._progress, self._target = progress, target
         if progress != self._last_progress:

@@ -19,7 +19,7 @@ from manyhands.monitor.events import Happened, StepMade
 from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import Leader, Point, RunEvent, RunPicture
-from manyhands.monitor.roster import Roster, median_of
+from manyhands.monitor.roster import Roster, longest_silence_s, median_of
 from manyhands.optim.account import AccountRecord, unpacked
 from manyhands.optim.run.progress import Progress
 from manyhands.optim.run.progress_reader import Observed
@@ -96,18 +96,28 @@ class Painter:
         self._history.add_points(told.points, told.origin)
         self._history.add_events(told.events, told.origin)
         self._history.add_credit(self._credit.add_told(told.steps))
+        self._history.add_peers(self._roster.learn({peer.peer_id: peer.name for peer in told.peers}))
 
     def paint(self, look: Look) -> tuple[RunPicture, list[Happened]]:
         """The picture of a look, and what has happened since the last one."""
         self.began_at = min(self.began_at, look.wall_time)
         credit, trained = self._credit, look.trained_lately
         accounts = {peer_id: account for peer_id, account in look.accounts.items() if peer_id in trained}
-        trainers = {peer_id: seen for peer_id, seen in look.observed.items() if not seen.record.is_auxiliary}
-        positions = {peer_id: seen.said for peer_id, seen in trainers.items()}
+        positions = {
+            peer_id: seen.said
+            for peer_id, seen in look.observed.items()
+            if not seen.record.is_auxiliary and look.now - seen.since <= longest_silence_s(seen.record)
+        }
         changes = credit.look(accounts, positions, look.now)
         events, known = self._roster.look(
             look.observed, look.accounts, now=look.now, wall_time=look.wall_time, step=look.step, credit=credit
         )
+        earlier = {
+            peer_id: account.name
+            for peer_id, account in look.accounts.items()
+            if peer_id not in trained and credit.total_of(peer_id).samples > 0
+        }
+        known += self._roster.learn(earlier)
         self._note_refused(look)
         self._news += events
         events, self._news = self._news, []

@@ -105,6 +105,18 @@ class Roster:
         """Peer id and name of all peers that were ever seen, by short id."""
         return {peer: (known.peer_id, known.name) for peer, known in self._known.items()}
 
+    def learn(self, names: Mapping[PeerId, str]) -> list[KnownPeer]:
+        """Note the names of peers that were here before this monitor's time; returns those that are new."""
+        learnt = [
+            KnownPeer(short_id(peer_id), peer_id, name, 0.0, 0, 0.0, 0.0)
+            for peer_id, name in names.items()
+            if short_id(peer_id) not in self._known
+        ]
+        if learnt:
+            self._known |= {known.peer: known for known in learnt}
+            self.version += 1
+        return learnt
+
     def look(
         self,
         observed: Mapping[PeerId, Observed],
