@@ -63,6 +63,7 @@ class Painter:
     Attributes:
         made: steps whose metrics are complete since the last picture.
         heldout: likewise, held-out losses by step.
+        told: likewise, what other coordinators have told of the time before.
         first_step: the first step that this monitor knows of; 0 if it knows of none.
         silence_due_s: seconds from the last look until a peer counts as gone, if it stays silent.
     """
@@ -80,6 +81,7 @@ class Painter:
         self._news: list[RunEvent] = []
         self.made: list[StepMade] = []
         self.heldout: dict[int, float] = {}
+        self.told: list[Told] = []
         self.began_at = math.inf
         self.first_step = 0
         self.silence_due_s = math.inf
@@ -91,8 +93,7 @@ class Painter:
         self._points = {step: point for step, point in self._points.items() if step <= after}
         self._history.remove_points_after(after)
 
-    def add_told(self, told: Told) -> None:
-        """Take in what other coordinators have told of the time before."""
+    def _add_told(self, told: Told) -> None:
         self._history.add_points(told.points, told.origin)
         self._history.add_events(told.events, told.origin)
         self._history.add_credit(self._credit.add_told(told.steps))
@@ -109,6 +110,9 @@ class Painter:
             if not seen.record.is_auxiliary and look.now - seen.since <= longest_silence_s(seen.record)
         }
         changes = credit.look(accounts, positions, look.now)
+        told, self.told = self.told, []
+        for more in told:
+            self._add_told(more)
         events, known = self._roster.look(
             look.observed, look.accounts, now=look.now, wall_time=look.wall_time, step=look.step, credit=credit
         )
