@@ -36,6 +36,7 @@ from manyhands.cli.ticket_command import print_ticket
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
 from manyhands.monitor.events import Event, Listening, StepMade
+from manyhands.monitor.history import open_history
 from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
 from manyhands.peer import Peer
@@ -215,6 +216,8 @@ def monitor(
     sinks = (curves or CurveOptions()).sinks(run_id)
     emit = output.begin()
     with ExitStack() as cleanup:
+        history = open_history(run_id, network.state_dir)
+        cleanup.callback(history.close)
         peer = cleanup.enter_context(network.connect())
         keeper = Keeping(keeping, run_id, repo) if keeping.checkpoint_dir is not None else None
         if keeper is not None:
@@ -248,7 +251,7 @@ def monitor(
         if screen.is_possible and not plain:
             logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
             cleanup.enter_context(screen)
-        watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period)
+        watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
         peer.run(watcher.start(), 5.0, "starting the monitor")
         if keeper is not None:
             keeper.run(peer)
