@@ -1,6 +1,6 @@
 """Live views of a terminal, redrawn by a thread of their own: a status line below the log, or a whole screen.
 
-Log lines marked as :data:`manyhands.optim.run.progress.SHOWN_LIVE` are hidden while a view is drawn.
+Log lines marked as :data:`manyhands.optim.run.progress.SHOWN_LIVE` are hidden while something is drawn.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ class LiveView(ABC):
 
     If drawing fails in another way, the view ends with a warning, and log lines are printed as without it.
 
+    Attributes:
+        has_begun: whether something is drawn.
+
     Args:
         console: of standard output.
         live: what draws on it.
@@ -61,6 +64,7 @@ class LiveView(ABC):
     def __init__(self, console: Console, live: Live) -> None:
         self._console = console
         self._live = live
+        self.has_begun = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._draw_forever, name="live view", daemon=True)
         self._handlers: list[logging.Handler] = []
@@ -73,7 +77,7 @@ class LiveView(ABC):
     def __enter__(self) -> None:
         self._begin()
         root = logging.getLogger()
-        self._handlers, own = root.handlers, _Handler(self._take)
+        self._handlers, own = root.handlers, _Handler(self)
         replaced = [handler for handler in self._handlers if _is_of_terminal(handler)]
         own.setFormatter(replaced[0].formatter if replaced else None)
         root.handlers = [own, *(handler for handler in self._handlers if handler not in replaced)]
@@ -110,7 +114,7 @@ class LiveView(ABC):
     def _draw(self) -> None: ...
 
     @abstractmethod
-    def _take(self, line: LogLine) -> None:
+    def take(self, line: LogLine) -> None:
         """Show a log line."""
 
 
@@ -127,6 +131,7 @@ class LiveLine(LiveView):
         self._text = text
 
     def _begin(self) -> None:
+        self.has_begun = True
         self._live.start()
         self._console.show_cursor(True)  # a killed process could not show the cursor again
 
@@ -134,7 +139,7 @@ class LiveLine(LiveView):
         text = self._text(self._console.width)
         self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
 
-    def _take(self, line: LogLine) -> None:
+    def take(self, line: LogLine) -> None:
         self._console.print(line.whole, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
@@ -162,7 +167,6 @@ class LiveScreen(LiveView):
         self._make = draw
         self._kept: deque[LogLine] = deque(maxlen=MAX_KEPT_LINES)
         self._streams = sys.stdout, sys.stderr
-        self._has_begun = False
 
     @property
     def is_possible(self) -> bool:
@@ -177,22 +181,22 @@ class LiveScreen(LiveView):
         drawn = self._make(width, height, list(self._kept))
         if drawn is None:
             return
-        if not self._has_begun:
-            self._has_begun = True
-            sys.stdout, sys.stderr = (_Printed(self._take, stream) for stream in self._streams)
+        if not self.has_begun:
+            self.has_begun = True
+            sys.stdout, sys.stderr = (_Printed(self.take, stream) for stream in self._streams)
             self._live.start()
         self._live.update(drawn, refresh=True)
 
-    def _take(self, line: LogLine) -> None:
-        if self._has_begun:
+    def take(self, line: LogLine) -> None:
+        if self.has_begun:
             self._kept.append(line)
         else:
             print(line.whole, file=self._streams[0], flush=True)
 
     def _end(self) -> None:
         super()._end()
-        if self._has_begun:
-            self._has_begun = False
+        if self.has_begun:
+            self.has_begun = False
             sys.stdout, sys.stderr = self._streams
         with suppress(OSError):
             while self._kept:
@@ -206,14 +210,14 @@ def _is_of_terminal(handler: logging.Handler) -> bool:
 class _Handler(logging.Handler):
     """Gives log lines to a view."""
 
-    def __init__(self, take: Callable[[LogLine], None]) -> None:
+    def __init__(self, view: LiveView) -> None:
         super().__init__()
-        self._take = take
-        self.addFilter(lambda record: not getattr(record, "is_shown_live", False))
+        self._view = view
+        self.addFilter(lambda record: not (view.has_begun and getattr(record, "is_shown_live", False)))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._take(LogLine(record.created, record.levelno, record.getMessage(), self.format(record)))
+            self._view.take(LogLine(record.created, record.levelno, record.getMessage(), self.format(record)))
         except Exception:  # noqa: BLE001 (as in logging.Handler: a log call never raises)
             self.handleError(record)
 

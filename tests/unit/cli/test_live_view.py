@@ -101,7 +101,8 @@ def test_a_screen_keeps_what_is_logged_and_printed_and_prints_it_at_the_end(
     with LiveScreen(draw, console=a_terminal(screen)):
         draw.wait()
         logging.getLogger("manyhands").info("before the screen")
-        assert capsys.readouterr().out == "INFO: before the screen\n"
+        logging.getLogger("manyhands").info("no screen shows it", extra=SHOWN_LIVE)
+        assert capsys.readouterr().out == "INFO: before the screen\nINFO: no screen shows it\n"
         assert screen.getvalue() == ""
         draw.is_ready = True
         draw.wait()
