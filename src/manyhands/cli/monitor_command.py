@@ -10,7 +10,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.live_view import LiveScreen, LogLine
 from manyhands.cli.monitor_screen import screen_of
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
-from manyhands.cli.picture_of_events import PictureOfEvents
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
@@ -39,6 +38,7 @@ from manyhands.monitor.events import Event, Listening, StepMade
 from manyhands.monitor.history import open_history
 from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
+from manyhands.monitor.picture import Point, RunPicture
 from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)
@@ -228,35 +228,44 @@ def monitor(
         if run_id not in peer.presence.members:
             welcome(run_id, peer.addresses, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))
-        seen = PictureOfEvents(run_id)
-
-        def draw(width: int, height: int, log: Sequence[LogLine]) -> RenderableType | None:
-            if (known := seen.now()) is None:
-                return None
-            picture, points = known
-            footer = how_to_join(peer, network, signed)
-            return screen_of(picture, points, width, height, time.time(), log=log, footer=footer)
-
-        screen = LiveScreen(draw)  # before the sinks, some of which replace standard output for a moment
-        drawn = Curves(sinks)
-        cleanup.callback(end, drawn)
 
         def on_event(event: Event) -> None:
             emit(event)
             drawn.add(event)
-            seen.add(event)
             if keeper is not None and isinstance(event, StepMade):
                 keeper.last_step = event
 
+        watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
+        # made before the sinks, some of which replace standard output for a moment
+        screen = LiveScreen(Drawing(watcher, lambda: how_to_join(peer, network, signed)))
+        drawn = Curves(sinks)
+        cleanup.callback(end, drawn)
         if screen.is_possible and not plain:
             logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
             cleanup.enter_context(screen)
-        watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
         peer.run(watcher.start(), 5.0, "starting the monitor")
         if keeper is not None:
             keeper.run(peer)
         while True:  # an unbounded wait cannot be interrupted on every platform
             threading.Event().wait(3600.0)
+
+
+class Drawing:
+    """Draws the last picture of a run, for a :class:`manyhands.cli.live_view.LiveScreen`."""
+
+    def __init__(self, watcher: RunMonitor, footer: Callable[[], list[str]]) -> None:
+        self._watcher = watcher
+        self._footer = footer
+        self._picture: RunPicture | None = None
+        self._points: list[Point] = []
+
+    def __call__(self, width: int, height: int, log: Sequence[LogLine]) -> RenderableType | None:
+        picture = self._watcher.picture
+        if picture is None or not (picture.num_peers or picture.last):
+            return None
+        if picture is not self._picture:
+            self._picture, self._points = picture, self._watcher.history.points()
+        return screen_of(picture, self._points, width, height, time.time(), log=log, footer=self._footer())
 
 
 def end(curves: Curves) -> None:

@@ -188,7 +188,7 @@ class RunMonitor:
         trainers = {peer_id: seen.record for peer_id, seen in present.items() if not seen.record.is_auxiliary}
         if not trainers:
             if self._is_watched:
-                logger.info("Found no active peers")
+                logger.info("Found no active peers", extra=SHOWN_LIVE)
             self._is_watched = False
             self._progress = None
             await self._report_what_was_learnt(trainers)  # metrics of the last steps, also of peers that have left
