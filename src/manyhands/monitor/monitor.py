@@ -156,8 +156,10 @@ class RunMonitor:
         while True:
             await asyncio.sleep(ASK_AFTER_S)
             before_step = self._painter.first_step
+            if before_step == 1:
+                return  # it has seen all
             try:
-                told = await self._exchange.ask(before_step, self._painter.began_at) if before_step > 0 else None
+                told = await self._exchange.ask(before_step, self._painter.began_at) if before_step > 1 else None
             except ManyhandsError as error:
                 logger.debug("other monitors cannot be asked: %s", error)
                 told = None
@@ -253,11 +255,12 @@ class RunMonitor:
         )
         self._painted_at = now
         loop = asyncio.get_running_loop()  # in the executor: with thousands of peers it takes a quarter of a second
-        self.picture, events = await loop.run_in_executor(None, self._painter.paint, look)
+        picture, events = await loop.run_in_executor(None, self._painter.paint, look)
+        self.picture = picture
         for happened in events:
             self._on_event(happened)
         for show in list(self.on_picture):
-            show(self.picture)
+            show(picture)
 
     async def _report_steps(self, trainers: Collection[PeerId]) -> None:
         metrics = await read_metrics(self._peer.dht, self._run_id, MetricsRecord)

@@ -64,7 +64,7 @@ class Painter:
         made: steps whose metrics are complete since the last picture.
         heldout: likewise, held-out losses by step.
         told: likewise, what other coordinators have told of the time before.
-        first_step: the first step that this monitor knows of; 0 if it knows of none.
+        first_step: the first step that was seen since the start; 0 before it.
         silence_due_s: seconds from the last look until a peer counts as gone, if it stays silent.
     """
 
@@ -129,9 +129,10 @@ class Painter:
         self._history.add_credit(changes)
         self._history.add_peers(known)
         self._history.add_events(events)
-        self._history.add_points(self._changed_points(look, accounts, changes))
-        if self.first_step == 0 and self._points:
-            self.first_step = min(self._points)
+        points = self._changed_points(look, accounts, changes)
+        self._history.add_points(points)
+        if self.first_step == 0 and points:
+            self.first_step = min(point.step for point in points)
         self.silence_due_s = self._roster.silence_due_s(look.now)
         return self._picture(look), [
             Happened(event.kind, event.text, event.step, event.peer_id, event.name) for event in events
