@@ -14,6 +14,7 @@ from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.tracebacks import clear_tracebacks
+from manyhands.optim.account import Failure, RecentSteps
 from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
@@ -154,6 +155,10 @@ class Optimizer(OptimizerWrapper):
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
+        self.recent_steps = RecentSteps(peer.peer_id)
+        """The last global steps that this peer has made, with the samples of all peers."""
+        self.last_failure: Failure | None = None
+        """Why samples of this peer last did not count at once; None if they always have."""
         self.peer = peer
         """As given."""
         self._samples = SampleCounter(peer.peer_id, self._replica, self._local)
@@ -453,9 +458,15 @@ class Optimizer(OptimizerWrapper):
         self._samples.count(step)
         if step.is_lost:
             logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
+            self._failed(step.left_from.step + 1, "it lost the result of the round")
             return
         outcome = step.outcome
         assert outcome is not None
+        shares = {} if step.refusal else outcome.shares
+        is_grid = outcome.grid_rounds is not None
+        self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=is_grid)
+        if outcome.is_left_out or step.refusal:
+            self._failed(step.left_from.step + 1, step.refusal or "the group made the step without its samples")
         self._was_alone = outcome.manifest is None
         self._replica.show()
         self._show()
@@ -482,6 +493,7 @@ class Optimizer(OptimizerWrapper):
             raise error
         self.statistics.rounds_aborted += 1
         self._num_failures += 1
+        self._failed(self._replica.position.step + 1, str(error))
         waiting = self._samples.waiting
         logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, waiting)
         if self._num_failures % FAILURES_UNTIL_ADVICE == 0:
@@ -492,6 +504,9 @@ class Optimizer(OptimizerWrapper):
                 "It goes on alone" if self._allow_solo else "This peer does not step alone",
             )
 
+    def _failed(self, step: int, reason: str) -> None:
+        self.last_failure = Failure(step, reason)
+
     @uninterrupted()
     def _go_to(self, state: State, *, is_reload: bool) -> None:
         """Load a state of others, if it fits."""
@@ -499,11 +514,14 @@ class Optimizer(OptimizerWrapper):
         if self._membership.load(state):
             self.statistics.states_loaded += 1
             self._samples.reload() if is_reload else self._samples.load(before)
+            if is_reload:
+                self._failed(self._replica.position.step, "its parameters were not those of the majority")
             self._moved_elsewhere()
 
     def _moved_elsewhere(self) -> None:
         """Reset what describes the last own step: the parameters now come from elsewhere."""
         self.last_round, self.last_contribution = None, 0
+        self.recent_steps.forget_from(self._replica.position.step + 1)
         self._show()
 
     def _show(self) -> None:
