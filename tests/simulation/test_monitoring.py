@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from manyhands.averaging import AveragingConfig
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.monitor import RunMonitor
@@ -77,7 +79,9 @@ def start_monitor(swarm: Swarm, name: str, begins_s: float = 0.0, history: Histo
     return watched
 
 
-def start_trainer(swarm: Swarm, name: str, until_step: int, batch_s: float, begins_s: float = 1.0) -> None:
+def start_trainer(
+    swarm: Swarm, name: str, until_step: int, batch_s: float, begins_s: float = 1.0, **options: Any
+) -> None:
     def train(member: Member) -> None:
         account = AccountPublisher(member.optimizer, name, "simulated")
         optimizer, step = member.optimizer, member.optimizer.global_step
@@ -92,7 +96,7 @@ def start_trainer(swarm: Swarm, name: str, until_step: int, batch_s: float, begi
 
     swarm.start(
         name, lambda: torch.nn.Linear(4, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.125), train,
-        target_batch_size=TARGET, batch_size_per_step=BATCH, begins_s=begins_s,
+        begins_s=begins_s, **{"target_batch_size": TARGET, "batch_size_per_step": BATCH} | options,
     )  # fmt: skip
 
 
@@ -128,6 +132,23 @@ def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_mon
     assert [kind for kind, _ in kinds[:3]] == ["joined"] * 3
     assert sorted(kinds[3:]) == [("died", "p2"), ("left", "p0"), ("left", "p1")]
     assert [event for event in late.events if isinstance(event, Happened) and event.kind == "restarted"] == []
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_in_a_grid_the_groups_of_the_first_round_are_credited() -> None:
+    swarm, num_steps = Swarm(seed=2), 4
+    watched = start_monitor(swarm, "monitor")
+    averaging = AveragingConfig(codec="none", max_group_size=3, matchmaking_time_s=10.0, averaging_timeout_s=40.0)
+    for number in range(9):
+        start_trainer(
+            swarm, f"p{number}", num_steps, 0.8 + number / 20, averaging=averaging, target_batch_size=9 * 8 * BATCH
+        )
+    swarm.run(until_s=120.0)
+    assert all(member.optimizer.recent_steps.listed()[-1].is_grid for member in swarm.members.values())
+    counts = {name: member.optimizer.statistics for name, member in swarm.members.items()}
+    credited = {row.name: row.samples for row in watched.last.leaders}
+    assert credited == {name: count.samples_used for name, count in counts.items()}
+    assert watched.last.step == num_steps
 
 
 def state_of(picture: RunPicture, peer_id: PeerId) -> str:

@@ -185,6 +185,7 @@ class Exchange:
         return await asyncio.get_running_loop().run_in_executor(None, self._page, request)
 
     def _page(self, request: HistoryRequest) -> HistoryResponse:
+        self._history.flush()
         if request.kind == "peers":
             known = sorted(self._history.peers().values(), key=lambda known: -known.last_seen)
             return HistoryResponse(peers=[ToldPeer(PeerId(peer.peer_id), peer.name) for peer in known[:MAX_PEERS]])
