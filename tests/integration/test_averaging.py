@@ -137,7 +137,7 @@ async def test_one_member_dies_in_mid_round_and_the_others_commit_it() -> None:
             asyncio.ensure_future(averager.average(values[i].clone(), 1.0, refill=values[i].clone if i else None))
             for i, (averager, _, _) in enumerate(members[:3])
         ]
-        while victim_endpoint.bytes_sent < 100_000:  # in the middle of its first chunks
+        while victim_endpoint.bytes_sent < 2_000_000:  # of 12: some chunks have come whole
             await asyncio.sleep(0)
         dying.cancel()
         await victim_endpoint.close()
