@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +12,14 @@ import msgspec
 from cyclopts import Parameter
 
 from manyhands.base.address import parse_listen_addresses
-from manyhands.base.errors import Timeout
+from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted
 from manyhands.cli.charter_options import checked_charter, coordinate
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.web_page import WebOptions, page_beside
 from manyhands.monitor.events import Listening
 from manyhands.peer import Peer
 
@@ -48,6 +50,7 @@ def first_peer(
     charter: Annotated[
         Path | None, Parameter(help="Charter of a run (manyhands run create), to publish it and to be its coordinator.")
     ] = None,
+    web: WebOptions | None = None,
     network: PeerOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
@@ -66,8 +69,16 @@ def first_peer(
     """
     network, output = network or PeerOptions(), output or OutputOptions()
     signed = checked_charter(charter, network)
-    emit = output.begin()
-    with network.connect(must_join=False) as peer:
+    web = web or WebOptions()
+    if web.web is not None and signed is None:
+        raise ConfigError(
+            "--web shows one run, and this first peer is of none: add --charter FILE, or start "
+            "manyhands monitor --run-id NAME --web"
+        )
+    with ExitStack() as cleanup:
+        bound = cleanup.enter_context(web.taken())
+        emit = output.begin()
+        peer = cleanup.enter_context(network.connect(must_join=False))
         logger.info("Running a first peer as peer %s", peer.peer_id)
         if changing := what_changes(network):
             logger.warning("%s; peers that have the old address cannot find this peer then", changing)
@@ -78,6 +89,8 @@ def first_peer(
         else:
             coordinate(peer, charter, signed, network)
         emit(Listening(peer.peer_id, peer.addresses))
+        if signed is not None:
+            cleanup.enter_context(page_beside(peer, signed.run_id, bound))
         while True:
             tell_standing(peer, emit)
             threading.Event().wait(PERIOD_S)

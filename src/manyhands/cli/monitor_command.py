@@ -28,11 +28,13 @@ from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.web_page import WebOptions, filler, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, WandbMode, WandbSink
 from manyhands.monitor.events import Event, Listening, StepMade
 from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
+from manyhands.monitor.web import LiveSource
 from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)
@@ -180,6 +182,11 @@ def monitor(
     ] = MAX_REFRESH_S,
     curves: CurveOptions | None = None,
     keeping: KeepingOptions | None = None,
+    web: WebOptions | None = None,
+    playground: Annotated[
+        bool,
+        Parameter(group="Page", help="On the page, a box that fills a [MASK]; needs --web and --checkpoint-dir."),
+    ] = False,
     network: NetworkOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
@@ -196,9 +203,13 @@ def monitor(
     checked_run_id(run_id)
     checked_refresh_s(refresh_period)
     repo = keeping.check()
+    web = web or WebOptions()
+    if playground and (web.web is None or keeping.checkpoint_dir is None):
+        raise ConfigError("--playground fills masks with a checkpoint on the page: give --web and --checkpoint-dir too")
     sinks = (curves or CurveOptions()).sinks(run_id)
-    emit = output.begin()
     with ExitStack() as cleanup:
+        bound = cleanup.enter_context(web.taken())
+        emit = output.begin()
         peer = cleanup.enter_context(network.connect())
         keeper = Keeping(keeping, run_id, repo) if keeping.checkpoint_dir is not None else None
         if keeper is not None:
@@ -211,15 +222,19 @@ def monitor(
         emit(Listening(peer.peer_id, peer.addresses))
         drawn = Curves(sinks)
         cleanup.callback(end, drawn)
+        source = LiveSource(run_id, lambda: watcher.looked_at)
 
         def on_event(event: Event) -> None:
             emit(event)
             drawn.add(event)
+            source.add(event)
             if keeper is not None and isinstance(event, StepMade):
                 keeper.last_step = event
 
         watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period)
         peer.run(watcher.start(), 5.0, "starting the monitor")
+        fill = filler(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
+        cleanup.enter_context(page_of(source, bound, fill))
         if keeper is not None:
             keeper.run(peer)
         while True:  # an unbounded wait cannot be interrupted on every platform

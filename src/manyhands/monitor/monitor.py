@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Collection
 
 from manyhands.base.errors import ConfigError, ManyhandsError
@@ -35,13 +36,24 @@ class RunMonitor:
     Args:
         on_event: called on the network thread with each :class:`manyhands.monitor.events.Event`; it must not block.
         refresh_s: longest time between two reads; reads are more frequent shortly before a global step.
+        is_quiet: log warnings alone, for a process that logs the progress of the run itself.
+    Attributes:
+        looked_at: when it last read the run, in seconds since 1970; 0 before that.
     Raises:
         ConfigError: an argument is out of bounds.
     """
 
     def __init__(
-        self, peer: Peer, run_id: str, on_event: Callable[[Event], None], *, refresh_s: float = MAX_REFRESH_S
+        self,
+        peer: Peer,
+        run_id: str,
+        on_event: Callable[[Event], None],
+        *,
+        refresh_s: float = MAX_REFRESH_S,
+        is_quiet: bool = False,
     ) -> None:
+        self.looked_at = 0.0
+        self._told_level = logging.DEBUG if is_quiet else logging.INFO
         self._peer = peer
         self._run_id = checked_run_id(run_id)
         self._on_event = on_event
@@ -69,6 +81,7 @@ class RunMonitor:
             delay_s = self._refresh_s
             try:
                 delay_s = await self._look()
+                self.looked_at = time.time()
             except ManyhandsError as error:
                 logger.warning("cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)
@@ -79,7 +92,7 @@ class RunMonitor:
         trainers = self._reader.trainers()
         if not trainers:
             if self._is_watched:
-                logger.info("Found no active peers")
+                logger.log(self._told_level, "Found no active peers")
             self._is_watched = False
             await self._report_what_was_learnt(trainers)  # metrics of the last steps, also of peers that have left
             return 1.0
@@ -108,7 +121,8 @@ class RunMonitor:
         return signed.manifest.target_batch_size if signed is not None else 0
 
     def _report_progress(self, step: int, target: int, progress: Progress, delay_s: float) -> None:
-        self._log.tell(step, progress, delay_s, asyncio.get_running_loop().time())
+        if self._told_level == logging.INFO:
+            self._log.tell(step, progress, delay_s, asyncio.get_running_loop().time())
         eta_s = progress.eta_s if math.isfinite(progress.eta_s) else None
         self._on_event(
             ProgressMade(
@@ -132,7 +146,7 @@ class RunMonitor:
             if record.step <= self._leading_step + 1 and peer_id in self._trainers_seen
         }
         for made in self._steps.look(believed, trainers, now):
-            logger.info("Step #%d  loss = %.5f", made.step, made.loss)
+            logger.log(self._told_level, "Step #%d  loss = %.5f", made.step, made.loss)
             self._on_event(made)
 
     async def _report_heldout(self) -> None:
@@ -141,7 +155,8 @@ class RunMonitor:
         for record in sorted(measured.values(), key=lambda record: record.step):
             if self._heldout_step < record.step <= self._leading_step:
                 self._heldout_step = record.step
-                logger.info(
+                logger.log(
+                    self._told_level,
                     "Held-out loss %.4f, MLM accuracy %.1f%%, SOP accuracy %.1f%% at global step %d",
                     record.loss, 100 * record.mlm_accuracy, 100 * record.sop_accuracy, record.step,
                 )  # fmt: skip

@@ -39,8 +39,9 @@ def bind(text: str = DEFAULT_ADDRESS) -> socket.socket:
         taken.listen(BACKLOG)
     except OSError as error:
         taken.close()
+        other = f"127.0.0.1:{8081 if port == 8080 else 8080}"
         raise ConfigError(
-            f"--web {text}: {error.strerror or error}; name another address, for example --web 127.0.0.1:{8081 if port == 8080 else 8080}"
+            f"--web {text}: {error.strerror or error}; name another address, for example --web {other}"
         ) from error
     return taken
 

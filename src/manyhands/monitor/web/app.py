@@ -67,7 +67,7 @@ class Api:
         self._stream = stream
         self._fill = fill
         self._filling = threading.Lock()
-        self._static, self._index = _static_files(has_model=fill is not None)
+        self._static, self._index = _static_files(has_model=fill is not None)  # by path
 
     def app(self, *, is_loopback: bool) -> ASGIApp:
         """The ASGI application.
@@ -78,7 +78,7 @@ class Api:
         """
         addresses = {
             "/": self.index,
-            "/static/{version}/{name:path}": self.static,
+            "/static/{path:path}": self.static,
             "/events": self.events,
             "/api/run.json": self.run_json,
             "/api/peers.json": self.peers_json,
@@ -96,6 +96,7 @@ class Api:
             routes=[Route(path, answer, methods=["GET"]) for path, answer in addresses.items()],
             exception_handlers={BadQuery: _bad_query},
         )
+        app.router.redirect_slashes = False
         return _Guarded(app, is_loopback=is_loopback)
 
     async def index(self, request: Request) -> Response:
@@ -105,10 +106,10 @@ class Api:
         return Response(self._index, media_type=TYPES["html"], headers={"Cache-Control": "no-cache", "ETag": etag})
 
     async def static(self, request: Request) -> Response:
-        found = self._static.get(request.path_params["name"])
+        found = self._static.get(request.path_params["path"])
         if found is None:
             return PlainTextResponse("not found\n", 404)
-        kind = request.path_params["name"].rpartition(".")[2]
+        kind = request.path_params["path"].rpartition(".")[2]
         return Response(found, media_type=TYPES[kind], headers={"Cache-Control": FOREVER})
 
     async def events(self, request: Request) -> Response:
@@ -239,7 +240,10 @@ def _etag(content: bytes) -> str:
 
 
 def _static_files(*, has_model: bool) -> tuple[dict[str, bytes], bytes]:
-    """The files of the page, and its first one, which names the others with a digest of them all in their address."""
+    """The files of the page by their path below ``/static``, and its first one.
+
+    The path begins with a digest of them all, so that browsers may keep the files for good.
+    """
     root = files("manyhands.monitor.web") / "static"
     found = {}
     for prefix, folder in (("", root), ("vendor/", root / "vendor")):
@@ -249,4 +253,5 @@ def _static_files(*, has_model: bool) -> tuple[dict[str, bytes], bytes]:
     index = found.pop("index.html")
     version = hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
     index = index.replace(b"{static}", f"/static/{version}".encode())
-    return found, index.replace(b"{model}", b"yes" if has_model else b"no")
+    index = index.replace(b"{model}", b"yes" if has_model else b"no")
+    return {f"{version}/{name}": content for name, content in found.items()}, index

@@ -24,6 +24,10 @@ class BoundedProtocol(H11Protocol):
 
     _timer: asyncio.TimerHandle | None = None
 
+    @property
+    def _has_asked(self) -> bool:
+        return bool(self.cycle)  # None before the first request, whatever its annotation says
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
@@ -33,7 +37,7 @@ class BoundedProtocol(H11Protocol):
         self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._close_if_silent)
 
     def _close_if_silent(self) -> None:
-        if self.cycle is None:
+        if not self._has_asked:
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from manyhands.monitor.picture import PeerState, RunPicture
+from manyhands.monitor.picture import PeerState, Point, RunPicture
 
 STATES: tuple[PeerState, ...] = ("training", "averaging", "gone", "left")
 
@@ -20,7 +21,8 @@ class _RunCollector(Collector):
         self._num_pages = num_pages
 
     def collect(self) -> Iterator[Metric]:
-        picture, last = self._picture, self._picture.last
+        picture = self._picture
+        last = picture.last or Point(time=math.nan, step=0)
         gauges: list[tuple[str, str, float | None]] = [
             ("step", "Committed global steps.", picture.step),
             ("accumulated_samples", "Samples for the next global step, of all peers.", picture.samples),
@@ -29,14 +31,14 @@ class _RunCollector(Collector):
             ("samples_per_second", "Speed of all peers together.", picture.samples_per_second),
             ("eta_seconds", "Seconds until the next global step.", picture.eta_s),
             ("looked_timestamp_seconds", "When the monitor last looked at the run.", picture.time),
-            ("loss", "Loss of the last global step, over all peers.", last and last.loss),
-            ("heldout_loss", "Held-out loss of the last global step.", last and last.heldout_loss),
-            ("learning_rate", "Learning rate of the last global step.", last and last.learning_rate),
-            ("step_sent_bytes", "Bytes sent by all peers for the last global step.", last and last.bytes_sent),
-            ("step_timestamp_seconds", "When the last global step was made.", last and last.time),
+            ("loss", "Loss of the last global step, over all peers.", last.loss),
+            ("heldout_loss", "Held-out loss of the last global step.", last.heldout_loss),
+            ("learning_rate", "Learning rate of the last global step.", last.learning_rate),
+            ("step_sent_bytes", "Bytes sent by all peers for the last global step.", last.bytes_sent),
+            ("step_timestamp_seconds", "When the last global step was made.", last.time),
         ]
         for name, text, value in gauges:
-            if value is not None:
+            if value is not None and not math.isnan(value):
                 yield self._gauge(name, text, value)
         committed = CounterMetricFamily(
             "manyhands_committed_samples", "Samples in all committed global steps.", labels=["run_id"]

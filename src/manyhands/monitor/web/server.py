@@ -58,7 +58,9 @@ class PageServer:
         logger.info("The page of the run: %s", self.url)
         if not self._is_loopback:
             host, port = self._bound.getsockname()[:2]
-            logger.warning("Everybody who can reach this machine can read the page: it listens at %s port %s", host, port)
+            logger.warning(
+                "Everybody who can reach this machine can read the page: it listens at %s, port %s", host, port
+            )
 
     def close(self) -> None:
         """End all connections and the thread."""

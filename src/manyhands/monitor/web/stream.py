@@ -41,7 +41,7 @@ class Stream:
     def look(self) -> None:
         """Look for changes once."""
         picture, now = self._source.picture(), time.monotonic()
-        if any([part.update(picture, now) for part in self._parts]):
+        if sum(part.update(picture, now) for part in self._parts):
             self._wake()
 
     def close(self) -> None:

@@ -45,7 +45,8 @@ class Chart {
       ],
       series: [{}, ...this.series.map((one) => ({
         label: one.label, stroke: colour(one.colour), width: one.width ?? 2, spanGaps: true,
-        points: { show: one.dots === true ? true : undefined, size: 6, fill: colour(one.colour) },
+        points: { show: one.dots ? true : undefined, size: one.dots ? 5 : 6, fill: colour(one.colour) },
+        paths: one.dots ? () => null : undefined,
         fill: one.fill ? `${colour(one.colour)}1c` : undefined,
       }))],
       hooks: { setCursor: [(plot) => this.#say(plot.cursor.idx)] },
@@ -96,7 +97,7 @@ export class Charts {
     this.charts = [
       new Chart("loss", "Loss", [
         { field: "loss", label: "loss", colour: "--accent" },
-        { field: "heldout_loss", label: "held-out loss", colour: "--second", width: 1.5, dots: true },
+        { field: "heldout_loss", label: "held-out loss", colour: "--second", width: 1, dots: true },
       ], (at, [, losses, heldout]) =>
         format.loss(losses[at]) + (heldout[at] == null ? "" : `, held-out ${format.loss(heldout[at])}`)),
       new Chart("speed", "Samples per second", [
@@ -163,6 +164,9 @@ export class Charts {
   #draw() {
     clearTimeout(this.#drawAt);
     this.#drawAt = 0;
-    if (this.#points) for (const chart of this.charts) chart.show(this.#points);
+    if (!this.#points) return;
+    for (const chart of this.charts) chart.show(this.#points);
+    const measured = this.#points.heldout_loss.findLast((value) => value != null);
+    document.getElementById("heldout").textContent = format.loss(measured);
   }
 }

@@ -23,7 +23,6 @@ stream.addEventListener("run", () => {
   document.title = `${run.run_id} · step ${format.integer(run.step)} · manyhands`;
   say("step", format.integer(run.step));
   say("loss", format.loss(run.last?.loss));
-  if (run.last?.heldout_loss != null) say("heldout", format.loss(run.last.heldout_loss));
   say("speed", format.speed(run.samples_per_second));
   say("num-peers", format.integer(run.num_peers));
   say("committed", format.integer(run.committed_samples));

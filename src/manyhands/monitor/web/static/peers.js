@@ -1,8 +1,8 @@
-// The table of peers: sorted, filtered, and a page of it at a time, so that thousands of peers cost no more than fifty.
+// The table of peers: sorted, filtered, and a page of it at a time, so that thousands of peers cost no more than a few.
 
 import * as format from "./format.js";
 
-const PAGE = 50;
+const PAGE = 25;
 
 const COLUMNS = [
   { key: "name", title: "Name", sort: (row) => (row.name || `￿${row.peer_id}`).toLowerCase(), ascends: true },

@@ -1,0 +1,89 @@
+"""``--web``: the page of the run, from any command that stays."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cyclopts import Parameter
+
+from manyhands.base.errors import ConfigError
+from manyhands.checkpoints.checkpoint_dir import newest_checkpoint
+from manyhands.monitor import RunMonitor
+from manyhands.monitor.web import Fill, Filled, Guess, LiveSource, PageServer, Source, bind
+from manyhands.monitor.web.address import DEFAULT_ADDRESS
+from manyhands.peer import Peer
+
+START_TIMEOUT_S = 5.0
+MASK = "[MASK]"
+
+
+@Parameter(name="*", group="Page")
+@dataclass(frozen=True, kw_only=True)
+class WebOptions:
+    """Where to show the run."""
+
+    web: tuple[str, ...] | None = None
+    """Show the run on a page at [HOST:PORT], 127.0.0.1:8080 if none is named; needs the extra manyhands[web]."""
+
+    def __post_init__(self) -> None:
+        if self.web is not None and len(self.web) > 1:
+            raise ConfigError(f"--web takes one HOST:PORT, and got {' '.join(self.web)}")
+
+    @contextmanager
+    def taken(self) -> Iterator[socket.socket | None]:
+        """The address of the page, taken before anything else is started; None without ``--web``.
+
+        Raises:
+            ConfigError: it cannot be used, or a package is not installed.
+        """
+        if self.web is None:
+            yield None
+            return
+        with bind(self.web[0] if self.web else DEFAULT_ADDRESS) as bound:
+            yield bound
+
+
+@contextmanager
+def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = None) -> Iterator[None]:
+    """Serve the page while the block runs, if an address was taken."""
+    if bound is None:
+        yield
+        return
+    server = PageServer(source, bound, fill)
+    server.start()
+    try:
+        yield
+    finally:
+        server.close()
+
+
+@contextmanager
+def page_beside(peer: Peer, run_id: str, bound: socket.socket | None) -> Iterator[None]:
+    """Watch the run and serve its page while the block runs, for a peer that does something else."""
+    if bound is None:
+        yield
+        return
+    source = LiveSource(run_id, lambda: watcher.looked_at)
+    watcher = RunMonitor(peer, run_id, source.add, is_quiet=True)
+    peer.run(watcher.start(), START_TIMEOUT_S, "starting to watch the run")
+    with page_of(source, bound):
+        yield
+
+
+def filler(folder: Path) -> Fill:
+    """Fills masks with the newest checkpoint in a folder."""
+
+    def fill(text: str) -> Filled:
+        if MASK not in text:
+            raise ConfigError(f"the text has no {MASK} for the model to fill")
+        path = newest_checkpoint(folder)
+        from manyhands.recipes.albert.fill import fill_masks  # imports torch, which takes seconds
+
+        filled = fill_masks(path, text)
+        return Filled(filled.text, [[Guess(*guess) for guess in of_mask] for of_mask in filled.guesses])
+
+    return fill
