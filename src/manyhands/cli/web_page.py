@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoint_dir import newest_checkpoint
 from manyhands.monitor import RunMonitor
-from manyhands.monitor.web import Fill, Filled, Guess, LiveSource, PageServer, Source, bind
+from manyhands.monitor.web import Fill, Filled, Guess, LiveSource, Source, bind
 from manyhands.monitor.web.address import DEFAULT_ADDRESS
 from manyhands.peer import Peer
 
@@ -33,6 +33,13 @@ class WebOptions:
         if self.web is not None and len(self.web) > 1:
             raise ConfigError(f"--web takes one HOST:PORT, and got {' '.join(self.web)}")
 
+    @property
+    def address(self) -> str | None:
+        """``HOST:PORT``; None without ``--web``."""
+        if self.web is None:
+            return None
+        return self.web[0] if self.web else DEFAULT_ADDRESS
+
     @contextmanager
     def taken(self) -> Iterator[socket.socket | None]:
         """The address of the page, taken before anything else is started; None without ``--web``.
@@ -40,10 +47,10 @@ class WebOptions:
         Raises:
             ConfigError: it cannot be used, or a package is not installed.
         """
-        if self.web is None:
+        if self.address is None:
             yield None
             return
-        with bind(self.web[0] if self.web else DEFAULT_ADDRESS) as bound:
+        with bind(self.address) as bound:
             yield bound
 
 
@@ -53,6 +60,8 @@ def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = Non
     if bound is None:
         yield
         return
+    from manyhands.monitor.web.server import PageServer  # its packages are an extra
+
     server = PageServer(source, bound, fill)
     server.start()
     try:

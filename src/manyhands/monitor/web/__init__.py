@@ -1,6 +1,5 @@
 from manyhands.monitor.web.address import bind
 from manyhands.monitor.web.live import LiveSource
-from manyhands.monitor.web.server import PageServer
 from manyhands.monitor.web.source import Fill, Filled, Guess, Source
 
-__all__ = ["Fill", "Filled", "Guess", "LiveSource", "PageServer", "Source", "bind"]
+__all__ = ["Fill", "Filled", "Guess", "LiveSource", "Source", "bind"]

@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from manyhands.base.errors import ConfigError
 from manyhands.monitor.picture import Leader, PeerRow, Point, RunEvent, RunPicture
-from manyhands.monitor.web import Filled, PageServer, bind
-from manyhands.monitor.web.source import Guess
+from manyhands.monitor.web import Filled, Guess, bind
+from manyhands.monitor.web.server import PageServer
 from tests.synthetic_run import STEP_S, SyntheticRun
 
 LOCAL = "127.0.0.1:0"
