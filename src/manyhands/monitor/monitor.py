@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
+from manyhands.dht import StoredValue
 from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_metrics
-from manyhands.optim.run.progress import Progress, ProgressLog, StrandedNotice, next_refresh_s, rank_of
+from manyhands.optim.run.progress import Progress, ProgressLog, ProgressRecord, StrandedNotice, next_refresh_s, rank_of
 from manyhands.optim.run.progress_reader import ProgressReader, View
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Peer
@@ -28,6 +29,14 @@ MAX_REFRESH_S = 3.0
 MIN_REFRESH_S = 0.5
 LONGEST_REFRESH_S = TTL_S
 """Lifetime of metrics."""
+
+
+class WatchingReader(ProgressReader):
+    """The progress records of a run, with that of this peer, if it trains as well."""
+
+    def _look_at_own(self, record: ProgressRecord, stored: StoredValue, now: float) -> None:
+        if (seen := self._seen_as(None, record, stored, now)) is not None:
+            self._keep(self._endpoint.peer_id, seen)
 
 
 class RunMonitor:
@@ -72,7 +81,7 @@ class RunMonitor:
     async def start(self) -> None:
         """Start watching; ends when the peer is closed."""
         declare_run(self._peer.dht, self._run_id)
-        self._reader = ProgressReader(self._peer.endpoint, self._peer.dht, self._run_id)
+        self._reader = WatchingReader(self._peer.endpoint, self._peer.dht, self._run_id)
         self._tasks.spawn(self._watch_forever(), name="watching the run")
         self._peer.presence.on_close.append(self._tasks.close)
 
