@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from manyhands.monitor.picture import PeerRow, RunPicture
+from manyhands.monitor.picture import Leader, PeerRow, RunPicture
 
 RUN_PERIOD_S = 0.25
 LISTS_PERIOD_S = 1.0
@@ -65,11 +66,13 @@ class Part:
         self._sent: Any = None
         self._message = b""
         self._due_at = -math.inf
+        self._compared: RunPicture | None = None
 
     def update(self, picture: RunPicture, now: float) -> bool:
         """Make a new version if there is news, and it is time for it; returns whether there is one."""
-        if now < self._due_at:
+        if now < self._due_at or picture is self._compared:
             return False
+        self._compared = picture
         content = self._content(picture)
         key = self._key(content) if self._key is not None else content
         if self.version and key == self._sent:
@@ -97,11 +100,13 @@ class PeersPart:
         self._changes = b""
         self._whole = b""  # made when asked for
         self._due_at = -math.inf
+        self._compared: RunPicture | None = None
 
     def update(self, picture: RunPicture, now: float) -> bool:
         """As :meth:`Part.update`."""
-        if now < self._due_at:
+        if now < self._due_at or picture is self._compared:
             return False
+        self._compared = picture
         rows, sent = {row.peer_id: row for row in picture.peers}, self._rows
         news = {
             peer_id: row
@@ -135,18 +140,14 @@ class PeersPart:
             {
                 "whole": is_whole,
                 "columns": PEER_COLUMNS,
-                "rows": [_cells(row) for row in rows.values()],
+                "rows": list(map(_cells, rows.values())),
                 "gone": gone,
             },
         )
 
 
-def _cells(row: PeerRow) -> list[Any]:
-    return [getattr(row, column) for column in PEER_COLUMNS]
-
-
-_LOOSE = {"last_seen", "samples_per_second", "share"}
-_STRICT = tuple(column for column in PEER_COLUMNS if column not in _LOOSE)
+_cells = attrgetter(*PEER_COLUMNS)
+_strict = attrgetter(*(column for column in PEER_COLUMNS if column not in ("last_seen", "samples_per_second")))
 
 
 def _is_news(before: PeerRow, row: PeerRow) -> bool:
@@ -154,7 +155,7 @@ def _is_news(before: PeerRow, row: PeerRow) -> bool:
     speed, old_speed = row.samples_per_second, before.samples_per_second
     if abs(speed - old_speed) > SPEED_STEP * max(speed, old_speed):
         return True
-    return any(getattr(before, column) != getattr(row, column) for column in _STRICT)
+    return bool(_strict(before) != _strict(row))
 
 
 def parts_of() -> list[Part | PeersPart]:
@@ -162,9 +163,14 @@ def parts_of() -> list[Part | PeersPart]:
     return [
         Part("run", head_of, RUN_PERIOD_S, _run_key),
         PeersPart(),
-        Part("leaders", lambda picture: picture.leaders, LISTS_PERIOD_S),
+        Part("leaders", _short_leaders, LISTS_PERIOD_S),
         Part("events", lambda picture: picture.events, LISTS_PERIOD_S),
     ]
+
+
+def _short_leaders(picture: RunPicture) -> list[Leader]:
+    """The leaderboard with one peer of each name: a name may have hundreds."""
+    return [msgspec.structs.replace(leader, peer_ids=leader.peer_ids[:1]) for leader in picture.leaders]
 
 
 def _run_key(head: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ export class People {
       const item = makeBar(String(leader.rank), who, format.integer(leader.samples), leader.share / most);
       item.querySelector("meter").setAttribute("aria-label", `${format.share(leader.share)} of all samples`);
       item.title = format.share(leader.share);
-      if (this.#own && leader.peer_ids.includes(this.#own)) item.classList.add("own");
+      if (leader === this.#ownLeader()) item.classList.add("own");
       return item;
     }));
     element("leaders-empty").hidden = leaders.length > 0;
@@ -60,12 +60,19 @@ export class People {
     more.textContent = this.#showsAll ? "Show fewer" : `Show all ${leaders.length}`;
   }
 
+  // Each row of the leaderboard names one of its peers alone; the others have its name.
+  #ownLeader() {
+    if (!this.#own) return undefined;
+    const name = this.stream.peers.get(this.#own)?.name;
+    return this.stream.leaders.find((leader) => (name ? leader.name === name : leader.peer_ids[0] === this.#own));
+  }
+
   #drawYou() {
     const card = element("you");
     card.hidden = !this.#own;
     if (!this.#own) return;
     const row = this.stream.peers.get(this.#own);
-    const leader = this.stream.leaders.find(({ peer_ids: peers }) => peers.includes(this.#own)) ?? this.#askedLeader();
+    const leader = this.#ownLeader() ?? this.#askedLeader();
     const name = row?.name || leader?.name;
     element("you-name").textContent = name ? `${name}, peer ${this.#own}` : `Peer ${this.#own}`;
     const samples = row?.samples ?? leader?.samples;
