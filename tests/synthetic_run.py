@@ -40,19 +40,22 @@ class SyntheticRun:
     Args:
         now: seconds since 1970, of its last look.
         past_steps: global steps before that, for the curves.
+        grows: the peers have come one by one.
     """
 
-    def __init__(self, num_peers: int, now: float, past_steps: int = 0, run_id: str = "albert-together") -> None:
+    def __init__(self, num_peers: int, now: float, past_steps: int = 0, *, grows: bool = False) -> None:
         self._rng = random.Random(26)
         self._lock = threading.Lock()
-        self._run_id = run_id
         self._now = now - past_steps * STEP_S
         self._peers: list[SyntheticPeer] = []
         self._points: list[Point] = []
         self._events: list[RunEvent] = []
         self._num_made = 0
-        for _ in range(num_peers):
-            self._add_peer(None)
+        for number in range(num_peers):
+            peer = self._add_peer(None)
+            if grows:
+                begins = self._now + (number / num_peers) ** 2 * past_steps * STEP_S
+                peer.row = msgspec.structs.replace(peer.row, since=begins)
         self._target = max(int(sum(peer.samples_s for peer in self._peers) * STEP_S), 64)
         for _ in range(past_steps):
             self._pass(STEP_S)
@@ -126,16 +129,19 @@ class SyntheticRun:
 
     def _pass(self, seconds: float) -> None:
         self._now += seconds
-        for peer in self._peers:
+        for peer in self._here():
             if peer.row.state in ("training", "averaging"):
                 peer.pending += peer.samples_s * seconds
         if sum(peer.pending for peer in self._peers) >= self._target:
             self._make_step()
 
+    def _here(self) -> list[SyntheticPeer]:
+        return [peer for peer in self._peers if peer.row.since <= self._now]
+
     def _make_step(self) -> None:
         step = len(self._points) + 1
         total = 0
-        for peer in self._peers:
+        for peer in self._here():
             row, samples = peer.row, int(peer.pending)
             if row.state not in ("training", "averaging"):
                 continue
@@ -151,7 +157,7 @@ class SyntheticRun:
                 reason=self._rng.choice(REASONS) if missed else "",
             )
         loss = 1.9 + 7.2 * math.exp(-step / 350) + self._rng.gauss(0, 0.03)
-        training = [peer for peer in self._peers if peer.row.state == "training"]
+        training = [peer for peer in self._here() if peer.row.state == "training"]
         self._points.append(
             Point(
                 time=self._now,
@@ -181,7 +187,7 @@ class SyntheticRun:
         training = [peer for peer in self._peers if peer.row.state in ("training", "averaging")]
         speed = sum(peer.samples_s for peer in training)
         return RunPicture(
-            run_id=self._run_id,
+            run_id="albert-together",
             time=self._now,
             step=len(self._points),
             samples=int(pending),

@@ -101,7 +101,7 @@ export class Charts {
       ], (at, [, losses, heldout]) =>
         format.loss(losses[at]) + (heldout[at] == null ? "" : `, held-out ${format.loss(heldout[at])}`)),
       new Chart("speed", "Samples per second", [
-        { field: "samples_per_second", label: "samples per second", colour: "--accent", fill: true },
+        { field: "samples_per_second", label: "samples per second", colour: "--accent", width: 1.5, fill: true },
       ], (at, [, speeds]) => format.speed(speeds[at])),
       new Chart("peers", "Peers", [
         { field: "peers", label: "peers", colour: "--accent", fill: true },
