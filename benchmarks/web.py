@@ -3,7 +3,7 @@
     python benchmarks/web.py --peers 10,200,2000 --clients 1,100 [--json FILE]
 
 The server is the one of ``manyhands monitor --web``, in a separate process with a made-up run instead of a network. The
-run is looked at once a second, makes a global step every 40 s, and all peers train, so all rows of the table change with
+run is looked at once a second, makes a global step every 40 s, and all peers train, so all rows of the table change at
 each step. The clients are connections in another process that read the stream of updates and drop it.
 
 The figures:
