@@ -73,3 +73,14 @@ def test_trainer_shows_its_run(text: Path) -> None:
         alone.interrupt()
         assert alone.wait(30) == INTERRUPTED
         assert "Step #" not in alone.output  # the monitor in it is quiet
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_demo_keeps_the_page_until_interrupted() -> None:
+    with running("demo", "--peers", "2", "--steps", "2", "--target-batch-size", "64", "--web", "127.0.0.1:0") as demo:
+        url = demo.wait_for("The page of the run: ").split()[-1]
+        demo.wait_for("The page stays until Ctrl-C: ")
+        assert httpx.get(f"{url}/api/run.json").json()["committed_samples"] >= 64
+        demo.interrupt()
+        assert demo.wait(15) == 0
