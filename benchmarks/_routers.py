@@ -10,7 +10,6 @@ The addresses are of the public kind, since peers treat private ones differently
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import select
@@ -21,7 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from _star import NAMESPACES, START_TIMEOUT_S, ip, open_tun
+from _star import NAMESPACES, forwarded, ip, open_tun, remove
 
 LONGEST_PACKET = 2048
 TCP = 6
@@ -70,25 +69,8 @@ def internet(hosts: Sequence[Host]) -> Iterator[list[str]]:
     """Start it; yields the names of the hosts' namespaces."""
     remove_abandoned()
     names = [f"{PREFIX}{os.getpid()}-{number}" for number in range(len(hosts))]
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_forward, args=(theirs, names, list(hosts)), daemon=True)
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        process.start()
-        theirs.close()
-        if not ours.poll(START_TIMEOUT_S) or ours.recv() != "ready":
-            raise RuntimeError("the routers did not start")
+    with forwarded(names, _forward, list(hosts)):
         yield names
-    finally:
-        ours.close()
-        if process.pid is not None:
-            process.terminate()
-            process.join(5.0)
-        for name in names:
-            _remove(name)
 
 
 @contextlib.contextmanager
@@ -113,7 +95,7 @@ def bridged(num: int) -> Iterator[list[str]]:
         yield names
     finally:
         for name in (*names, bridge):
-            _remove(name)
+            remove(name)
 
 
 def remove_abandoned() -> None:
@@ -121,12 +103,7 @@ def remove_abandoned() -> None:
     for path in NAMESPACES.glob(f"{PREFIX}*-*"):
         pid = path.name.removeprefix(PREFIX).split("-")[0]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-            _remove(path.name)
-
-
-def _remove(name: str) -> None:
-    with contextlib.suppress(Exception):
-        ip("netns", "del", name)
+            remove(path.name)
 
 
 def gates_of(number: int, host: Host, rng: random.Random) -> list[Gate]:

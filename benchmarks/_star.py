@@ -15,10 +15,11 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from _hub import forward
@@ -76,26 +77,42 @@ def enter(name: str) -> None:
 def star(num_peers: int, line: Line) -> Iterator[list[str]]:
     """Start the network; yields the names of the peers' namespaces."""
     names = [f"mh{os.getpid()}-{number}" for number in range(num_peers)]
+    with forwarded(names, _hub, line):
+        yield names
+
+
+@contextlib.contextmanager
+def forwarded(names: list[str], forward: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """Make namespaces, and start the process that forwards packets between them.
+
+    Args:
+        forward: what it runs: ``forward(pipe, names, *arguments)``. It sends ``ready`` into the pipe.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    hub = context.Process(target=_hub, args=(theirs, names, line), daemon=True)
+    process = context.Process(target=forward, args=(theirs, names, *arguments), daemon=True)
     try:
         for name in names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
-        hub.start()
+        process.start()
         theirs.close()
         if not ours.poll(START_TIMEOUT_S) or ours.recv() != "ready":
-            raise RuntimeError("the hub of the emulated network did not start")
-        yield names
+            raise RuntimeError("the emulated network did not start")
+        yield
     finally:
         ours.close()
-        if hub.pid is not None:
-            hub.terminate()
-            hub.join(5.0)
+        if process.pid is not None:
+            process.terminate()
+            process.join(5.0)
         for name in names:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "del", name)
+            remove(name)
+
+
+def remove(name: str) -> None:
+    """Remove a namespace, if it is there."""
+    with contextlib.suppress(subprocess.CalledProcessError):
+        ip("netns", "del", name)
 
 
 def ip(*arguments: str) -> None:

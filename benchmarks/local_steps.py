@@ -215,7 +215,8 @@ class Training:
             if optimizer.global_step != self._num_steps // per_average or counts.states_loaded != loaded:
                 raise RuntimeError(f"{member.name} did not make all steps with the others: {counts}")
             if peer == 0:
-                losses[peer] = self._agreed_loss(member)
+                with optimizer.agreed_parameters():
+                    losses[peer] = heldout_loss(self._model, member.model)
 
         swarm = Swarm(self._seed)
         if mode.overlap_steps:
@@ -236,15 +237,6 @@ class Training:
         while optimizer.global_step < global_step and not optimizer.is_stepping:
             member.peer.sleep(SETTLE_S)
             optimizer.step(batch_size=0)
-
-    def _agreed_loss(self, member: Member) -> float:
-        """Of the agreed parameters, which a checkpoint has where they differ from the peer's own."""
-        agreed = member.optimizer.state_dict()["manyhands"].get("parameters", {})
-        with torch.no_grad():
-            for index, parameter in enumerate(member.model.parameters()):
-                if f"{index}" in agreed:
-                    parameter.copy_(agreed[f"{index}"])
-        return heldout_loss(self._model, member.model)
 
 
 class Sent:

@@ -44,6 +44,7 @@ class SyntheticRun:
     """
 
     def __init__(self, num_peers: int, now: float, past_steps: int = 0, *, grows: bool = False) -> None:
+        self.num_aborted = 3
         self._rng = random.Random(26)
         self._lock = threading.Lock()
         self._now = now - past_steps * STEP_S

@@ -12,7 +12,8 @@ from manyhands import Peer
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.monitor import RunMonitor
-from manyhands.monitor.events import Event, HeldoutSeen, StepMade
+from manyhands.monitor.events import Event, Happened, HeldoutSeen, StepMade
+from manyhands.optim.account import AccountRecord, RecentSteps
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key, publish_metrics
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
@@ -38,7 +39,9 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         Peer(here.addresses, listen=[LOOPBACK]) as trainer,
         Peer(here.addresses, listen=[LOOPBACK]) as liar,
     ):
-        here.run(RunMonitor(here, "run", events.append, refresh_s=0.5).start(), 5.0, "starting")
+        monitor, pictures = RunMonitor(here, "run", events.append, refresh_s=0.5), []
+        monitor.on_picture.append(pictures.append)
+        here.run(monitor.start(), 5.0, "starting")
 
         def progress(value: Any) -> None:
             plain = msgspec.to_builtins(value, builtin_types=(bytes,))
@@ -73,7 +76,21 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         assert told(HeldoutSeen)[1] == HeldoutSeen(4, 5.25, 0.25, 0.5)
         wait_until(lambda: len(told(StepMade)) == 2)
 
+        hostile = {"name": "\x1b[2J", "step": 4, "samples_used": 10**6}
+        liar.store(metrics_key("run", AccountRecord), hostile, ttl_s=60, subkey=liar.peer_id)
+        alone = RecentSteps(trainer.peer_id)
+        alone.add(Position(3, b"x"), Position(4, b"y"), {trainer.peer_id: 64.0})
+        account = AccountRecord(name="<img onerror>", step=4, steps=alone.listed())
+        trainer.run(publish_metrics(trainer.dht, trainer.peer_id, "run", account), 5.0, "publishing")
+        wait_until(lambda: pictures[-1].leaders)
+        (leader,) = pictures[-1].leaders
+        assert (leader.name, leader.peer_ids, leader.samples) == ("<img onerror>", [trainer.peer_id], 64)
+        kinds = [event.kind for event in told(Happened)]
+        assert kinds[0] == "joined"
+        assert set(kinds[1:]) == {"left", "refused"}
+
         progress(ProgressRecord(Position(1, b"z"), 8, 2.5, 64, False, trainer.addresses, 60.0))  # begun anew
         learnt(trainer, 1)
         wait_until(lambda: len(told(StepMade)) == 3)
+        wait_until(lambda: "restarted" in [event.kind for event in told(Happened)])
         assert told(StepMade)[2].step == 1

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError
+from manyhands.cli.options import PeerOptions
 from manyhands.cli.public_address import announce_public
 from manyhands.peer import Peer
 from manyhands.reach import Reach, public_address
@@ -263,3 +266,47 @@ def test_a_peer_that_has_dialled_a_first_peer_says_where(monkeypatch: pytest.Mon
                 assert time.monotonic() < deadline, first.addresses
                 time.sleep(0.02)
         assert first.addresses[1:] == local
+
+
+# addresses that the user announces
+
+
+def announced(address: str, listen: str = "/ip4/127.0.0.1/tcp/0") -> Peer:
+    return PeerOptions(listen=(listen,), announce=(address,)).connect()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def place_of(peer: Peer) -> str:
+    return Address.parse(peer.addresses[0]).host_port
+
+
+def test_an_announced_address_of_another_peer_is_refused() -> None:
+    with (
+        Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as other,
+        pytest.raises(ConfigError, match=f"--announce {place_of(other)}: another peer answers there"),
+    ):
+        announced(place_of(other))
+
+
+def test_an_announced_address_of_a_web_server_is_refused() -> None:
+    with (
+        http_server(lambda _: "hello") as url,
+        pytest.raises(ConfigError, match="something else answers there, which is not a manyhands peer"),
+    ):
+        announced(url.removeprefix("http://"))
+
+
+def test_an_announced_address_that_does_not_answer_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with announced(f"127.0.0.1:{free_port()}") as peer:
+        assert f"manyhands doctor --initial-peers {place_of(peer)}" in caplog.text
+
+
+def test_an_announced_address_that_leads_here_is_used_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with announced(f"localhost:{port}", f"/ip4/127.0.0.1/tcp/{port}") as peer:
+        assert peer.addresses[0].startswith(f"/dns/localhost/tcp/{port}")
+    assert "announced" not in caplog.text

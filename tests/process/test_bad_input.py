@@ -41,6 +41,8 @@ STARTUP_S = 2.0  # of Python and its imports
         (["demo", "--peers", "0"], "--peers is 0; it must be at least 1"),
         (["demo", "--text", "/no/such/file"], "/no/such/file"),
         (["demo", "--summary", "/no/such/folder/file"], "--summary /no/such/folder/file"),
+        (["train", "--run-id", "r", "--name", "x" * 33], "it must have 1 to 32 printable characters"),
+        (["train", "--run-id", "r", "--name", ""], "name '' cannot be used"),
         (["frobnicate"], "frobnicate"),
     ],
 )

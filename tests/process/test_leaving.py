@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -40,9 +41,13 @@ def test_ctrl_c_on_a_monitor() -> None:
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no such signal")
 def test_a_hangup_without_a_terminal_ends_nothing(tmp_path: Path) -> None:
     """As a program that rotates logs sends it; the events go to a new file."""
-    events = tmp_path / "events"
-    with running("first-peer", "--listen", LOOPBACK, "--events", str(events)) as peer:
+    events, log = tmp_path / "events", tmp_path / "log"
+    files = ("--events", str(events), "--log-file", str(log), "--log-json")
+    with running("first-peer", "--listen", LOOPBACK, *files) as peer:
         peer.wait_for("nodes in the table")
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        assert lines[-1]["message"].startswith("nodes in the table")
+        assert lines[-1]["peer"] in peer.output
         events.rename(tmp_path / "events.1")
         for _ in range(2):
             peer.hang_up()

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from manyhands.cli.main import run
-from tests.process.commands import LOOPBACK, PATIENCE_S, running
+from tests.process.commands import LOOPBACK, running
+from tests.process.terminals import final_rows, in_terminal
 
 pytestmark = pytest.mark.process
 
@@ -44,82 +39,6 @@ def arguments(text: Path, *more: str, target_batch_size: int = 64) -> tuple[str,
         "--vocab-size", "512", "--seq-length", "16", "--linger-s", "0",
         "--target-batch-size", str(target_batch_size), "--text", str(text), *more,
     )  # fmt: skip
-
-
-class Terminal:
-    """A command in a terminal of its own."""
-
-    def __init__(self, *command: str) -> None:
-        import fcntl
-        import struct
-        import termios
-
-        self.screen = ""
-        self._master, slave = os.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "manyhands", *command],
-            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
-        )  # fmt: skip
-        os.close(slave)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                data = os.read(self._master, 4096)
-            except OSError:  # nobody has the terminal open any more
-                return
-            if not data:
-                return
-            self.screen += data.decode(errors="replace")
-
-    def wait_until(self, pattern: str, times: int = 1) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(re.findall(pattern, self.screen)) < times:
-            assert time.monotonic() < deadline, self.screen
-            assert self._process.poll() is None, self.screen
-            time.sleep(0.05)
-
-    def send(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def wait(self, timeout_s: float) -> int:
-        code = self._process.wait(timeout_s)
-        self._reader.join(5.0)
-        return code
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join(5.0)
-        os.close(self._master)
-
-
-@contextmanager
-def in_terminal(*command: str) -> Iterator[Terminal]:
-    terminal = Terminal(*command)
-    try:
-        yield terminal
-    finally:
-        terminal.close()
-
-
-def final_rows(screen: str) -> list[str]:
-    """What is left to read, of a terminal that is wide enough: erased rows are gone."""
-    rows = [""]
-    for piece in re.split(r"(\r\n|\r|\x1b\[1A|\x1b\[2K)", screen):
-        if piece == "\r\n":
-            rows.append("")
-        elif piece == "\x1b[1A":
-            rows.pop()
-        elif piece == "\x1b[2K":
-            rows[-1] = ""
-        elif piece != "\r":
-            rows[-1] += re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", piece)
-    return rows
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no pseudo-terminals")

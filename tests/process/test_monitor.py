@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from manyhands.cli.main import run
+from manyhands.monitor.history import open_history
 from tests.process.commands import LOOPBACK, running
 from tests.unit.monitor.curve_files import tensorboard_points, wandb_points
 from tests.unit.monitor.fake_hub import fake_hub
@@ -68,6 +69,42 @@ def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
         later.wait_for("Optimizer step: done!")
         later.interrupt()
         assert later.wait(15) == INTERRUPTED, later.output
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_history_credits_each_trainer_with_what_its_own_events_say(text: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    watching = ("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--state-dir", str(state))
+    with running(*watching, "--events", str(tmp_path / "monitor.jsonl")) as monitor:
+        multiaddr = monitor.wait_for("--initial_peers /ip4/127.0.0.1/tcp/").split()[-1]
+        options = ("--initial-peers", multiaddr, "--no-checkpoints", "--start-new", "--max-steps", "4")
+        with (
+            running(*trainer(text, *options, "--name", "ann", "--events", str(tmp_path / "ann.jsonl"))) as ann,
+            running(*trainer(text, *options, "--name", "<img>", "--events", str(tmp_path / "bob.jsonl"))) as bob,
+        ):
+            assert ann.wait(150) == 0, ann.output
+            assert bob.wait(30) == 0, bob.output
+        monitor.wait_for("Step #4  loss = ")
+        monitor.wait_for("Found no active peers")
+        monitor.interrupt()
+        assert monitor.wait(20) == INTERRUPTED, monitor.output
+    history = open_history("seen", state)
+    credited = {leader.name: leader.samples for leader in history.leaders()}
+    used = {}
+    for name, file in (("ann", "ann.jsonl"), ("<img>", "bob.jsonl")):
+        lines = [json.loads(line) for line in (tmp_path / file).read_text().splitlines()]
+        used[name] = lines[-1]["counts"]["samples_used"]
+    assert credited == used
+    points = history.points()
+    assert [point.step for point in points] == [1, 2, 3, 4]
+    assert sum(point.samples for point in points) == sum(used.values())
+    assert points[-1].learning_rate is not None
+    assert points[-1].bytes_sent
+    history.close()
+    said = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    left = {event["name"] for event in said if event["type"] == "happened" and event["kind"] == "left"}
+    assert left == {"ann", "<img>"}
 
 
 def have_a_run(text: Path, tmp_path: Path) -> None:
@@ -135,6 +172,7 @@ def check_curves(tmp_path: Path) -> None:
         (["monitor", "--refresh-period", "0"], "refresh_period is 0.0; it must be from 0.5 to 600 seconds"),
         (["monitor", "--wandb-project", ""], "--wandb-project is empty"),
         (["monitor", "--wandb-mode", "offline"], "name a project too: --wandb-project NAME"),
+        (["monitor", "--trackio", " "], "--trackio is empty; name a project"),
         (["monitor", "--tensorboard", "/dev/null"], "/dev/null is no folder that can be written"),
         (["monitor", "--checkpoint-dir", "/dev/null"], "checkpoint folder /dev/null"),
         (["monitor", "--checkpoint-dir", "d", "--checkpoint-every", "0"], "checkpoint_every is 0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -12,13 +11,10 @@ from typing import Any
 import torch
 
 from manyhands.averaging.codecs import Sparse
-from manyhands.base.address import Address
 from manyhands.optim.local_steps import LocalReplica, LocalSteps, nesterov
 from manyhands.optim.optimizer import Optimizer
-from manyhands.peer import Presence
-from manyhands.testing import Host, World
-from manyhands.testing.blocking import run_blocking
-from tests.simulation.worlds import CountedPeer, Ledger, join
+from manyhands.testing import World
+from tests.simulation.worlds import CountedPeer, Ledger, start_peers
 
 SIZES = (4800, 4, 4, 2)
 """Enough that the large one can be sparse: a vector of fewer than 4096 values is exact."""
@@ -105,21 +101,8 @@ def start_local(
     Args:
         begins_s: of those that come later.
     """
-    initial_peers: list[Address] = []
     trainers: dict[str, LocalTrainer] = {}
     ledger = Ledger()
-
-    async def peer(host: Host) -> None:
-        await asyncio.sleep(max(0.0, begins_s.get(host.name, 0.0) - world.loop.time()))
-        rng = world.rng(f"peer {host.name} from {world.loop.time()}")
-        presence = Presence(world.transport(host), rng=rng, wall_clock=host.wall_clock)
-        try:
-            await presence.endpoint.listen([Address.of(host.ip, 0)])
-            await join(presence.dht, initial_peers)
-            initial_peers.extend(presence.endpoint.addresses[: 3 - len(initial_peers)])
-            await run_blocking(lambda: train(CountedPeer(presence, ledger), host.name, rng))
-        finally:
-            await presence.stop()
 
     def train(sim_peer: CountedPeer, name: str, rng: random.Random) -> None:
         parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
@@ -143,11 +126,7 @@ def start_local(
             if optimizer.last_round is not None and optimizer.last_round is not before:
                 trainer.commit(sim_peer.peer_id, ledger, setting.steps.fragments)
 
-    for name in names:
-        world.start(name, peer)
-    world.invariant(
-        "members of one round hold one result, and no sample is lost or counted twice", ledger.is_clean, ledger.what
-    )
+    start_peers(world, {name: begins_s.get(name, 0.0) for name in names}, ledger, train)
     return trainers, ledger
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -192,21 +192,8 @@ def start_training(
     event, members of a round must hold one result, and every sample must be accounted for once. They start one after
     the other, ``start_period_s`` apart.
     """
-    initial_peers: list[Address] = []
     trainers: dict[str, Trainer] = {}
     ledger = Ledger()
-
-    async def peer(host: Host) -> None:
-        await asyncio.sleep(max(0.0, names.index(host.name) * start_period_s - world.loop.time()))
-        rng = world.rng(f"peer {host.name} from {world.loop.time()}")
-        presence = Presence(world.transport(host), rng=rng, wall_clock=host.wall_clock)
-        try:
-            await presence.endpoint.listen([Address.of(host.ip, 0)])
-            await join(presence.dht, initial_peers)
-            initial_peers.extend(presence.endpoint.addresses[: 3 - len(initial_peers)])
-            await run_blocking(lambda: train(CountedPeer(presence, ledger), host.name, rng))
-        finally:
-            await presence.stop()
 
     def train(sim_peer: CountedPeer, name: str, rng: random.Random) -> None:
         parameter = torch.nn.Parameter(torch.zeros(8))
@@ -228,9 +215,33 @@ def start_training(
             if optimizer.last_round is not None and optimizer.last_round is not before:
                 ledger.commit(sim_peer.peer_id, optimizer.last_round, optimizer.last_contribution, parameter)
 
-    for name in names:
+    start_peers(world, {name: number * start_period_s for number, name in enumerate(names)}, ledger, train)
+    return trainers, ledger
+
+
+def start_peers(
+    world: World,
+    begins_s: dict[str, float],
+    ledger: Ledger,
+    train: Callable[[CountedPeer, str, random.Random], None],
+) -> None:
+    """Start a peer on each host, at its time, and have it train; the ledger must stay clean after every event."""
+    initial_peers: list[Address] = []
+
+    async def peer(host: Host) -> None:
+        await asyncio.sleep(max(0.0, begins_s[host.name] - world.loop.time()))
+        rng = world.rng(f"peer {host.name} from {world.loop.time()}")
+        presence = Presence(world.transport(host), rng=rng, wall_clock=host.wall_clock)
+        try:
+            await presence.endpoint.listen([Address.of(host.ip, 0)])
+            await join(presence.dht, initial_peers)
+            initial_peers.extend(presence.endpoint.addresses[: 3 - len(initial_peers)])
+            await run_blocking(lambda: train(CountedPeer(presence, ledger), host.name, rng))
+        finally:
+            await presence.stop()
+
+    for name in begins_s:
         world.start(name, peer)
     world.invariant(
         "members of one round hold one result, and no sample is lost or counted twice", ledger.is_clean, ledger.what
     )
-    return trainers, ledger

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from manyhands.base.errors import ConfigError
 
 MAX_BANDWIDTH_MBIT_S = 8_000_000
 AUTO = "auto"
+SPARSE = re.compile(r"sparse(-\d+){3}-[\d.e-]+")
+"""The codec of ``LocalSteps(sparse=...)``, as :attr:`manyhands.averaging.codecs.Sparse.setting` writes it."""
 CODEC_NAMES = ("none", "fp16", "bf16", "int8", "int4")
 """The names in :mod:`manyhands.averaging.codecs`, which needs torch."""
 
@@ -65,7 +68,7 @@ class AveragingConfig:
             raise ConfigError(f"max_group_size={self.max_group_size} must be from 2 to {MAX_SIDE}; for example 256")
         if self.chunk_bytes < 4 or self.chunk_bytes % 4:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 1048576")
-        if self.codec not in (AUTO, *CODEC_NAMES) and not self.codec.startswith("sparse-"):  # of local steps
+        if self.codec not in (AUTO, *CODEC_NAMES) and not self.is_sparse:
             names = ", ".join((AUTO, *CODEC_NAMES))
             raise ConfigError(f"codec {self.codec!r} is unknown; one of {names}, for example {AUTO!r}")
         if self.min_span_bytes < 0:
@@ -75,6 +78,11 @@ class AveragingConfig:
                 f"bandwidth_mbit_s={self.bandwidth_mbit_s} must be above 0 and at most {MAX_BANDWIDTH_MBIT_S}; "
                 "for example 100.0, or None to have it measured"
             )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether only the largest values are sent, as ``LocalSteps(sparse=...)`` sets it."""
+        return SPARSE.fullmatch(self.codec) is not None
 
 
 def averaging_of(

@@ -360,6 +360,12 @@ class StreamHeader(msgspec.Struct):
     group_id: Digest
 
 
+@functools.lru_cache(maxsize=4096)
+def short_id(peer_id: PeerId) -> bytes:
+    """A few bytes that name a peer, for peers that may know it."""
+    return hashlib.sha256(peer_id.encode()).digest()[:SHORT_ID_BYTES]
+
+
 def readable_addresses(texts: Sequence[str]) -> list[Address]:
     """The addresses of a peer that can be parsed; a newer version may send others too."""
     return [address for text in texts[:MAX_ADDRESSES] if (address := _address_in(text)) is not None]

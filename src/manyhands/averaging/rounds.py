@@ -19,7 +19,6 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
-from manyhands.averaging.codecs.sparse import SPARSE
 from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.commit.fetching import Fetching
 from manyhands.averaging.commit.limits import MemberLimits, limited
@@ -119,7 +118,7 @@ class RoundRunner:
         Args:
             keeps_unsent: keep what a sparse codec has not sent yet, which is no error of single values.
         """
-        if not (keeps_unsent and self._config.codec.startswith(SPARSE)):
+        if not (keeps_unsent and self._config.is_sparse):
             self._feedbacks.clear()
 
     async def hold_place(self) -> None:

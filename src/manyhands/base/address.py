@@ -92,6 +92,11 @@ class Address:
         return self if self.peer_id == peer_id else Address(self.protocol, self.host, self.port, peer_id)
 
     @property
+    def host_port(self) -> str:
+        """``HOST:PORT``, with an IPv6 address in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
     def is_unspecified(self) -> bool:
         """Whether the host means "all interfaces" (``0.0.0.0`` or ``::``)."""
         return self.protocol.startswith("ip") and ipaddress.ip_address(self.host).is_unspecified

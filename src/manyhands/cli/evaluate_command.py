@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.charter_options import run_id_of
+from manyhands.cli.logs import name_in_logs
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import found_data, require_albert
@@ -101,8 +102,10 @@ def evaluate(
         fetch_index(given["dataset_url"])
     emit = output.begin()
     with network.connect() as peer:
+        name_in_logs(peer=str(peer.peer_id))
         logger.info("Evaluating as peer %s, which trains nothing", peer.peer_id)
         run = wait_for_run(peer, run_id, given)
+        name_in_logs(run=run.run_id)
         logger.info("Loading PyTorch and transformers")
         from manyhands.recipes.albert.evaluator import AlbertEvaluator
 

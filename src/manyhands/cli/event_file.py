@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from manyhands.base.errors import ConfigError
-from manyhands.cli import leaving
+from manyhands.cli.line_file import LineFile
 
-logger = logging.getLogger(__name__)
 E = TypeVar("E")
 
 VERSION = 1
@@ -23,54 +18,25 @@ VERSION = 1
 
 
 class EventWriter:
-    """Appends events to a file, each with the time and the version of the format; without a path, drops them.
+    """Appends events to a :class:`LineFile`, each with the time and the version of the format.
 
-    While the disk is full, events are dropped, one warning is logged, and the program goes on. The file is opened anew
-    after SIGHUP, by which time a log rotator has moved it.
+    Without a path, events are dropped.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._num_dropped = 0
-        try:
-            self._file = path.open("ab", buffering=0) if path is not None else None
-        except OSError as error:
-            raise ConfigError(f"--events {path}: {error.strerror}; name a file that can be written") from error
-        self._num_hangups = leaving.num_hangups
+        self._file = LineFile(path, "--events", "events") if path is not None else None
 
     def __call__(self, event: msgspec.Struct) -> None:
-        if self._path is None:
-            return
-        common = {"time": round(time.time(), 3), "version": VERSION}
-        try:
-            self._append(msgspec.json.encode(msgspec.to_builtins(event) | common) + b"\n")
-        except OSError as error:
-            if not self._num_dropped:
-                logger.warning("cannot write --events %s: %s; events are dropped meanwhile", self._path, error.strerror)
-            self._num_dropped += 1
-            return
-        if self._num_dropped:
-            logger.info("--events %s is written again; %d events are missing in it", self._path, self._num_dropped)
-            self._num_dropped = 0
-
-    def _append(self, line: bytes) -> None:
-        assert self._path is not None
-        if self._file is None or self._num_hangups != leaving.num_hangups:
-            self.close()
-            self._num_hangups = leaving.num_hangups
-            self._file = self._path.open("ab", buffering=0)
-        begin = self._file.seek(0, os.SEEK_END) if self._file.seekable() else 0  # a pipe cannot be sought
-        if self._file.write(line) != len(line):
-            self._file.truncate(begin)  # readers get only whole lines
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._file is not None:
+            common = {"time": round(time.time(), 3), "version": VERSION}
+            self._file.append(msgspec.json.encode(msgspec.to_builtins(event) | common) + b"\n")
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
-            self._file = None
 
 
 class EventFollower(Generic[E]):

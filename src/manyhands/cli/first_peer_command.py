@@ -16,6 +16,7 @@ from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted
 from manyhands.cli.charter_options import checked_charter, coordinate
 from manyhands.cli.event_file import EventWriter
+from manyhands.cli.logs import name_in_logs
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.cli.ticket_command import print_ticket
@@ -79,6 +80,7 @@ def first_peer(
         bound = cleanup.enter_context(web.taken())
         emit = output.begin()
         peer = cleanup.enter_context(network.connect(must_join=False))
+        name_in_logs(peer=str(peer.peer_id))
         logger.info("Running a first peer as peer %s", peer.peer_id)
         if changing := what_changes(network):
             logger.warning("%s; peers that have the old address cannot find this peer then", changing)
@@ -90,7 +92,7 @@ def first_peer(
             coordinate(peer, charter, signed, network)
         emit(Listening(peer.peer_id, peer.addresses))
         if signed is not None:
-            cleanup.enter_context(page_beside(peer, signed.run_id, bound))
+            cleanup.enter_context(page_beside(peer, signed.run_id, bound, network.state_dir))
         while True:
             tell_standing(peer, emit)
             threading.Event().wait(PERIOD_S)

@@ -1,20 +1,119 @@
-"""Log format of the commands."""
+"""Where the commands log: standard output, and a file that may be JSON lines."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manyhands.cli.line_file import LineFile
 
 FORMAT = "%(asctime)s.%(msecs)03d [%(levelname)s] %(message)s"
+ORIGIN = "[%(name)s:%(lineno)d]"
+
+STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "is_shown_live"}
+"""Attributes of every log record; others were given with ``extra=``."""
 
 
 def log_to_stdout(*, verbose: bool) -> None:
     """Print manyhands' log lines to standard output; ``verbose`` adds debug lines and their origin."""
-    fmt = FORMAT.replace("] ", "] [%(name)s:%(lineno)d] ") if verbose else FORMAT
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter(fmt, datefmt="%b %d %H:%M:%S"))
+    log_to(None, is_json=False, verbose=verbose)
+
+
+def log_to(path: Path | None, *, is_json: bool, verbose: bool) -> None:
+    """Print manyhands' log lines to standard output, and append them to a file as well.
+
+    May be called again: the file of the call before is closed.
+
+    Args:
+        path: of the file; None for none.
+        is_json: append JSON objects in place of text.
+        verbose: adds debug lines and their origin.
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    fmt = FORMAT.replace("] ", f"] {ORIGIN} ") if verbose else FORMAT
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    handlers[0].setFormatter(logging.Formatter(fmt, datefmt="%b %d %H:%M:%S"))
+    if path is not None:
+        handlers.append(LogFile(path))
+        handlers[1].setFormatter(JsonFormatter() if is_json else logging.Formatter(fmt, datefmt="%Y-%m-%d %H:%M:%S"))
     root = logging.getLogger()
-    root.handlers = [handler]
+    for former in root.handlers:
+        if isinstance(former, LogFile):
+            former.close()
+    root.handlers = handlers
     root.setLevel(logging.WARNING)
     logging.getLogger("manyhands").setLevel(logging.DEBUG if verbose else logging.INFO)
     logging.captureWarnings(True)
+
+
+def name_in_logs(**fields: str) -> None:
+    """Add fields, such as ``run`` and ``peer``, to all further JSON lines of this process."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, JsonFormatter):
+            handler.formatter.common |= fields
+
+
+class LogFile(logging.Handler):
+    """Appends log lines to a :class:`LineFile`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = LineFile(path, "--log-file", "log lines")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Append the line of a record; called with the lock of this handler."""
+        try:
+            self._file.append(self.format(record).encode("utf-8", "backslashreplace") + b"\n")
+        except Exception:  # noqa: BLE001 (as in logging.Handler: a log call never raises)
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.acquire()
+        try:
+            self._file.close()
+        finally:
+            self.release()
+        super().close()
+
+
+class JsonFormatter(logging.Formatter):
+    """Makes one JSON object of each log record.
+
+    Its fields are ``time`` (seconds since 1970), ``level``, ``logger``, ``message``; ``traceback`` if the record has an
+    exception; and what the record was given as ``extra``.
+
+    Attributes:
+        common: fields of all objects.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common: dict[str, str] = {}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object, in one line."""
+        extra = {name: value for name, value in vars(record).items() if name not in STANDARD_FIELDS}
+        fields: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": _valid(record.getMessage()),
+        }
+        if record.exc_info:
+            fields["traceback"] = _valid(self.formatException(record.exc_info))
+        return msgspec.json.encode(extra | self.common | fields, enc_hook=str).decode()
+
+
+def _valid(text: str) -> str:
+    """The text as UTF-8 can have it: a file name of the system may have bytes that are not."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -23,6 +23,7 @@ from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
 from manyhands.cli.notebook_command import notebook
 from manyhands.cli.old_names import Translation, help_of
+from manyhands.cli.plot_command import plot
 from manyhands.cli.run_command import run_key
 from manyhands.cli.ticket_command import ticket
 from manyhands.cli.train_command import train
@@ -44,6 +45,7 @@ app.command(data)
 app.command(checkpoint)
 app.command(run_key)
 app.command(notebook)
+app.command(plot)
 app.command(aws)
 
 

@@ -10,31 +10,39 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from rich.console import RenderableType
 
-from manyhands.base.address import Address, parse_addresses
+from manyhands.access import SignedCharter
+from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
 from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.live_view import LiveScreen, LogLine
+from manyhands.cli.logs import name_in_logs
+from manyhands.cli.monitor_screen import screen_of
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.cli.web_page import WebOptions, filler, page_of
 from manyhands.monitor import RunMonitor
-from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, WandbMode, WandbSink
+from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
 from manyhands.monitor.events import Event, Listening, StepMade
+from manyhands.monitor.history import open_history
 from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
-from manyhands.monitor.web import LiveSource
+from manyhands.monitor.picture import Point, RunPicture
+from manyhands.monitor.web import MonitorSource
+from manyhands.monitor.web.address import url_of
 from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)
@@ -56,7 +64,12 @@ class CurveOptions:
     tensorboard: Path | None = None
     """Write the curves into this folder, for TensorBoard; needs the extra manyhands[tensorboard]."""
 
+    trackio: str | None = None
+    """Draw the curves with Trackio, in this project; needs the extra manyhands[trackio]."""
+
     def __post_init__(self) -> None:
+        if self.trackio is not None and not self.trackio.strip():
+            raise ConfigError("--trackio is empty; name a project, for example --trackio my-albert")
         if self.wandb_project is not None and not self.wandb_project.strip():
             raise ConfigError("--wandb-project is empty; name a project, for example --wandb-project my-albert")
         if self.wandb_mode is not None and self.wandb_project is None:
@@ -71,8 +84,10 @@ class CurveOptions:
         sinks: dict[str, Sink] = {}
         if self.wandb_project is not None:
             sinks["wandb"] = WandbSink(self.wandb_project, run_id, self.wandb_mode)
+        name = f"{run_id}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if self.trackio is not None:
+            sinks["Trackio"] = TrackioSink(self.trackio, run_id, name)
         if self.tensorboard is not None:
-            name = f"{run_id}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
             sinks["TensorBoard"] = TensorBoardSink(self.tensorboard, name)
         return sinks
 
@@ -180,6 +195,9 @@ def monitor(
     refresh_period: Annotated[
         float, Parameter(help="Longest time between two refreshes in seconds; shorter before a global step.")
     ] = MAX_REFRESH_S,
+    plain: Annotated[
+        bool, Parameter(help="Print log lines in a terminal too, where otherwise a live screen is drawn.")
+    ] = False,
     curves: CurveOptions | None = None,
     keeping: KeepingOptions | None = None,
     web: WebOptions | None = None,
@@ -192,7 +210,8 @@ def monitor(
 ) -> None:
     """Welcome trainers and show how the run goes. Trains nothing, needs no GPU and no torch.
 
-    Prints the exact command for the trainers. Runs until Ctrl-C.
+    Prints the exact command for the trainers. In a terminal, a live screen of the
+    run follows as soon as somebody trains. Runs until Ctrl-C.
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     keeping = keeping or KeepingOptions()
@@ -210,19 +229,19 @@ def monitor(
     with ExitStack() as cleanup:
         bound = cleanup.enter_context(web.taken())
         emit = output.begin()
+        history = open_history(run_id, network.state_dir)
+        cleanup.callback(history.close)
         peer = cleanup.enter_context(network.connect())
         keeper = Keeping(keeping, run_id, repo) if keeping.checkpoint_dir is not None else None
         if keeper is not None:
             cleanup.callback(keeper.close)
+        name_in_logs(run=run_id, peer=str(peer.peer_id))
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
         if charter is not None and signed is not None:
             coordinate(peer, charter, signed, network)
         if run_id not in peer.presence.members:
             welcome(run_id, peer.addresses, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))
-        drawn = Curves(sinks)
-        cleanup.callback(end, drawn)
-        source = LiveSource(run_id, lambda: watcher.looked_at)
 
         def on_event(event: Event) -> None:
             emit(event)
@@ -231,14 +250,41 @@ def monitor(
             if keeper is not None and isinstance(event, StepMade):
                 keeper.last_step = event
 
-        watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period)
-        peer.run(watcher.start(), 5.0, "starting the monitor")
+        watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
+        source = MonitorSource(watcher)
         fill = filler(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
         cleanup.enter_context(page_of(source, bound, fill))
+        page = [f"The page of the run: {url_of(bound)}"] if bound is not None else []
+        # made before the sinks, some of which replace standard output for a moment
+        screen = LiveScreen(Drawing(watcher, lambda: [*how_to_join(peer, network, signed), *page]))
+        drawn = Curves(sinks)
+        cleanup.callback(end, drawn)
+        if screen.is_possible and not plain:
+            logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
+            cleanup.enter_context(screen)
+        peer.run(watcher.start(), 5.0, "starting the monitor")
         if keeper is not None:
             keeper.run(peer)
         while True:  # an unbounded wait cannot be interrupted on every platform
             threading.Event().wait(3600.0)
+
+
+class Drawing:
+    """Draws the last picture of a run, for a :class:`manyhands.cli.live_view.LiveScreen`."""
+
+    def __init__(self, watcher: RunMonitor, footer: Callable[[], list[str]]) -> None:
+        self._watcher = watcher
+        self._footer = footer
+        self._picture: RunPicture | None = None
+        self._points: list[Point] = []
+
+    def __call__(self, width: int, height: int, log: Sequence[LogLine]) -> RenderableType | None:
+        picture = self._watcher.picture
+        if picture is None or not (picture.num_peers or picture.last):
+            return None
+        if picture is not self._picture:
+            self._picture, self._points = picture, self._watcher.history.points()
+        return screen_of(picture, self._points, width, height, time.time(), log=log, footer=self._footer())
 
 
 def end(curves: Curves) -> None:
@@ -251,7 +297,7 @@ def welcome(run_id: str, addresses: Sequence[str], initial_peers: Sequence[str])
     """Log how others join the run through this peer, in all the ways that tutorials use."""
     places = parse_addresses(addresses)
     for place in places:
-        logger.info("Running DHT root at %s", _host_port(place))
+        logger.info("Running DHT root at %s", place.host_port)
     if places:
         logger.info("To train with it, run this on any machine that can reach this one:")
     else:
@@ -262,11 +308,20 @@ def welcome(run_id: str, addresses: Sequence[str], initial_peers: Sequence[str])
     print(f"\n    manyhands train --run-id {shlex.quote(run_id)} --initial-peers {' '.join(shown)}")  # noqa: T201
     if places:
         print(f"\n    --initial_peers {' '.join(addresses)}")  # noqa: T201
-        print(f"    --initial_peers {' '.join(map(_host_port, places))}")  # noqa: T201
+        print(f"    --initial_peers {' '.join(place.host_port for place in places)}")  # noqa: T201
         print_ticket(run_id, addresses)
     sys.stdout.flush()
 
 
-def _host_port(address: Address) -> str:
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    return f"{host}:{address.port}"
+def how_to_join(peer: Peer, network: NetworkOptions, charter: SignedCharter | None) -> list[str]:
+    """The shortest ways to join, and to see the ticket again, for the foot of the screen."""
+    if charter is not None and not charter.is_open:
+        return [f"To invite, in another terminal: manyhands invite --state-dir {network.state_dir} --uses 5"]
+    places = parse_addresses(peer.addresses or network.initial_peers or ())
+    if not places:
+        return []
+    place = places[0].host_port
+    return [
+        f"To join: manyhands join {place}",
+        f"Ticket and QR code, in another terminal: manyhands ticket {place}",
+    ]

@@ -12,10 +12,10 @@ from cyclopts import Parameter
 from manyhands.base.errors import ConfigError
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.leaving import leave_on_eof
-from manyhands.cli.logs import log_to_stdout
+from manyhands.cli.logs import log_to
 from manyhands.cli.open_files import raise_open_files_limit
-from manyhands.cli.public_address import announce_public
-from manyhands.peer import ALL_INTERFACES, Peer
+from manyhands.cli.public_address import AnnouncedCheck, announce_public
+from manyhands.peer import ALL_INTERFACES, BeforeJoining, Peer
 from manyhands.recipes.albert.settings import TuningSettings
 from manyhands.rpc import RpcConfig
 from manyhands.state_dir import StateDir
@@ -79,6 +79,11 @@ class PeerOptions:
         """
         return TunnelKeeper(NgrokTunnel()) if self.tunnel is not None else None
 
+    def _before_joining(self) -> BeforeJoining | None:
+        if (keeper := self.keeper()) is not None:
+            return keeper.start
+        return AnnouncedCheck(self.announce) if self.announce else None
+
     def connect(self, *, must_join: bool = True, own_dir: StateDir | None = None) -> Peer:
         """Start a peer with these options; see :class:`manyhands.Peer`.
 
@@ -86,7 +91,7 @@ class PeerOptions:
             own_dir: used if ``state_dir`` was not given.
         """
         raise_open_files_limit()
-        peer = self._new_peer(must_join, self.state_dir or own_dir, self.keeper())
+        peer = self._new_peer(must_join, self.state_dir or own_dir)
         if self._is_first(peer) and not self.announce and self.tunnel is None:
             found = announce_public(peer, maps_port=self.port_mapping, asks_service=self.infer_address)
             if found is not None:
@@ -97,7 +102,7 @@ class PeerOptions:
         """Whether others are to join through this peer."""
         return not self.initial_peers
 
-    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None, keeper: TunnelKeeper | None) -> Peer:
+    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
         return Peer(
             self.initial_peers or (),
             listen=self.listen,
@@ -106,7 +111,7 @@ class PeerOptions:
             identity=self.identity,
             state_dir=state_dir,
             must_join=must_join,
-            before_joining=keeper.start if keeper is not None else None,
+            before_joining=self._before_joining(),
         )
 
 
@@ -132,7 +137,7 @@ class NetworkOptions(PeerOptions):
             )
         super().__post_init__()
 
-    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None, keeper: TunnelKeeper | None) -> Peer:
+    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
         return Peer(
             self.initial_peers or (),
             listen=self.listen,
@@ -141,7 +146,7 @@ class NetworkOptions(PeerOptions):
             identity=self.identity,
             state_dir=state_dir,
             must_join=must_join,
-            before_joining=keeper.start if keeper is not None else None,
+            before_joining=self._before_joining(),
             rpc_config=RpcConfig(max_upload_mbit_s=self.max_upload_mbit_s),
         )
 
@@ -154,15 +159,39 @@ class OutputOptions:
     events: Path | None = None
     """Append one JSON object for each event to this file, for other programs."""
 
+    log_file: Path | None = None
+    """Append the log to this file as well; opened anew after SIGHUP and when it has been moved away."""
+
+    log_json: bool = False
+    """Append JSON objects to --log-file: time, level, logger, message, run and peer."""
+
     verbose: bool = False
     """Log in detail, with the origin of each line."""
 
     leave_on_eof: bool = False
     """Exit when standard input ends, so that this process never outlives the program that started it."""
 
+    def __post_init__(self) -> None:
+        if self.log_json and self.log_file is None:
+            raise ConfigError(
+                "--log-json is about the lines of a log file; name one, for example --log-file manyhands.log --log-json"
+            )
+
     def begin(self) -> EventWriter:
-        """Start logging; returns the writer for events."""
-        log_to_stdout(verbose=self.verbose)
+        """Start logging; returns the writer for events.
+
+        Raises:
+            ConfigError: a file cannot be written.
+        """
+        self.begin_log()
         if self.leave_on_eof:
             leave_on_eof()
         return EventWriter(self.events)
+
+    def begin_log(self) -> None:
+        """Start logging alone, before :meth:`begin`.
+
+        Raises:
+            ConfigError: the log file cannot be written.
+        """
+        log_to(self.log_file, is_json=self.log_json, verbose=self.verbose)

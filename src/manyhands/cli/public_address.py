@@ -1,18 +1,29 @@
-"""Announces a public address of a first peer, and says how it was found."""
+"""Announces a public address of a first peer, and says how it was found; checks one that the user gave."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
 
-from manyhands.base.address import Address
-from manyhands.peer import Peer
+from manyhands.base.address import Address, parse_addresses
+from manyhands.base.errors import ConfigError, DialFailed, DialReason
+from manyhands.peer import Peer, Presence
 from manyhands.reach import public_address
 from manyhands.reach.public_address import PublicAddress
 from manyhands.reach.seen_host import SeenHost
+from manyhands.transport import TlsTransport
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 5.0
+DIAL_TIMEOUT_S = 4.0
+ANOTHER_PEER = "another peer answers there"
+ELSEWHERE = {
+    DialReason.NOT_MANYHANDS: "something else answers there, which is not a manyhands peer",
+    DialReason.PROTOCOL_VERSION: "a peer of another version of manyhands answers there",
+}
+"""What it means that a dial of an own address failed for this reason."""
 
 
 def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> PublicAddress | None:
@@ -51,3 +62,51 @@ def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> Publi
 
 async def _ask_peers(peer: Peer) -> None:
     peer.presence.on_close.append(SeenHost(peer.endpoint).close)
+
+
+class AnnouncedCheck:
+    """Dials the addresses that the user announces, once, before this peer joins.
+
+    A router may not lead connections from inside of its network back into it, so an address without an answer may
+    still be right.
+
+    Raises:
+        ConfigError: an address cannot be read.
+    """
+
+    def __init__(self, announced: Sequence[str]) -> None:
+        self._addresses = [Address(one.protocol, one.host, one.port) for one in parse_addresses(announced)]
+
+    async def __call__(self, presence: Presence) -> None:
+        """Dial them all at once, as a peer that listens already.
+
+        Raises:
+            ConfigError: another peer, or another program, answers.
+        """
+        if not presence.endpoint.bound_addresses:
+            return
+        transport = TlsTransport(presence.endpoint.identity)
+        reasons = await asyncio.gather(*(_dial(transport, address) for address in self._addresses))
+        for address, reason in zip(self._addresses, reasons, strict=True):
+            if reason is None or reason in ELSEWHERE:
+                found = ANOTHER_PEER if reason is None else ELSEWHERE[reason]
+                raise ConfigError(
+                    f"--announce {address.host_port}: {found}. Others would dial it in place of this "
+                    "peer; announce the address and port from which connections are led to this one"
+                )
+            if reason is not DialReason.ITSELF:
+                logger.warning(
+                    "The announced address %s was not reached from this machine (%s). It may still be right, as some "
+                    "routers lead nothing back into their own network. To check it, run this on a machine elsewhere: "
+                    "manyhands doctor --initial-peers %s", address.host_port, reason.value, address.host_port,
+                )  # fmt: skip
+
+
+async def _dial(transport: TlsTransport, address: Address) -> DialReason | None:
+    """Why the address was not reached; None if another peer answered."""
+    try:
+        stream = await transport.dial(address, DIAL_TIMEOUT_S)
+    except DialFailed as failure:
+        return failure.reason
+    stream.abort()
+    return None

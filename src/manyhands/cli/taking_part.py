@@ -19,7 +19,7 @@ from manyhands.base.folder_lock import FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.event_file import EventWriter
-from manyhands.cli.logs import log_to_stdout
+from manyhands.cli.logs import name_in_logs
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
@@ -87,7 +87,7 @@ def found_data(given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any
         from manyhands.recipes.albert.archive import with_unpacked
 
         if own_rank() == 0:
-            log_to_stdout(verbose=output.verbose)  # fetching an archive takes minutes
+            output.begin_log()  # fetching an archive takes minutes
         given = with_unpacked(given)
     return found_here(given)
 
@@ -207,11 +207,13 @@ def take_part(
         if training.auxiliary and network.client_mode is None:
             network = replace(network, client_mode=False)  # else it would be of no use
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
+        name_in_logs(run=run_id, peer=str(peer.peer_id))
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
         if peer.addresses:
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
-        cleanup.enter_context(page_beside(peer, run_id, page))
+        own_dir = folders.state_dir.path if folders.state_dir is not None else None
+        cleanup.enter_context(page_beside(peer, run_id, page, network.state_dir or own_dir))
         if to_join is None and training.auxiliary:
             run = wait_for_trainers(peer, run_id)
         elif to_join is None and peer.dht.num_known_peers:  # the known peers may be of an earlier start

@@ -10,7 +10,7 @@ from typing import Protocol
 from rich.console import Console
 
 from manyhands.base.text import counted, rough
-from manyhands.cli.live_line import LiveLine
+from manyhands.cli.live_view import LiveLine
 from manyhands.recipes.albert.account import Account, Standing
 from manyhands.runtime.exit_delay import delay_exit
 
@@ -45,7 +45,10 @@ def run_in_view(trainer: Trainer) -> None:
 
 
 def line_of(standing: Standing, width: int) -> str:
-    """The status of a trainer and its run, in one line of at most ``width`` characters."""
+    """The status of a trainer and its run, in one line of less than ``width`` characters.
+
+    In a narrow terminal first the speed is left out, then the bar, then what stands last.
+    """
     samples, target = standing.samples, standing.target_batch_size
     head = f"Step {standing.step + 1}: {samples}/{target} samples"
     eta = f"ETA {rough(standing.eta_s)}" if math.isfinite(standing.eta_s) else "ETA unknown"
@@ -56,13 +59,15 @@ def line_of(standing: Standing, width: int) -> str:
     ]
     if standing.loss is not None:
         parts.append(f"loss {standing.loss:.3f}")
-    parts.append(f"{standing.samples_per_second:.1f} samples/s")
-    tail = ", ".join(parts)
-    bar_width = min(width - len(head) - len(tail) - 5, MAX_BAR)  # two brackets, two spaces, last column
-    if bar_width < MIN_BAR:
-        return f"{head}, {tail}"[: width - 1]
-    full = min(bar_width * samples // target, bar_width)
-    return f"{head} [{'#' * full}{'.' * (bar_width - full)}] {tail}"
+    speed = f"{standing.samples_per_second:.1f} samples/s"
+    for tail in (", ".join([*parts, speed]), ", ".join(parts)):
+        bar_width = min(width - len(head) - len(tail) - 5, MAX_BAR)  # two brackets, two spaces, last column
+        if bar_width >= MIN_BAR:
+            full = min(bar_width * samples // target, bar_width)
+            return f"{head} [{'#' * full}{'.' * (bar_width - full)}] {tail}"
+    while parts and len(head) + len(", ".join(["", *parts])) >= width:
+        parts.pop()
+    return ", ".join([head, *parts])[: width - 1]
 
 
 def card_of(account: Account) -> tuple[str, list[tuple[str, str]]]:

@@ -13,7 +13,8 @@ from cyclopts import Parameter
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoint_dir import newest_checkpoint
 from manyhands.monitor import RunMonitor
-from manyhands.monitor.web import Fill, Filled, Guess, LiveSource, Source, bind
+from manyhands.monitor.history import open_history
+from manyhands.monitor.web import Fill, Filled, Guess, MonitorSource, Source, bind
 from manyhands.monitor.web.address import DEFAULT_ADDRESS
 from manyhands.peer import Peer
 
@@ -71,13 +72,20 @@ def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = Non
 
 
 @contextmanager
-def page_beside(peer: Peer, run_id: str, bound: socket.socket | None) -> Iterator[None]:
-    """Watch the run and serve its page while the block runs, for a peer that does something else."""
+def page_beside(peer: Peer, run_id: str, bound: socket.socket | None, state_dir: Path | None) -> Iterator[None]:
+    """Watch the run and serve its page while the block runs, for a peer that does something else.
+
+    Args:
+        state_dir: where to keep the history of the run; None keeps it in memory.
+    Raises:
+        ConfigError: the history there cannot be used.
+    """
     if bound is None:
         yield
         return
-    source = LiveSource(run_id, lambda: watcher.looked_at)
-    watcher = RunMonitor(peer, run_id, source.add, is_quiet=True)
+    history = open_history(run_id, state_dir)  # closed with the peer
+    watcher = RunMonitor(peer, run_id, lambda event: source.add(event), history=history, is_quiet=True)
+    source = MonitorSource(watcher)
     peer.run(watcher.start(), START_TIMEOUT_S, "starting to watch the run")
     with page_of(source, bound):
         yield

@@ -17,11 +17,6 @@ from manyhands.transport.certificate import ALPN
 from manyhands.version import __version__
 
 
-def label_of(address: Address) -> str:
-    """Return the short name of an initial peer: ``HOST:PORT``."""
-    return f"[{address.host}]:{address.port}" if ":" in address.host else f"{address.host}:{address.port}"
-
-
 def _place(address: Address) -> str:
     return f"{address.host} port {address.port}"
 
@@ -332,15 +327,15 @@ def do_not_see(first: Address, second: Address, *, first_sees: bool, second_sees
     if not first_sees and not second_sees:
         return Finding(
             False,
-            f"{label_of(first)} and {label_of(second)} do not see each other: the swarm may be split",
-            f"start each with the address of the other among its --initial-peers: {label_of(first)} with {second}, and "
-            f"{label_of(second)} with {first}; it keeps trying, so they also find each other later",
+            f"{first.host_port} and {second.host_port} do not see each other: the swarm may be split",
+            f"start each with the address of the other among its --initial-peers: {first.host_port} with {second}, and "
+            f"{second.host_port} with {first}; it keeps trying, so they also find each other later",
         )
     seeing, blind = (first, second) if first_sees else (second, first)
     return Finding(
         False,
-        f"{label_of(seeing)} sees {label_of(blind)}, but not the other way round",
-        f"make sure that the machine of {label_of(blind)} can dial {seeing}",
+        f"{seeing.host_port} sees {blind.host_port}, but not the other way round",
+        f"make sure that the machine of {blind.host_port} can dial {seeing}",
     )
 
 

@@ -1,19 +1,21 @@
-"""Draws the curves of a run with Weights & Biases and TensorBoard, in threads that never block the monitor.
+"""Draws the curves of a run with Weights & Biases, TensorBoard and Trackio, in threads that never block the monitor.
 
-Imports neither of them, nor torch, until they are needed.
+Imports none of them, nor torch, until they are needed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
 import os
 import queue
+import shlex
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -249,6 +251,48 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
+
+
+class TrackioSink:
+    """A Trackio run in a project, in the group of the training run.
+
+    It is kept on this machine, or sent to where Trackio's own ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` say.
+
+    Args:
+        name: of the Trackio run.
+    Raises:
+        MissingExtra: trackio is not installed.
+    """
+
+    def __init__(self, project: str, run_id: str, name: str) -> None:
+        if importlib.util.find_spec("trackio") is None:
+            raise MissingExtra("--trackio", "trackio")
+        self._project = project
+        self._run_id = run_id
+        self._name = name
+        self._run: Any = None
+
+    def open(self) -> None:
+        import trackio
+
+        with redirect_stdout(io.StringIO()):  # its greeting
+            self._run = trackio.init(
+                project=self._project, name=self._name, group=self._run_id, config={"run_id": self._run_id},
+                embed=False, auto_log_gpu=False, auto_log_cpu=False,
+            )  # fmt: skip
+        if place := self._run.url:
+            logger.info("The curves are sent to Trackio at %s", place)
+        else:
+            show = f"trackio show --project {shlex.quote(self._project)}"
+            logger.info("The curves are in the Trackio project %s; to see them: %s", self._project, show)
+
+    def add(self, point: Point) -> None:
+        values = {name: value for name, value in point.items() if name != "step"}
+        self._run.log(values, step=int(point["step"]))
+
+    def close(self) -> None:
+        with redirect_stdout(io.StringIO()):
+            self._run.finish()
 
 
 @contextmanager

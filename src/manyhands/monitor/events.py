@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from manyhands.monitor.picture import EventKind
+
 
 class Listening(msgspec.Struct, tag="listening"):
     """The monitor can be dialled; ``addresses`` are multiaddrs."""
@@ -42,4 +44,14 @@ class HeldoutSeen(msgspec.Struct, tag="heldout_seen"):
     sop_accuracy: float
 
 
-Event = Listening | ProgressMade | StepMade | HeldoutSeen
+class Happened(msgspec.Struct, tag="happened"):
+    """Something that happened to a peer or to the run; see :class:`manyhands.monitor.picture.RunEvent`."""
+
+    kind: EventKind
+    text: str
+    step: int
+    peer_id: str
+    name: str
+
+
+Event = Listening | ProgressMade | StepMade | HeldoutSeen | Happened

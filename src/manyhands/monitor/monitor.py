@@ -1,26 +1,46 @@
-"""Watches a run without training; never imports torch."""
+"""Watches a run without training; never imports torch.
+
+At each look it reads what the peers have published, and makes a :class:`manyhands.monitor.picture.RunPicture` of it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
-from manyhands.dht import StoredValue
+from manyhands.base.text import counted
+from manyhands.dht import DhtNode, StoredValue
 from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
+from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
+from manyhands.monitor.history import History
+from manyhands.monitor.painter import Look, Painter
+from manyhands.monitor.picture import Leader, RunPicture
+from manyhands.monitor.roster import longest_silence_s
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
+from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_metrics
-from manyhands.optim.run.progress import Progress, ProgressLog, ProgressRecord, StrandedNotice, next_refresh_s, rank_of
-from manyhands.optim.run.progress_reader import ProgressReader, View
+from manyhands.optim.run.progress import (
+    SHOWN_LIVE,
+    Progress,
+    ProgressLog,
+    ProgressRecord,
+    StrandedNotice,
+    crowd_factor,
+    next_refresh_s,
+    rank_of,
+)
+from manyhands.optim.run.progress_reader import Observed, ProgressReader, View
 from manyhands.optim.run.records import declare_run
-from manyhands.peer import Peer
+from manyhands.peer import Presence
+from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -31,6 +51,27 @@ LONGEST_REFRESH_S = TTL_S
 """Lifetime of metrics."""
 
 
+CROWD_PERIOD_S = 1.5
+"""Between two pictures, times how much larger than a crowd the run is: 7.5 s with 240 peers and more."""
+ASK_AFTER_S = 10.0
+"""Others are asked for what was before this long after the start: by then the steps of now have been seen."""
+
+
+class WatchingPeer(Protocol):
+    """What a monitor needs of a :class:`manyhands.Peer`."""
+
+    presence: Presence
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    @property
+    def dht(self) -> DhtNode: ...
+
+    @property
+    def addresses(self) -> list[str]: ...
+
+
 class WatchingReader(ProgressReader):
     """The progress records of a run, with that of this peer, if it trains as well."""
 
@@ -38,37 +79,54 @@ class WatchingReader(ProgressReader):
         if (seen := self._seen_as(None, record, stored, now)) is not None:
             self._keep(self._endpoint.peer_id, seen)
 
+    def present(self) -> dict[PeerId, Observed]:
+        """The records of the peers that have been heard of lately: a dead one must not hold the run back."""
+        now = asyncio.get_running_loop().time()
+        return {
+            peer_id: seen
+            for peer_id, seen in self.observed().items()
+            if now - seen.since <= longest_silence_s(seen.record)
+        }
+
 
 class RunMonitor:
     """Reads the progress and the metrics of a run, and logs them.
 
+    Attributes:
+        picture: of the last look; None before the first one.
+        on_picture: functions that are called with each new picture, on the network thread; they must not block.
+        history: what has happened before.
+
     Args:
+        history: closed with the peer; by default one in memory.
         on_event: called on the network thread with each :class:`manyhands.monitor.events.Event`; it must not block.
         refresh_s: longest time between two reads; reads are more frequent shortly before a global step.
         is_quiet: log warnings alone, for a process that logs the progress of the run itself.
-    Attributes:
-        looked_at: when it last read the run, in seconds since 1970; 0 before that.
     Raises:
         ConfigError: an argument is out of bounds.
     """
 
     def __init__(
         self,
-        peer: Peer,
+        peer: WatchingPeer,
         run_id: str,
         on_event: Callable[[Event], None],
         *,
         refresh_s: float = MAX_REFRESH_S,
+        history: History | None = None,
         is_quiet: bool = False,
     ) -> None:
-        self.looked_at = 0.0
-        self._told_level = logging.DEBUG if is_quiet else logging.INFO
         self._peer = peer
         self._run_id = checked_run_id(run_id)
+        self._told_level = logging.DEBUG if is_quiet else logging.INFO
         self._on_event = on_event
         self._refresh_s = checked_refresh_s(refresh_s)
         self._config = ProgressConfig(min_refresh_s=MIN_REFRESH_S, max_refresh_s=refresh_s, ttl_s=2 * LONGEST_REFRESH_S)
         self._tasks = TaskOwner("monitor")
+        self.history = history or History(self._run_id)
+        self.picture: RunPicture | None = None
+        self.on_picture: list[Callable[[RunPicture], None]] = []
+        self._painter = Painter(self._run_id, self.history)
         self._is_watched = True
         self._notice = StrandedNotice(run_id)
         self._steps = CompleteSteps()
@@ -76,21 +134,63 @@ class RunMonitor:
         self._leading_step = -1
         self._heldout_step = -1
         self._last_progress: Progress | None = None
+        self._progress: Progress | None = None  # of the last look
+        self._target = 0
+        self._painted_at = -math.inf
         self._log = ProgressLog()
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id
+
+    def leader_of(self, peer_id: str) -> Leader | None:
+        """The row of the leaderboard with this peer, whatever its rank; None for an unknown peer. From any thread."""
+        return next((leader for leader in self._painter.all_leaders if peer_id in leader.peer_ids), None)
 
     async def start(self) -> None:
         """Start watching; ends when the peer is closed."""
         declare_run(self._peer.dht, self._run_id)
         self._reader = WatchingReader(self._peer.endpoint, self._peer.dht, self._run_id)
+        self._exchange = Exchange(self._peer.presence, self._run_id, self.history)
+        self._peer.presence.on_close.append(self._close)
         self._tasks.spawn(self._watch_forever(), name="watching the run")
-        self._peer.presence.on_close.append(self._tasks.close)
+        self._tasks.spawn(self._exchange.publish_forever(), name="letting other monitors find this one")
+        self._tasks.spawn(self._ask_others(), name="asking other monitors")
+
+    async def _close(self) -> None:
+        self._exchange.close()
+        await self._tasks.close()
+        await asyncio.get_running_loop().run_in_executor(None, self.history.close)
+
+    async def _ask_others(self) -> None:
+        """Fetch what was before this monitor's time, once."""
+        while True:
+            await asyncio.sleep(ASK_AFTER_S)
+            before_step = self._painter.first_step
+            if before_step == 1:
+                return  # it has seen all
+            try:
+                told = await self._exchange.ask(before_step, self._painter.began_at) if before_step > 1 else None
+            except ManyhandsError as error:
+                logger.debug("other monitors cannot be asked: %s", error)
+                told = None
+            if told is not None:
+                self._painter.told.append(told)
+                logger.log(
+                    self._told_level,
+                    "Other monitors have told %s and %s from before", counted(len(told.points), "point"),
+                    counted(len(told.steps), "credited step"),
+                )  # fmt: skip
+                return
+            await asyncio.sleep(RETRY_PERIOD_S - ASK_AFTER_S)
 
     async def _watch_forever(self) -> None:
         while True:
             delay_s = self._refresh_s
             try:
                 delay_s = await self._look()
-                self.looked_at = time.time()
+                await self._paint()
+                delay_s = min(delay_s, max(self._painter.silence_due_s, MIN_REFRESH_S))
             except ManyhandsError as error:
                 logger.warning("cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)
@@ -98,23 +198,27 @@ class RunMonitor:
     async def _look(self) -> float:
         """Read and report once; returns the seconds until the next read."""
         await self._reader.refresh()
-        trainers = self._reader.trainers()
+        present = self._reader.present()
+        trainers = {peer_id: seen.record for peer_id, seen in present.items() if not seen.record.is_auxiliary}
         if not trainers:
             if self._is_watched:
-                logger.log(self._told_level, "Found no active peers")
+                logger.log(self._told_level, "Found no active peers", extra=SHOWN_LIVE)
             self._is_watched = False
+            self._progress = None
             await self._report_what_was_learnt(trainers)  # metrics of the last steps, also of peers that have left
             return 1.0
         self._is_watched = True
         self._tell_stranded()
         leading = max(trainers.values(), key=rank_of).position
         target = await self._target_batch_size()
-        progress = View(self._reader.observed(), leading).outlook(None, target, asyncio.get_running_loop().time())
+        progress = View(present, leading).outlook(None, target, asyncio.get_running_loop().time())
         delay_s = next_refresh_s(progress, self._config)
+        self._progress, self._target = progress, target
         if progress != self._last_progress:
             self._report_progress(leading.step, target, progress, delay_s)
             self._last_progress = progress
         if leading.step + 1 < self._steps.newest_step:  # the run was begun anew, or resumed from a checkpoint
+            self._painter.restarted(self._steps.newest_step, leading.step, self._peer.presence.wall_clock())
             self._steps, self._heldout_step = CompleteSteps(), -1
         self._leading_step = leading.step
         await self._report_what_was_learnt(trainers)
@@ -144,6 +248,33 @@ class RunMonitor:
             await self._report_steps(trainers)
             await self._report_heldout()
 
+    async def _paint(self) -> None:
+        """Make a picture of the last look, and show it; in a crowd less often, as each takes longer."""
+        crowd = crowd_factor(len(self._reader.observed())) - 1
+        if asyncio.get_running_loop().time() < self._painted_at + CROWD_PERIOD_S * crowd:
+            return
+        accounts = await read_metrics(self._peer.dht, self._run_id, AccountRecord)
+        now, presence = asyncio.get_running_loop().time(), self._peer.presence
+        look = Look(
+            observed=self._reader.observed(),
+            accounts=accounts,
+            trained_lately=self._trainers_seen,
+            step=max(self._leading_step, 0),
+            progress=self._progress,
+            target_batch_size=self._target,
+            num_refused=sum(self._peer.dht.refusals.values()),
+            now=now,
+            wall_time=presence.wall_clock(),
+        )
+        self._painted_at = now
+        loop = asyncio.get_running_loop()  # in the executor: with thousands of peers it takes a quarter of a second
+        picture, events = await loop.run_in_executor(None, self._painter.paint, look)
+        self.picture = picture
+        for happened in events:
+            self._on_event(happened)
+        for show in list(self.on_picture):
+            show(picture)
+
     async def _report_steps(self, trainers: Collection[PeerId]) -> None:
         metrics = await read_metrics(self._peer.dht, self._run_id, MetricsRecord)
         now = asyncio.get_running_loop().time()
@@ -155,8 +286,9 @@ class RunMonitor:
             if record.step <= self._leading_step + 1 and peer_id in self._trainers_seen
         }
         for made in self._steps.look(believed, trainers, now):
-            logger.log(self._told_level, "Step #%d  loss = %.5f", made.step, made.loss)
+            logger.log(self._told_level, "Step #%d  loss = %.5f", made.step, made.loss, extra=SHOWN_LIVE)
             self._on_event(made)
+            self._painter.made.append(made)
 
     async def _report_heldout(self) -> None:
         """Report the measurements of evaluators; of several for one step, the first counts."""
@@ -167,8 +299,9 @@ class RunMonitor:
                 logger.log(
                     self._told_level,
                     "Held-out loss %.4f, MLM accuracy %.1f%%, SOP accuracy %.1f%% at global step %d",
-                    record.loss, 100 * record.mlm_accuracy, 100 * record.sop_accuracy, record.step,
+                    record.loss, 100 * record.mlm_accuracy, 100 * record.sop_accuracy, record.step, extra=SHOWN_LIVE,
                 )  # fmt: skip
+                self._painter.heldout[record.step] = record.loss
                 self._on_event(HeldoutSeen(record.step, record.loss, record.mlm_accuracy, record.sop_accuracy))
 
 

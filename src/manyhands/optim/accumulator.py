@@ -39,13 +39,12 @@ class Accumulator(Protocol):
     """What one peer has computed since the last global step. Belongs to the training thread.
 
     Attributes:
-        samples, weight: added so far.
+        samples: added so far.
         since_step: the global step of the parameters behind the oldest samples.
         was_out: some of them were handed out before, for a step that failed.
     """
 
     samples: int
-    weight: float
     since_step: int
     was_out: bool
 
@@ -187,7 +186,7 @@ class GradientAccumulator:
             self.was_out = True
 
     def fault(self) -> str:
-        """None: what is not finite was never added."""
+        """Nothing: what is not finite was never added."""
         return ""
 
     def carry(self, contribution: Contribution) -> None:

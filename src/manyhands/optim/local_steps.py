@@ -29,7 +29,7 @@ from manyhands.base.text import counted
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, are_finite
-from manyhands.optim.options import check_unchanged, options_of
+from manyhands.optim.options import options_of
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import (
     State,
@@ -40,7 +40,7 @@ from manyhands.optim.state.state import (
     split_inner,
     take_options,
 )
-from manyhands.optim.step.replica import HostCopy, Replica, SchedulerMaker
+from manyhands.optim.step.replica import HostCopy, Replica, SchedulerMaker, copy_on_host
 from manyhands.optim.step.update import global_norm
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ MANY_STEPS = 500
 """Inner steps from one average to the next, above which published runs lose much of their quality."""
 OUTER = "outer"
 """Key of the outer optimizer's state in a checkpoint."""
-PARAMETERS = "parameters"
+AGREED = "agreed"
+"""Key of the agreed parameters in a checkpoint, where the model has others."""
 
 
 def nesterov(params: Any) -> torch.optim.Optimizer:
@@ -120,7 +121,7 @@ class LocalSteps:
             ", ".join(f"{name}={value!r}" for name, value in options.items() if value and name != "param_names")
             for options in hyper_parameters_of(outer.param_groups)
         ]
-        shown = "; ".join(dict.fromkeys(groups) if len(set(groups)) == 1 else groups)
+        shown = "; ".join(dict.fromkeys(groups))
         return {
             "local_steps": f"outer {type(outer).__name__}({shown}), {counted(self.fragments, 'fragment')}, "
             f"overlap_steps={self.overlap_steps}"
@@ -165,7 +166,7 @@ class LocalReplica(Replica):
         self._frozen = [(own, agreed) for own, agreed in pairs if not own.requires_grad]
         self._max_inner_norm = max_grad_norm
         self.wrapped, self.model_parameters = inner, model_parameters
-        self.inner_copy = HostCopy(inner) if offload else None
+        self.host_copy = HostCopy(inner) if offload else None  # of the model, as for every replica
         self._own = [parameter for parameter in parameters_of(inner) if parameter.requires_grad]
         self._agreed_inner_options = hyper_parameters_of(inner.param_groups)
         if self.num_fragments > len(self._own):
@@ -207,22 +208,6 @@ class LocalReplica(Replica):
         if (self.position.step + 1) % self.num_fragments == 0:
             super()._advance_schedule(is_alone=True)  # this peer may have made no inner step
 
-    def show(self) -> None:
-        """Copy the extra tensors to the model; its parameters follow by :meth:`follow`."""
-        self.extra.show()
-
-    def check_options(self, *, is_stepping: bool) -> None:
-        """As for :class:`Replica`, of the inner optimizer."""
-        if self.inner_copy is not None:
-            check_unchanged(self.inner_copy.shown_options, self.inner_copy.shown_groups)
-        if not is_stepping:
-            check_unchanged(self.options, self.inner.param_groups)
-
-    @property
-    def shown_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the inner optimizer, with the model's own parameters."""
-        return self.inner.param_groups if self.inner_copy is None else self.inner_copy.shown_groups
-
     def capture(self) -> State:
         """As for :class:`Replica`, with the inner optimizer's statistics."""
         return self._capture(functools.partial(self._begin_capture, self.inner))
@@ -262,13 +247,11 @@ class LocalReplica(Replica):
         if grad_scale != 1.0:
             for gradient in gradients:
                 gradient.div_(grad_scale)
-        if (most := self._max_inner_norm) is not None:
-            values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-            if (norm := global_norm(values)) > most:
-                for gradient in gradients:
-                    gradient.mul_(most / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does, for dense ones
+        if (most := self._max_inner_norm) is not None and (norm := global_norm(_values_of(gradients))) > most:
+            for gradient in gradients:
+                gradient.mul_(most / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does, for dense ones
         with self._lock:
-            if self.inner_copy is not None:
+            if self.host_copy is not None:
                 for parameter, own in zip(self.model_parameters, self._own, strict=True):
                     own.grad = parameter.grad.to(own) if parameter.grad is not None else None
             self.inner.step()
@@ -330,8 +313,8 @@ class LocalReplica(Replica):
         return [self._own[index] for index in self._members[fragment]]
 
     def _show_own(self) -> None:
-        if self.inner_copy is not None:
-            self.inner_copy.show()
+        if self.host_copy is not None:
+            self.host_copy.show()
 
     # checkpoints
 
@@ -340,16 +323,11 @@ class LocalReplica(Replica):
         pairs = zip(self.model_parameters, self._parameters, strict=True)
         agreed = {f"{i}": value for i, (own, value) in enumerate(pairs) if not torch.equal(own.to(value), value)}
         place = super().place() | {OUTER: self.optimizer.state_dict()}
-        return place | ({PARAMETERS: agreed} if agreed else {})
-
-    def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
-        """As for :class:`Replica`; the agreed parameters are the model's, where the checkpoint has no others."""
-        super().load(state_dict, place)
-        if self.inner_copy is not None:
-            self.inner_copy.take_over()
+        place.pop("parameters", None)  # this peer's own ones become the agreed ones when the checkpoint is loaded
+        return place | ({AGREED: agreed} if agreed else {})
 
     def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
-        kept: Mapping[str, torch.Tensor] = (place or {}).get(PARAMETERS, {})
+        kept: Mapping[str, torch.Tensor] = (place or {}).get(AGREED, {})
         with torch.no_grad():
             for index, (own, agreed) in enumerate(zip(self.model_parameters, self._parameters, strict=True)):
                 agreed.copy_(kept.get(f"{index}", own))
@@ -368,7 +346,7 @@ class InnerSteps:
     thread.
 
     Attributes:
-        samples, weight, since_step, was_out: as for every accumulator.
+        samples, since_step, was_out: as for every accumulator.
     """
 
     def __init__(self, replica: LocalReplica) -> None:
@@ -381,18 +359,18 @@ class InnerSteps:
         self._must_end_at = 0  # inner steps after which the average is waited for
         self._weights = [0.0] * replica.num_fragments  # behind the difference in each fragment
         self._has_told: set[str] = set()
-        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
+        self.samples, self.since_step, self.was_out = 0, 0, False
 
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
         """Make an inner step with the current ``.grad``; False, and no step, when one is not finite."""
         weight = float(samples) if weight is None else weight
         gradients = [parameter.grad for parameter in self._replica.model_parameters if parameter.grad is not None]
-        if not are_finite([gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]):
+        if not are_finite(_values_of(gradients)):
             return False
         if weight > 0:
             self._replica.step_inner(grad_scale)
             self._num_steps += 1
-        self._count(samples, weight, at_step)
+        self._count(samples, at_step)
         self._weights = [before + weight for before in self._weights]
         return True
 
@@ -450,7 +428,7 @@ class InnerSteps:
         if contribution.refill is None:  # else a round that was broken off may still write to it
             self._spare_N = contribution.mean_N
         if contribution.samples:
-            self._count(contribution.samples, contribution.weight, contribution.since_step)
+            self._count(contribution.samples, contribution.since_step)
             self.was_out = True
 
     def carry(self, contribution: Contribution) -> None:
@@ -483,18 +461,17 @@ class InnerSteps:
         self._weights = [0.0] * self._replica.num_fragments
         self._forget_samples()
 
-    def _count(self, samples: int, weight: float, since_step: int) -> None:
+    def _count(self, samples: int, since_step: int) -> None:
         self.since_step = min(self.since_step, since_step) if self.samples else since_step
         self.samples += samples
-        self.weight += weight
 
     def _forget_samples(self) -> None:
-        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
+        self.samples, self.since_step, self.was_out = 0, 0, False
 
 
 def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The outer optimizer, of copies of the parameters, in the same groups."""
-    groups = [{"params": [_agreed_of(parameter) for parameter in group["params"]]} for group in inner.param_groups]
+    groups = [{"params": [copy_on_host(parameter) for parameter in group["params"]]} for group in inner.param_groups]
     agreed = [parameter for group in groups for parameter in group["params"]]
     outer = local_steps.make_outer(groups)
     if not isinstance(outer, torch.optim.Optimizer) or [*map(id, parameters_of(outer))] != [*map(id, agreed)]:
@@ -506,11 +483,9 @@ def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.op
     return outer
 
 
-def _agreed_of(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, at least in float32 if it is trained."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.requires_grad else parameter.dtype
-    copy = parameter.detach().to("cpu", dtype, copy=True)
-    return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+def _values_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Their values; of a sparse gradient the stored ones."""
+    return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def _fragments_of(sizes: Sequence[int], num_fragments: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from manyhands.averaging.messages import Count
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
+from manyhands.optim.account import AccountRecord
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=msgspec.Struct)
@@ -65,7 +66,11 @@ class HeldoutRecord(msgspec.Struct, frozen=True):
             raise ValueError("losses and accuracies are finite")
 
 
-_SUFFIXES: dict[type[msgspec.Struct], str] = {MetricsRecord: "metrics", HeldoutRecord: "heldout"}
+_SUFFIXES: dict[type[msgspec.Struct], str] = {
+    MetricsRecord: "metrics",
+    HeldoutRecord: "heldout",
+    AccountRecord: "account",
+}
 
 
 def metrics_key(run_id: str, kind: type[msgspec.Struct] = MetricsRecord) -> str:
@@ -74,12 +79,16 @@ def metrics_key(run_id: str, kind: type[msgspec.Struct] = MetricsRecord) -> str:
 
 
 async def publish_metrics(
-    dht: DhtNode, own_id: PeerId, run_id: str, record: MetricsRecord | HeldoutRecord, ttl_s: float = TTL_S
+    dht: DhtNode,
+    own_id: PeerId,
+    run_id: str,
+    record: MetricsRecord | HeldoutRecord | AccountRecord,
+    ttl_s: float = TTL_S,
 ) -> None:
-    """Publish this peer's metrics; errors are only logged, since nothing depends on them."""
+    """Publish this peer's metrics or account; errors are only logged, since nothing depends on them."""
     key = metrics_key(run_id, type(record))
     try:
-        await dht.store(key, msgspec.to_builtins(record), ttl_s, subkey=own_id)
+        await dht.store(key, msgspec.to_builtins(record, builtin_types=(bytes,)), ttl_s, subkey=own_id)
     except ManyhandsError as error:
         logger.warning("%s of step %d cannot be published: %s", key, record.step, error)
 
@@ -90,12 +99,12 @@ async def read_metrics(dht: DhtNode, run_id: str, kind: type[R]) -> Mapping[Peer
     Raises:
         Unavailable: the DHT does not answer.
     """
-    records, key = {}, metrics_key(run_id, kind)
+    records, key, decoder = {}, metrics_key(run_id, kind), msgspec.msgpack.Decoder(kind)
     for subkey, stored in (await dht.get(key)).items():
         if stored.owner != subkey:
             continue
         try:
-            records[PeerId(subkey)] = msgspec.convert(stored.value, kind)
-        except msgspec.ValidationError as error:
+            records[PeerId(subkey)] = decoder.decode(stored.raw)
+        except msgspec.DecodeError as error:
             logger.warning("%s of peer %s cannot be read: %s", key, subkey, error)
     return records

@@ -14,6 +14,7 @@ from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.tracebacks import clear_tracebacks
+from manyhands.optim.account import Failure, RecentSteps
 from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
@@ -154,10 +155,17 @@ class Optimizer(OptimizerWrapper):
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
+        self.recent_steps = RecentSteps(peer.peer_id)
+        """The last global steps that this peer has made, with the samples of all peers."""
+        self.last_failure: Failure | None = None
+        """Why samples of this peer last did not count at once; None if they always have."""
         self.peer = peer
         """As given."""
         self._samples = SampleCounter(peer.peer_id, self._replica, self._local)
         self._layout = GradientLayout(self._replica.model_parameters, extra.numel)
+        self._averages_in_background = options.delay == "gradients" or (
+            local_steps is not None and local_steps.overlap_steps > 0
+        )
         self._is_counted = False  # the .grad of this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
@@ -295,10 +303,7 @@ class Optimizer(OptimizerWrapper):
         for a step in the background. Call no :meth:`step` within the block.
         """
         self.settle()
-        if isinstance(replica := self._replica, LocalReplica):
-            with replica.agreed_in_model():
-                yield
-        else:
+        with self._replica.agreed_in_model():
             yield
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
@@ -367,11 +372,6 @@ class Optimizer(OptimizerWrapper):
         return self._local is None
 
     # global steps
-
-    @property
-    def _averages_in_background(self) -> bool:
-        replica = self._replica
-        return self._options.delay == "gradients" or (isinstance(replica, LocalReplica) and replica.overlap_steps > 0)
 
     def _act_on(self, decision: Decision) -> None:
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
@@ -458,9 +458,15 @@ class Optimizer(OptimizerWrapper):
         self._samples.count(step)
         if step.is_lost:
             logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
+            self._failed(step.left_from.step + 1, "it lost the result of the round")
             return
         outcome = step.outcome
         assert outcome is not None
+        shares = {} if step.refusal else outcome.shares
+        is_grid = outcome.grid_rounds is not None
+        self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=is_grid)
+        if outcome.is_left_out or step.refusal:
+            self._failed(step.left_from.step + 1, step.refusal or "the group made the step without its samples")
         self._was_alone = outcome.manifest is None
         self._replica.show()
         self._show()
@@ -487,6 +493,7 @@ class Optimizer(OptimizerWrapper):
             raise error
         self.statistics.rounds_aborted += 1
         self._num_failures += 1
+        self._failed(self._replica.position.step + 1, str(error))
         waiting = self._samples.waiting
         logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, waiting)
         if self._num_failures % FAILURES_UNTIL_ADVICE == 0:
@@ -497,6 +504,9 @@ class Optimizer(OptimizerWrapper):
                 "It goes on alone" if self._allow_solo else "This peer does not step alone",
             )
 
+    def _failed(self, step: int, reason: str) -> None:
+        self.last_failure = Failure(step, reason)
+
     @uninterrupted()
     def _go_to(self, state: State, *, is_reload: bool) -> None:
         """Load a state of others, if it fits."""
@@ -504,11 +514,14 @@ class Optimizer(OptimizerWrapper):
         if self._membership.load(state):
             self.statistics.states_loaded += 1
             self._samples.reload() if is_reload else self._samples.load(before)
+            if is_reload:
+                self._failed(self._replica.position.step, "its parameters were not those of the majority")
             self._moved_elsewhere()
 
     def _moved_elsewhere(self) -> None:
         """Reset what describes the last own step: the parameters now come from elsewhere."""
         self.last_round, self.last_contribution = None, 0
+        self.recent_steps.forget_from(self._replica.position.step + 1)
         self._show()
 
     def _show(self) -> None:

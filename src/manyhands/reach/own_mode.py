@@ -98,7 +98,7 @@ class OwnMode:
         self._is_decided.set()
         while self._endpoint.client_mode and not self.may_listen:
             await asyncio.sleep(ASK_AGAIN_S)
-            self.may_listen = any(await self._ask(await self._dialers()))
+            self.may_listen = any(await self._ask(self._dialers()))
 
     async def _decide(self) -> tuple[bool, int]:
         """Whether nobody can dial this peer, and how many have tried."""
@@ -111,7 +111,7 @@ class OwnMode:
             if until == math.inf and endpoint.num_connected_peers:
                 until, ask_at = loop.time() + DECIDED_WITHIN_S, loop.time() + DIALLED_SOON_S
             if loop.time() >= ask_at:
-                outcomes = await self._ask(await self._dialers())
+                outcomes = await self._ask(self._dialers())
                 if any(outcomes):
                     return False, 0
                 if len(outcomes) > 1:  # one might have a firewall of its own
@@ -120,7 +120,7 @@ class OwnMode:
             await asyncio.sleep(LOOK_PERIOD_S)
         return True, num_asked
 
-    async def _dialers(self) -> list[PeerId]:
+    def _dialers(self) -> list[PeerId]:
         """Peers to ask: those that can be dialled themselves, the connected ones first."""
         known = [contact.peer_id for contact in self._dht.contacts()]
         known.sort(key=lambda peer_id: not self._endpoint.is_connected(peer_id))

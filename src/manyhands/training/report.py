@@ -2,39 +2,143 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
-from manyhands.base.errors import Timeout
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.base.text import counted
+from manyhands.optim.account import MAX_FAILURE, AccountRecord, Failure
 from manyhands.optim.metrics import TTL_S, MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.run.progress import SHOWN_LIVE
+from manyhands.rpc.frames import readable
+from manyhands.version import __version__
 
 logger = logging.getLogger(__name__)
 
 METRICS_TIMEOUT_S = 10.0
+FAILURE_PERIOD_S = 5.0
+"""Shortest time between two publications because of failures."""
+LEAVE_TIMEOUT_S = 1.0
+"""As for the goodbye of a progress record: closing the peer must not wait for it."""
 
 
-def report_step(optimizer: Optimizer, losses: Sequence[float], mean_loss: float, ttl_s: float = TTL_S) -> None:
+class AccountPublisher:
+    """Publishes the account of one peer for monitors: after each global step, after failures, and when it leaves.
+
+    Args:
+        name: under which the peer is shown; empty for none.
+        device: what it computes on, for people.
+        ttl_s: lifetime of the published record.
+    """
+
+    def __init__(self, optimizer: Optimizer, name: str = "", device: str = "", ttl_s: float = TTL_S) -> None:
+        self._optimizer = optimizer
+        self._name = name
+        self._device = readable(device)[:80]
+        self._ttl_s = ttl_s
+        self._bytes_before = optimizer.peer.presence.endpoint.bytes_sent
+        self._bytes_of_step = 0
+        self._told: Failure | None = None
+        self._told_at = -FAILURE_PERIOD_S
+        optimizer.peer.presence.on_close.append(self._leave)
+
+    def step_made(self) -> None:
+        """Publish the account after a global step."""
+        self.count_bytes()
+        self._publish()
+
+    def look(self) -> None:
+        """Publish the account if something has failed; call it after each batch."""
+        is_told = self._optimizer.last_failure is self._told
+        if not is_told and self._optimizer.peer.time() >= self._told_at + FAILURE_PERIOD_S:
+            self._publish()
+
+    def count_bytes(self) -> None:
+        """A global step was made: what is sent from now on belongs to the next one."""
+        sent = self._optimizer.peer.presence.endpoint.bytes_sent
+        self._bytes_of_step, self._bytes_before = sent - self._bytes_before, sent
+
+    def _publish(self) -> None:
+        try:
+            self._optimizer.peer.run(self.publication(), METRICS_TIMEOUT_S, "publishing the account of this peer")
+        except Timeout as error:  # only monitors need it
+            logger.warning("%s", error)
+
+    async def publication(self, *, has_left: bool = False) -> None:
+        """Publish the account; runs on the network thread. Errors are only logged."""
+        optimizer, presence = self._optimizer, self._optimizer.peer.presence
+        self._told, self._told_at = optimizer.last_failure, asyncio.get_running_loop().time()
+        record = self._record(has_left=has_left)
+        await publish_metrics(presence.dht, presence.peer_id, optimizer.manifest.run_id, record, self._ttl_s)
+
+    def _record(self, *, has_left: bool) -> AccountRecord:
+        optimizer = self._optimizer
+        counts, failure, groups = optimizer.statistics, optimizer.last_failure, optimizer.param_groups
+        return AccountRecord(
+            name=self._name,
+            version=__version__,
+            device=self._device,
+            step=optimizer.global_step,
+            learning_rate=float(groups[0]["lr"]) if groups and "lr" in groups[0] else None,
+            bytes_sent=self._bytes_of_step,
+            samples_used=counts.samples_used,
+            samples_dropped=counts.samples_dropped,
+            rounds_committed=counts.rounds_committed,
+            rounds_aborted=counts.rounds_aborted,
+            states_loaded=counts.states_loaded,
+            parameters_reloaded=counts.parameters_reloaded,
+            failed_step=failure.step if failure is not None else 0,
+            failure=readable(failure.reason)[:MAX_FAILURE] if failure is not None else "",
+            has_left=has_left,
+            steps=optimizer.recent_steps.listed(),
+        )
+
+    async def _leave(self) -> None:
+        try:
+            async with time_limit(LEAVE_TIMEOUT_S, "telling the monitors that this peer leaves"):
+                await self.publication(has_left=True)
+        except ManyhandsError as error:
+            logger.debug("%s", error)
+
+
+def report_step(
+    optimizer: Optimizer,
+    losses: Sequence[float],
+    mean_loss: float,
+    ttl_s: float = TTL_S,
+    account: AccountPublisher | None = None,
+) -> None:
     """Log the global step that was reached, and publish the metrics of this peer.
 
     Args:
-        losses: of the batches since the last step; without any, nothing is published.
+        losses: of the batches since the last step; without any, no metrics are published.
         mean_loss: their mean, weighted by samples.
         ttl_s: lifetime of the published metrics.
+        account: published too.
     """
     contribution, speed = optimizer.last_contribution, optimizer.samples_per_second
     logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
     logger.info("Your current contribution: %s", counted(contribution, "sample"), extra=SHOWN_LIVE)
     logger.info("Performance: %.3f samples/sec", speed, extra=SHOWN_LIVE)
-    if not losses:
-        return
-    logger.info("Local loss: %.5f", mean_loss, extra=SHOWN_LIVE)
-    record = MetricsRecord(optimizer.global_step, speed, contribution, sum(losses), len(losses))
     presence, run_id = optimizer.peer.presence, optimizer.manifest.run_id
-    publication = publish_metrics(presence.dht, presence.peer_id, run_id, record, ttl_s)
+    publications = []
+    if losses:
+        logger.info("Local loss: %.5f", mean_loss, extra=SHOWN_LIVE)
+        record = MetricsRecord(optimizer.global_step, speed, contribution, sum(losses), len(losses))
+        publications.append(publish_metrics(presence.dht, presence.peer_id, run_id, record, ttl_s))
+    if account is not None:
+        account.count_bytes()
+        publications.append(account.publication())
+    if not publications:
+        return
+
+    async def publish() -> None:
+        await asyncio.gather(*publications)
+
     try:
-        optimizer.peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
+        optimizer.peer.run(publish(), METRICS_TIMEOUT_S, "publishing metrics")
     except Timeout as error:  # metrics are optional
         logger.warning("%s", error)

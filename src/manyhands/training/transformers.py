@@ -27,10 +27,11 @@ except ModuleNotFoundError as error:
         raise
     raise MissingExtra("manyhands.training.transformers", "albert") from error
 
+from manyhands.optim.account import checked_name
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.process_group import ProcessGroupOptimizer
 from manyhands.optim.wrapper import OptimizerWrapper
-from manyhands.training.report import report_step
+from manyhands.training.report import AccountPublisher, report_step
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
 
     Args:
         trainer: add the callback to this one, before ``trainer.train()``.
+        name: under which monitors show this peer: 1 to 32 characters; by default none.
         options: of :class:`manyhands.Optimizer`, to wrap the Trainer's own optimizer: at least ``peer``, ``run_id`` and
             ``target_batch_size``. Under ``torchrun`` it becomes a :class:`manyhands.ProcessGroupOptimizer`.
 
@@ -69,9 +71,13 @@ class CollaborativeCallback(transformers.TrainerCallback):
         ManifestMismatch, RunNotFound, Unavailable: as for :class:`manyhands.Optimizer`.
     """
 
-    def __init__(self, trainer: Any, **options: Any) -> None:
+    def __init__(self, trainer: Any, *, name: str | None = None, **options: Any) -> None:
+        shown_name = checked_name(name) if name is not None else ""
         check_arguments(trainer)
         self.optimizer = self._optimizer_of(trainer, options)
+        self._account = (
+            AccountPublisher(leader, shown_name, str(trainer.args.device)) if (leader := self._leader) else None
+        )
         self._trainer = trainer
         self._has_begun = False
         self._step = 0  # last global step reported to the Trainer
@@ -249,7 +255,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
         losses, mean = self._mean_loss()
         self._loss_of_steps = mean * num_steps  # the Trainer divides by the number of steps
         if self._leader is not None:
-            report_step(self._leader, losses, mean)
+            report_step(self._leader, losses, mean, account=self._account)
         if control.should_save:
             self.optimizer.settle()  # so that model and optimizer are saved at one step
 

@@ -28,8 +28,8 @@ class ListenLimits:
     """
 
     handshake_timeout_s: float = 5.0
-    max_handshakes: int = 128
-    max_handshakes_per_host: int = 64
+    max_handshakes: int = 512
+    max_handshakes_per_host: int = 128
     max_streams: int = 4096
     max_streams_per_host: int = 256
 

@@ -8,13 +8,16 @@ from hypothesis import strategies as st
 
 from manyhands.averaging.allreduce.partition import (
     LEAST_UNITS,
+    Partition,
     balanced_shares,
     chunks_of,
     in_whole_units,
     owned_spans,
     whole_units,
 )
+from manyhands.averaging.codecs import NONE, plan_of
 from manyhands.base.errors import ConfigError
+from tests.unit.averaging.groups import group_of
 
 BANDWIDTHS = st.lists(st.one_of(st.just(0), st.integers(1, 10**12)), min_size=1, max_size=12).filter(any)
 NUMEL = st.integers(0, 100_000)
@@ -125,3 +128,15 @@ def test_spans_of_whole_units_cover_the_vector_and_are_hardly_longer(
 )
 def test_a_chunk_has_whole_units(numel: int, unit: int, most: int, expected: int) -> None:
     assert whole_units(numel, unit, most) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_members", "num_reducers", "most"), [(16, 16, 1 << 18), (17, 1, 246_724), (257, 1, 16_321), (256, 16, 1 << 18)]
+)
+def test_one_reducer_of_many_members_holds_little_of_each(num_members: int, num_reducers: int, most: int) -> None:
+    """A reducer has three chunks of each member in memory."""
+    group = group_of(num_members, clients=range(num_reducers, num_members))
+    partition = Partition(group, range(num_members), slice(0, 1 << 22), plan_of([(1 << 22,)], NONE))
+    chunks = [chunk for of_one in partition.chunks for chunk in of_one]
+    assert max(chunk.stop - chunk.start for chunk in chunks) == most
+    assert sum(chunk.stop - chunk.start for chunk in chunks) == 1 << 22

@@ -92,31 +92,59 @@ def test_a_line_of_which_the_disk_takes_a_part_is_not_left_in_halves(
     path = tmp_path / "events"
     write = EventWriter(path)
     write(Listening("A", []))
-    whole = write._file
+    lines: Any = write._file
+    whole = lines._file
 
     class Full:
         def __getattr__(self, name: str) -> Any:
             return getattr(whole, name)
 
         def write(self, line: bytes) -> int:
-            return whole.write(line[:9])  # type: ignore[union-attr]
+            return whole.write(line[:9])
 
-    monkeypatch.setattr(write, "_file", Full())
+    monkeypatch.setattr(lines, "_file", Full())
     write(Listening("B", []))
-    monkeypatch.setattr(write, "_file", whole)
+    monkeypatch.setattr(lines, "_file", whole)
     write(Listening("C", []))
     assert [event.peer_id for event in EventFollower(path, Event).new_events()] == ["A", "C"]
     write.close()
 
 
-def test_a_file_that_was_moved_away_is_begun_anew_after_a_hangup(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removes", [False, True])
+def test_a_file_that_was_moved_away_or_removed_is_begun_anew(tmp_path: Path, removes: bool) -> None:
     path = tmp_path / "events"
     write = EventWriter(path)
     write(Listening("A", []))
     path.rename(tmp_path / "events.1")
+    if removes:
+        (tmp_path / "events.1").unlink()
     write(Listening("B", []))
-    leaving.num_hangups += 1
-    write(Listening("C", []))
     write.close()
-    assert len((tmp_path / "events.1").read_text().splitlines()) == 2
-    assert '"C"' in path.read_text()
+    assert [event.peer_id for event in EventFollower(path, Event).new_events()] == ["B"]
+
+
+def test_a_hangup_opens_the_file_anew(tmp_path: Path) -> None:
+    write = EventWriter(tmp_path / "events")
+    lines: Any = write._file
+    before = lines._file
+    write(Listening("A", []))
+    assert lines._file is before
+    leaving.num_hangups += 1
+    write(Listening("B", []))
+    assert before.closed
+    write.close()
+    assert [event.peer_id for event in EventFollower(tmp_path / "events", Event).new_events()] == ["A", "B"]
+
+
+def test_a_file_whose_folder_is_away_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    write = EventWriter(folder / "events")
+    folder.rename(tmp_path / "away")
+    for _ in range(2):
+        write(Listening("A", []))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    (tmp_path / "away").rename(folder)
+    write(Listening("B", []))
+    write.close()
+    assert [event.peer_id for event in EventFollower(folder / "events", Event).new_events()] == ["B"]

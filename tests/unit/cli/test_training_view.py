@@ -31,6 +31,20 @@ def test_the_line_says_how_far_the_next_step_is() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (80, "Step 4: 128/256 samples [###....] ETA 12 s, 3 peers, your share 33%, loss 7.123"),
+        (78, "Step 4: 128/256 samples, ETA 12 s, 3 peers, your share 33%, loss 7.123"),
+        (60, "Step 4: 128/256 samples, ETA 12 s, 3 peers, your share 33%"),
+        (40, "Step 4: 128/256 samples, ETA 12 s"),
+        (20, "Step 4: 128/256 sam"),
+    ],
+)
+def test_a_narrow_terminal_has_whole_words_and_the_bar_if_it_can(width: int, line: str) -> None:
+    assert line_of(STANDING, width) == line
+
+
 @pytest.mark.parametrize("width", [20, 60, 80, 90, 100, 200])
 def test_the_line_never_wraps(width: int) -> None:
     line = line_of(STANDING, width)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import struct
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 
@@ -39,6 +41,16 @@ def wandb_points(folder: Path) -> list[dict[str, float]]:
             if record.HasField("history"):
                 items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
                 points.append({name: value for name, value in items.items() if not name.startswith("_")})
+    return points
+
+
+def trackio_points(folder: Path) -> list[dict[str, float]]:
+    """The points of all runs in a folder of Trackio, which has a database for each project."""
+    points = []
+    for file in sorted(folder.glob("*.db")):
+        with closing(sqlite3.connect(file)) as database:
+            rows = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+        points += [json.loads(metrics) | {"step": step} for step, metrics in rows]
     return points
 
 

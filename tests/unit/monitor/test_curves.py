@@ -12,9 +12,9 @@ import pytest
 
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.monitor import curves
-from manyhands.monitor.curves import Curves, Point, Sink, TensorBoardSink, WandbSink
+from manyhands.monitor.curves import Curves, Point, Sink, TensorBoardSink, TrackioSink, WandbSink
 from manyhands.monitor.events import HeldoutSeen, Listening, StepMade
-from tests.unit.monitor.curve_files import tensorboard_points, wandb_points
+from tests.unit.monitor.curve_files import tensorboard_points, trackio_points, wandb_points
 
 EVENTS = [
     Listening("id", []),
@@ -64,6 +64,39 @@ def test_wandb_without_a_key_writes_an_offline_run_and_says_so_in_one_line(
     assert "wandb sync" in lines[1]
     assert len(lines) == 2
     assert capfd.readouterr().out == ""
+
+
+def test_trackio_has_the_points_and_says_in_one_line_how_to_see_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own: trackio takes its folder from the environment when it is imported."""
+    pytest.importorskip("trackio")
+    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_TRACKIO], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+    assert (
+        done.stderr == "The curves are in the Trackio project my demo; to see them: trackio show --project 'my demo'\n"
+    )
+    assert trackio_points(tmp_path) == POINTS
+
+
+WITH_TRACKIO = """
+import logging, sys
+from manyhands.monitor.curves import Curves, TrackioSink
+from manyhands.monitor.events import HeldoutSeen, StepMade
+logging.basicConfig(format="%(message)s")
+logging.getLogger("manyhands").setLevel(logging.INFO)
+drawn = Curves({"Trackio": TrackioSink("my demo", "run", "run-1")})
+for event in (StepMade(7, 4.5, 3, 256, 12.5), StepMade(8, 4.25, 2, 272, 13.5), HeldoutSeen(7, 5.5, 0.25, 0.5)):
+    drawn.add(event)
+assert drawn.close()
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
 
 
 class Recorder:
@@ -124,6 +157,8 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
         WandbSink("demo", "run", None)
     with pytest.raises(MissingExtra, match=r"--tensorboard needs .*pip install .*\[tensorboard\]"):
         TensorBoardSink(tmp_path / "new", "run")
+    with pytest.raises(MissingExtra, match=r"--trackio needs .*pip install .*\[trackio\]"):
+        TrackioSink("demo", "run", "run-1")
     assert not (tmp_path / "new").exists()
 
 

@@ -637,9 +637,9 @@ def test_a_checkpoint_right_after_a_step_holds_the_parameters_once() -> None:
     trainer = Trainer(adam)
     trainer.batch(1.0)
     trainer.make(trainer.begin())
-    assert local_steps.PARAMETERS not in trainer.replica.place()
+    assert local_steps.AGREED not in trainer.replica.place()
     trainer.batch(1.0)
-    assert set(trainer.replica.place()[local_steps.PARAMETERS]) == {"0", "1"}
+    assert set(trainer.replica.place()[local_steps.AGREED]) == {"0", "1"}
 
 
 def test_the_checkpoint_of_a_synchronous_run_begins_local_steps_from_its_model() -> None:

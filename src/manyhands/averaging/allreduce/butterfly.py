@@ -109,8 +109,8 @@ class Butterfly:
         self._plan = plan
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
-        self._means_plan = Gathered(plan, self._weights) if plan.passes_on else plan
-        self.partition = Partition(group, self._here, region, plan, self._means_plan)
+        gathered = Gathered(plan, self._weights) if plan.passes_on else None
+        self.partition = Partition(group, self._here, region, plan, gathered)
         self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk, where contributions are passed on
         self._passed_on: dict[int, list[list[int]]] = {}  # by reducer, whose contributions are in each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
@@ -360,15 +360,15 @@ class Butterfly:
     def _rooms_for_encoded(self, rank: int) -> Iterator[memoryview]:
         for chunk, encoded in self._encoded_chunks(rank):
             yield bytes_of(encoded)
-            self._means_plan.decode(encoded, chunk.start, self.averaged_N[chunk])
+            self.partition.means.decode(encoded, chunk.start, self.averaged_N[chunk])
             self._check_passed_on(rank, chunk, encoded)
             self._hashers[rank].update(bytes_of(encoded))
 
     def _check_passed_on(self, reducer: int, chunk: slice, encoded: torch.Tensor) -> None:
         """Check that a reducer has passed this member's values on unchanged, or left them out; note whose it has."""
-        if not isinstance(self._means_plan, Gathered):
+        if not isinstance(self.partition.means, Gathered):
             return
-        slots = self._means_plan.slots(encoded)
+        slots = self.partition.means.slots(encoded)
         self._passed_on.setdefault(reducer, []).append([rank for rank, slot in slots.items() if slot[0] != ABSENT])
         if self._owes_values_to(reducer) and slots[self._rank][0] != ABSENT:
             own = self._own_encoded.get(chunk.start)  # None: it cannot have them yet
@@ -427,7 +427,7 @@ class Butterfly:
         for rank in range(len(self._members)):
             for chunk, encoded in self._encoded_chunks(rank):
                 if not self.partition.is_exact:
-                    self._means_plan.decode(encoded, chunk.start, self.averaged_N[chunk])
+                    self.partition.means.decode(encoded, chunk.start, self.averaged_N[chunk])
 
     def _is_small(self, rank: int) -> bool:
         """Whether the exchange with a partner is small enough to work on in the event loop."""

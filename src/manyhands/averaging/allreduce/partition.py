@@ -48,6 +48,9 @@ More cost more calls; fewer leave too little to overlap."""
 MIN_CHUNK_NUMEL = 1 << 18
 """Smaller chunks are not worth the calls."""
 
+MANY_TO_ONE = 16
+"""Members for each reducer, above which chunks are smaller: a reducer holds a few of each member at once."""
+
 
 class Partition:
     """The spans of the reducers, and their chunks.
@@ -59,6 +62,7 @@ class Partition:
         means: how their means are encoded; by default as they are.
 
     Attributes:
+        means: how means are encoded.
         is_exact: whether values in the region are sent unencoded.
         spans: by rank; empty for a member that reduces nothing.
         chunks: of each span, in order.
@@ -69,6 +73,7 @@ class Partition:
     def __init__(
         self, group: Group, members: Collection[int], region: slice, plan: Plan, means: Plan | Gathered | None = None
     ) -> None:
+        self.means: Plan | Gathered = plan if means is None else means
         self.is_exact = plan.is_exact(region.start, region.stop) and not plan.passes_on
         numel = region.stop - region.start
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs
@@ -77,9 +82,11 @@ class Partition:
         spans = owned_spans(numel, leveled(bandwidths), group.min_span_numel, group.group_id)
         spans = in_whole_units(spans, unit, least)
         self.spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
-        num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * sum(map(self.is_reducer, range(len(spans)))))
+        num_reducers = max(1, sum(map(self.is_reducer, range(len(spans)))))
+        num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * num_reducers, len(members) // num_reducers)
+        smallest = MIN_CHUNK_NUMEL * min(len(members), MANY_TO_ONE * num_reducers) // max(1, len(members))
         most = max(group.chunk_numel, math.ceil(numel / MAX_CHUNKS))
-        usual = min(most, max(MIN_CHUNK_NUMEL, math.ceil(numel / num_chunks)))
+        usual = min(most, max(smallest, math.ceil(numel / num_chunks)))
         self.chunks = [chunks_of(span, whole_units(usual, unit, most)) for span in self.spans]
         self.places = self._places(plan)
         self.mean_places = self._places(means) if means is not None else self.places

@@ -83,14 +83,14 @@ class SpanReducer:
         self._norms = norms
         self._square = 0.0  # of the last mean, if it is sent unencoded
         self._encode = encode if encode is not None else plan.encode
-        self._means = Gathered(plan, weights) if plan.passes_on else None
+        self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
         room = whole_lines(max((place.stop - place.start for place in partition.places[rank]), default=0))
-        received = memory.vector(len(senders) * QUEUED_CHUNKS * room, torch.uint8)
-        self._rooms = received.view(len(senders) * QUEUED_CHUNKS, room)
+        num_rooms = min(QUEUED_CHUNKS, len(self.chunks))
+        self._rooms = memory.vector(len(senders) * num_rooms * room, torch.uint8).view(len(senders) * num_rooms, room)
         self.inboxes = {
-            other: Inbox(self._rooms[at * QUEUED_CHUNKS : (at + 1) * QUEUED_CHUNKS]) for at, other in enumerate(senders)
+            other: Inbox(self._rooms[at * num_rooms : (at + 1) * num_rooms]) for at, other in enumerate(senders)
         }
         is_in_place = bool(self.chunks) and flat_N.data_ptr() == averaged_N.data_ptr()
         kept_numel = max(map(_numel, self.chunks)) if is_in_place else 0
@@ -331,7 +331,7 @@ def _numel(part: slice) -> int:
 
 
 QUEUED_CHUNKS = 3
-"""Chunks of one sender in memory: one arriving, one being reduced, and one between them."""
+"""Chunks of one sender in memory, at most: one arriving, one being reduced, and one between them."""
 
 
 class Inbox:
@@ -340,7 +340,7 @@ class Inbox:
     One thread puts; another may take.
 
     Args:
-        rooms: uint8, shape [``QUEUED_CHUNKS``, bytes of the largest chunk].
+        rooms: uint8, shape [chunks to queue, bytes of the largest chunk].
 
     Attributes:
         is_ended: whether no further chunks will arrive.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import hashlib
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from manyhands.averaging.matchmaking.conduct import STRIKES, Conduct
-from manyhands.averaging.messages import SHORT_ID_BYTES, Position
+from manyhands.averaging.messages import SHORT_ID_BYTES, Position, short_id
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
@@ -20,12 +18,6 @@ BELIEVE_BEHIND_S = 3.0
 """How long a claim that the run went on is believed without a record that shows it: records take a moment."""
 MAX_MET = 4096
 MAX_SHOWN_REFUSALS = 3
-
-
-@functools.lru_cache(maxsize=MAX_MET)
-def short_id(peer_id: PeerId) -> bytes:
-    """A few bytes that name a peer, for peers that may know it."""
-    return hashlib.sha256(peer_id.encode()).digest()[:SHORT_ID_BYTES]
 
 
 def short_ids(peer_ids: Iterable[PeerId]) -> bytes:

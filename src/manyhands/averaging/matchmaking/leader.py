@@ -19,7 +19,7 @@ from manyhands.averaging.matchmaking.admission import (
     TOLD_BEHIND,
     strange_part,
 )
-from manyhands.averaging.matchmaking.candidates import Candidates, short_id, split_ids
+from manyhands.averaging.matchmaking.candidates import Candidates, split_ids
 from manyhands.averaging.matchmaking.pending_group import PendingGroup
 from manyhands.averaging.messages import (
     INVITE,
@@ -33,6 +33,7 @@ from manyhands.averaging.messages import (
     Member,
     Position,
     readable_addresses,
+    short_id,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit

@@ -6,8 +6,7 @@ import asyncio
 import math
 from typing import Any
 
-from manyhands.averaging.matchmaking.candidates import short_id
-from manyhands.averaging.messages import JoinResponse, Member, Position
+from manyhands.averaging.messages import JoinResponse, Member, Position, short_id
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 

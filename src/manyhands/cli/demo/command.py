@@ -14,15 +14,17 @@ from rich.console import Console
 
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.cli.demo.child import Child, end_all
-from manyhands.cli.demo.story import Story
+from manyhands.cli.demo.story import MONITOR_EVENTS, Story
 from manyhands.cli.demo.tally import Summary
 from manyhands.cli.demo.view import LiveView, PlainView, View, print_summary
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.web_page import WebOptions
+from manyhands.monitor.plot import plot
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 
 LEAVE_TIMEOUT_S = 3.0
+CHART = Path("demo.png")
 
 
 def demo(
@@ -38,7 +40,8 @@ def demo(
 
     Starts a training monitor and the trainers as processes on loopback. Half-way one trainer is killed and a fresh one
     joins. Exit code 0 means that the held-out loss fell, all live peers hold the identical state, and the newcomer
-    contributed. With --web, the page of the run stays until Ctrl-C.
+    contributed. The curves are drawn into demo.png, with the extra manyhands[plot]. With --web, the page of the run
+    stays until Ctrl-C.
     """
     for name, value in (("peers", peers), ("steps", steps), ("target-batch-size", target_batch_size)):
         if value < 1:
@@ -69,8 +72,11 @@ def demo(
                 problem = str(error)
             if web.address is None:
                 end_all(children, LEAVE_TIMEOUT_S)
+            about_chart = draw_chart(Path(folder), CHART) if not problem else ""
             outcome = story.tally.summary(time.monotonic() - started, problem)
             print_summary(console, outcome)
+            if about_chart:
+                console.print(about_chart, markup=False, soft_wrap=True)
             writer.write(outcome)
             if web.address is not None:
                 stay(story.tally.page, console)
@@ -87,6 +93,16 @@ def stay(page: str, console: Console) -> None:
             threading.Event().wait(3600.0)
     except KeyboardInterrupt:
         return
+
+
+def draw_chart(folder: Path, output: Path) -> str:
+    """Draw the curves of all event files in a folder, if matplotlib is installed; returns a line that says so."""
+    files = sorted(folder.glob("*.jsonl"), key=lambda path: (path.name != MONITOR_EVENTS, path.name))
+    try:
+        plot(files, output)
+    except ConfigError as error:  # the demo itself went well
+        return f"No chart was drawn: {error}"
+    return f"The curves are in {output}."
 
 
 def check_text(text: tuple[Path, ...]) -> None:

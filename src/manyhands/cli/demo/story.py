@@ -15,6 +15,7 @@ from manyhands.monitor.events import Event as MonitorEvent
 from manyhands.recipes.albert.events import Event as TrainerEvent
 
 RUN_ID = "demo"
+MONITOR_EVENTS = "monitor.jsonl"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 PAGE = "The page of the run: "
 """In a line of the monitor, before its address."""
@@ -101,7 +102,7 @@ class Story:
         )
 
     def _start_monitor(self) -> None:
-        events = self._folder / "monitor.jsonl"
+        events = self._folder / MONITOR_EVENTS
         arguments = ["monitor", "--run-id", RUN_ID, "--listen", LOOPBACK, "--events", str(events)]
         if self._web is not None:
             arguments += ["--web", self._web]

@@ -166,7 +166,9 @@ class Api:
             self._filling.release()
 
     async def metrics(self, request: Request) -> Response:
-        text = as_metrics(self._source.picture(), self._stream.num_pages)
+        text = as_metrics(
+            self._source.picture(), num_aborted=self._source.num_aborted, num_pages=self._stream.num_pages
+        )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def healthz(self, request: Request) -> Response:

@@ -16,8 +16,9 @@ STATES: tuple[PeerState, ...] = ("training", "averaging", "gone", "left")
 
 
 class _RunCollector(Collector):
-    def __init__(self, picture: RunPicture, num_pages: int) -> None:
+    def __init__(self, picture: RunPicture, num_aborted: int, num_pages: int) -> None:
         self._picture = picture
+        self._num_aborted = num_aborted
         self._num_pages = num_pages
 
     def collect(self) -> Iterator[Metric]:
@@ -40,11 +41,14 @@ class _RunCollector(Collector):
         for name, text, value in gauges:
             if value is not None and not math.isnan(value):
                 yield self._gauge(name, text, value)
-        committed = CounterMetricFamily(
-            "manyhands_committed_samples", "Samples in all committed global steps.", labels=["run_id"]
-        )
-        committed.add_metric([picture.run_id], picture.committed_samples)
-        yield committed
+        counters = [
+            ("committed_samples", "Samples in all committed global steps.", picture.committed_samples),
+            ("rounds_aborted", "Aborted rounds since the start of the monitor.", self._num_aborted),
+        ]
+        for name, text, count in counters:
+            counter = CounterMetricFamily(f"manyhands_{name}", text, labels=["run_id"])
+            counter.add_metric([picture.run_id], count)
+            yield counter
         states = Counter(row.state for row in picture.peers)
         peers = GaugeMetricFamily("manyhands_peers", "Peers by state.", labels=["run_id", "state"])
         for state in STATES:
@@ -58,8 +62,8 @@ class _RunCollector(Collector):
         return gauge
 
 
-def as_metrics(picture: RunPicture, num_pages: int) -> bytes:
+def as_metrics(picture: RunPicture, *, num_aborted: int, num_pages: int) -> bytes:
     """All metrics of a run; peers are counted, not listed, as their number has no bound."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_RunCollector(picture, num_pages))
+    registry.register(_RunCollector(picture, num_aborted, num_pages))
     return generate_latest(registry)

@@ -17,6 +17,10 @@ class Source(Protocol):
     methods may read a disk; each call has a worker thread.
     """
 
+    @property
+    def num_aborted(self) -> int:
+        """Rounds that were aborted, since the start of the monitor."""
+
     def picture(self) -> RunPicture:
         """The run as it was at the last look; the same object until the next look. ``time`` is that of the look."""
 

@@ -14,6 +14,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode, Schema
+from manyhands.optim.account import AccountRecord
 from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
 from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord
@@ -28,7 +29,7 @@ SHOWN_RUNS = 8
 def declare_run(dht: DhtNode, run_id: str) -> None:
     """Make the node of a peer of the run refuse, and not return, records that do not fit."""
     dht.declare(progress_key(run_id), PROGRESS)
-    for kind in (MetricsRecord, HeldoutRecord):
+    for kind in (MetricsRecord, HeldoutRecord, AccountRecord):
         dht.declare(metrics_key(run_id, kind), Schema(kind, is_owned=True, max_ttl_s=MAX_TTL_S))
     # compressed; the reader checks the rest
     dht.declare(manifest_key(run_id), Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S))

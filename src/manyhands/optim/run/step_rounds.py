@@ -12,13 +12,12 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from manyhands.averaging.codecs.sparse import SPARSE
 from manyhands.averaging.commit.recovery import Refill
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
@@ -89,6 +88,7 @@ class Averaged:
         members: the peers that make the same step.
         contributors: the peers whose samples count in it; None in a grid, where no peer knows all groups.
         grid_rounds: the fingerprints of the rounds of a grid that committed here; None in one group.
+        shares: samples of each contributor that this peer knows of; in a grid those of its first group, or none.
         averaging_s: seconds of the round, without the search for the group.
         parameters_N: averaged parameters to make the step from, in a grid every ``PARAMETERS_EVERY`` steps.
         is_left_out: the contribution of this peer is not in the mean.
@@ -104,6 +104,7 @@ class Averaged:
     members: Sequence[PeerId] = ()
     contributors: list[PeerId] | None = None
     grid_rounds: list[bytes] | None = None
+    shares: Mapping[PeerId, float] = field(default_factory=dict)
     averaging_s: float = 0.0
     parameters_N: torch.Tensor | None = None
     is_left_out: bool = False
@@ -281,6 +282,7 @@ class StepRounds:
             manifest,
             manifest.members,
             contributors=list(shares),
+            shares=shares,
             averaging_s=committed.seconds - committed.matchmaking_s,
             is_left_out=weight > 0 and self._own_id not in shares,
             is_outsized=committed.is_outsized,
@@ -294,7 +296,7 @@ class StepRounds:
         """
         loop, config, outcome = asyncio.get_running_loop(), self._config, StepOutcome()
         numel, vector_N, shapes, part = mean_N.numel(), mean_N, self._local.shapes, self._local.part
-        if self._config.codec.startswith(SPARSE):
+        if self._config.is_sparse:
             shapes = [[numel]]  # exact: a mean of one axis of the grid is sparse no more
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
@@ -309,6 +311,8 @@ class StepRounds:
             logger.warning("%d of the %d rounds of this step committed here: %s", outcome.num_rounds_committed,
                            outcome.num_rounds, outcome.reason)  # fmt: skip
         averaged_N = outcome.committed.averaged_N
+        first_round = position.step * outcome.num_rounds  # only there the weights are those of one peer each
+        first = [manifest for manifest in outcome.manifests if manifest.position.step == first_round]
         return Averaged(
             averaged_N[:numel],
             hashlib.sha256(position.lineage + b"grid").digest(),
@@ -316,6 +320,7 @@ class StepRounds:
             outcome.committed.manifest,
             [self._own_id, *self._tracker.expected()],
             grid_rounds=[manifest.fingerprint() for manifest in outcome.manifests],
+            shares=first[0].contributors() if first else {},
             averaging_s=outcome.meter.averaging_s + outcome.meter.vote_s,
             parameters_N=averaged_N[numel:] if averaged_N.numel() > numel else None,
             is_left_out=outcome.is_left_out,

@@ -8,7 +8,6 @@ step if they surely did not count in the last one and are at most one step late,
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from manyhands.averaging.messages import Position
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.tracebacks import clear_tracebacks
+from manyhands.optim.account import alone_lineage
 from manyhands.optim.accumulator import Accumulator, Contribution, GradientAccumulator
 from manyhands.optim.health import Statistics
 from manyhands.optim.run.drift import Sketch
@@ -79,9 +79,10 @@ class GlobalStep:
 
     def is_alone(self, own_id: PeerId) -> None:
         """Use this peer's own gradient as the average: no other peer is there."""
-        lineage = hashlib.sha256(self.left_from.lineage + b"alone" + own_id.encode()).digest()
+        lineage = alone_lineage(self.left_from.lineage, own_id)
         samples = round(self.contribution.weight)
-        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, contributors=[own_id])
+        shares = {own_id: self.contribution.weight}
+        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, contributors=[own_id], shares=shares)
 
     def advance(self) -> None:
         """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""

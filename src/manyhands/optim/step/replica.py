@@ -217,7 +217,7 @@ class Replica:
     @property
     def shown_groups(self) -> list[dict[str, Any]]:
         """The parameter groups, with the model's own parameters."""
-        return self.optimizer.param_groups if self.host_copy is None else self.host_copy.shown_groups
+        return self._guarded_groups if self.host_copy is None else self.host_copy.shown_groups
 
     def capture(self) -> State:
         """Copy the state for a newcomer, without its digests; safe to call from any thread.
@@ -275,6 +275,11 @@ class Replica:
         self.position = state.header.position
         self.lineage_samples = state.header.lineage_samples
         self.origin = state.header.origin
+
+    @contextmanager
+    def agreed_in_model(self) -> Iterator[None]:
+        """Within the block, the model has the parameters that all peers agree on, as it has anyway."""
+        yield
 
     # checkpoints
 
@@ -342,7 +347,7 @@ class HostCopy:
             )
         self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
         self._show_options()
-        copies = {parameter: _copy_of(parameter) for parameter in self._model_parameters}
+        copies = {parameter: copy_on_host(parameter) for parameter in self._model_parameters}
         for parameter, copy in copies.items():
             if parameter in optimizer.state:
                 statistics = optimizer.state.pop(parameter)
@@ -386,7 +391,8 @@ class HostCopy:
         self.shown_options = options_of(self.shown_groups)
 
 
-def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
+def copy_on_host(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of a parameter on the host, at least in float32."""
     copy = parameter.detach().to(HOST, _dtype_on_host(parameter), copy=True)
     return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
 

@@ -29,7 +29,8 @@ def guarded_step(
 ) -> str:
     """Clip the averaged gradient and make a step with it; if the result is not finite, undo the step.
 
-    Parameters and statistics are then as before; if the optimizer raises, only the parameters are restored. All peers
+    Parameters and statistics are then as before; if the optimizer raises, only the
+    parameters are restored, where there is a copy. All peers
     have the same vector, parameters and statistics, so all refuse the same steps.
 
     Args:
@@ -37,7 +38,7 @@ def guarded_step(
         averaged_N: its gradients are clipped in place.
         max_grad_norm: bound of the norm of all gradients together.
         spare_N: memory of the same size for a copy of the parameters. Without it there is no copy if the formula of the
-            optimizer guarantees a finite result; else more is allocated.
+            optimizer guarantees a finite result and all parameters are on the host; else more is allocated.
     Returns:
         Why the step was refused; empty if it was made.
     """
@@ -51,7 +52,8 @@ def guarded_step(
     trained = set(map(id, parameters))
     frozen = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in trained]
     is_safe = _is_surely_finite(optimizer, parameters, norm)
-    before = _copies(parameters, layout, spare_N) if spare_N is not None or not is_safe else []
+    is_on_host = all(parameter.device.type == "cpu" for parameter in parameters)
+    before = _copies(parameters, layout, spare_N) if spare_N is not None or not (is_safe and is_on_host) else []
     statistics = None if is_safe else _copied(optimizer)
 
     def take_back() -> None:

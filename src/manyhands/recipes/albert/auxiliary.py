@@ -12,6 +12,7 @@ from manyhands.recipes.albert.optimizer import join_run
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.settings import TrainingSettings
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
+from manyhands.training.report import AccountPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class AlbertAuxiliary:
             torch.set_num_threads(settings.threads)
         model = build_model(run.recipe.recipe, run.recipe.vocab_size)
         self._optimizer = join_run(model, run.recipe, peer, self._run_id, settings.tuning, auxiliary=True)
+        self._account = AccountPublisher(self._optimizer, settings.name or "", ttl_s=settings.tuning.metrics_ttl_s)
 
     def run(self) -> None:
         """Help until the settings say to stop."""
@@ -48,6 +50,7 @@ class AlbertAuxiliary:
             if optimizer.global_step != step:
                 step = optimizer.global_step
                 logger.info("Step %d", step)
+                self._account.step_made()
                 if not self._has_tokenizer:  # by now, trainers in client mode have connected to this peer
                     self._pass_tokenizer_on()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)

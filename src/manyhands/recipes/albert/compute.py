@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.text import counted
 from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.settings import Precision
 from manyhands.recipes.albert.trial import OutOfMemory
@@ -80,6 +81,12 @@ class Compute:
         if self._dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self._dtype)
+
+    def hardware(self) -> str:
+        """The device, for people: ``NVIDIA L4``, ``CPU, 8 threads``."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return f"CPU, {counted(torch.get_num_threads(), 'thread')}" if self.device.type == "cpu" else str(self.device)
 
     def __str__(self) -> str:
         name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""

@@ -10,6 +10,7 @@ from typing import Literal
 from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import ConfigError
 from manyhands.dht.config import DhtConfig
+from manyhands.optim.account import checked_name
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import TTL_S
 
@@ -121,6 +122,9 @@ class TrainingSettings:
         ConfigError: a value is out of bounds.
     """
 
+    name: str | None = None
+    """Name of this peer on the pages of monitors: 1 to 32 characters, for everybody to see."""
+
     max_steps: int | None = None
     """Stop when the run has made this many global steps; without it, train until Ctrl-C."""
 
@@ -176,6 +180,8 @@ class TrainingSettings:
     """Times and speeds of this peer."""
 
     def __post_init__(self) -> None:
+        if self.name is not None:
+            checked_name(self.name)
         if num_ranks() > 1 and self.stop_file is not None:
             raise ConfigError("stop_file is read by one process alone; under torchrun give max_steps")
         if num_ranks() > 1 and self.auxiliary:

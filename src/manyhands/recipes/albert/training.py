@@ -31,7 +31,7 @@ from manyhands.recipes.albert.settings import TrainingSettings, num_ranks
 from manyhands.recipes.albert.source import open_source
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json
 from manyhands.recipes.albert.trial import fitting_batch_size, timed
-from manyhands.training.report import report_step
+from manyhands.training.report import AccountPublisher, report_step
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,8 @@ class AlbertTrainer:
             self._stepping = self._optimizer = join_run(
                 self._model, chosen, peer, run_id, settings.tuning, allow_solo=settings.allow_solo, **steps
             )
+        ttl_s = settings.tuning.metrics_ttl_s
+        self._account = AccountPublisher(self._optimizer, settings.name or "", self._compute.hardware(), ttl_s)
         self._batch_size = recipe.batch_size
         self._target_batch_size = recipe.target_batch_size
         self._losses: list[float] = []
@@ -161,7 +163,9 @@ class AlbertTrainer:
             while not self._should_stop():
                 step_before = optimizer.global_step
                 self._train_one_batch()
-                if optimizer.global_step != step_before:
+                if optimizer.global_step == step_before:
+                    self._account.look()
+                else:
                     self._report_step()
                     if self._checkpoints is not None:
                         self._checkpoints.save_if_due()
@@ -255,7 +259,7 @@ class AlbertTrainer:
         round_id = manifest.group_id.hex() if manifest is not None else ""
         num_peers = len(manifest.members) if manifest is not None else 1
         self._on_event(StepDone(optimizer.global_step, mean, round_id, num_peers, self._counts()))
-        report_step(optimizer, losses, mean or 0.0, self._settings.tuning.metrics_ttl_s)
+        report_step(optimizer, losses, mean or 0.0, self._settings.tuning.metrics_ttl_s, self._account)
         if mean is not None:
             self._first_loss = mean if self._first_loss is None else self._first_loss
             self._last_loss = mean

@@ -1,57 +1,52 @@
-"""The events of a monitor become a picture."""
+"""The page's view of a monitor."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
-from manyhands.monitor.events import HeldoutSeen, ProgressMade, StepMade
-from manyhands.monitor.web import LiveSource
-
-
-class Looked:
-    """The time of the monitor's last look."""
-
-    at = 0.0
-
-    def __call__(self) -> float:
-        return self.at
+from manyhands.monitor.events import Happened, StepMade
+from manyhands.monitor.history import History
+from manyhands.monitor.monitor import RunMonitor
+from manyhands.monitor.picture import Point, RunEvent
+from manyhands.monitor.web import MonitorSource
 
 
 @pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    looked = Looked()
-    monkeypatch.setattr("manyhands.monitor.web.live.time.time", looked)
-    return looked
+def history() -> Iterator[History]:
+    history = History("r")
+    yield history
+    history.close()
 
 
-def test_progress_steps_and_held_out_losses(looked: Looked) -> None:
-    source = LiveSource("r", looked)
-    assert source.picture().time == 0.0
-    looked.at = 100.0
-    source.add(ProgressMade(7, 30, 64, 2, 5.5, 6.0))
-    source.add(StepMade(7, 2.5, 2, 64, 5.0))
-    picture = source.picture()
-    assert (picture.step, picture.samples, picture.target_batch_size, picture.num_peers) == (7, 30, 64, 2)
-    assert (picture.time, picture.eta_s, picture.committed_samples) == (100.0, 6.0, 64)
-    assert source.picture() is picture
-    looked.at = 104.0
-    assert source.picture().eta_s == 2.0
-    looked.at = 110.0
-    assert source.picture().eta_s == 0.0
-    source.add(StepMade(8, 2.4, 2, 60, 5.0))
-    source.add(HeldoutSeen(7, 2.7, 0.1, 0.5))
-    source.add(HeldoutSeen(6, 2.9, 0.1, 0.5))  # from before this monitor
-    assert [(point.step, point.loss, point.heldout_loss) for point in source.points(0.0, 10)] == [
-        (7, 2.5, 2.7), (8, 2.4, None),
-    ]  # fmt: skip
-    assert [point.step for point in source.points(105.0, 10)] == [8]
-    assert source.picture().committed_samples == 124
+@pytest.fixture
+def source(history: History) -> MonitorSource:
+    not_started: Any = None  # the peer of a monitor that does not start
+    return MonitorSource(RunMonitor(not_started, "r", lambda event: None, history=history))
 
 
-def test_run_that_goes_back_is_an_event(looked: Looked) -> None:
-    source = LiveSource("r", looked)
-    source.add(ProgressMade(7, 0, 64, 1, 5.5, None))
-    source.add(ProgressMade(5, 0, 64, 1, 5.5, None))
-    assert [event.kind for event in source.events(10)] == ["restarted"]
-    assert source.picture().events == source.events(10)
-    assert source.picture().eta_s is None
+def test_before_the_first_look_there_is_an_empty_picture(source: MonitorSource) -> None:
+    assert (source.picture().run_id, source.picture().time) == ("r", 0.0)
+    assert source.picture() is source.picture()
+    assert source.leader_of("nobody") is None
+
+
+def test_aborted_rounds_are_counted(source: MonitorSource) -> None:
+    source.add(Happened("aborted", "A round was aborted.", 3, "", ""))
+    source.add(Happened("joined", "ada joined.", 3, "peer", "ada"))
+    source.add(StepMade(3, 2.5, 1, 64, 5.0))
+    assert source.num_aborted == 1
+
+
+def test_history_is_shown_and_thinning_keeps_held_out_losses(source: MonitorSource, history: History) -> None:
+    history.add_points(
+        Point(time=float(step), step=step, loss=1.0, heldout_loss=2.0 if step == 93 else None) for step in range(1, 101)
+    )
+    history.add_events([RunEvent(time=5.0, kind="joined", text="ada joined.")])
+    shown = source.points(0.0, 10)
+    assert len(shown) == 10
+    assert [point.step for point in shown if point.heldout_loss == 2.0] == [100]
+    assert [point.step for point in source.points(99.0, 10)] == [99, 100]
+    assert [event.text for event in source.events(10)] == ["ada joined."]

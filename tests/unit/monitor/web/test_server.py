@@ -156,6 +156,7 @@ def test_metrics_are_read_by_the_parser_of_prometheus(served: Served) -> None:
     }
     assert samples["manyhands_step", None] == 30
     assert samples["manyhands_committed_samples_total", None] == picture.committed_samples
+    assert samples["manyhands_rounds_aborted_total", None] == served.run.num_aborted
     assert samples["manyhands_loss", None] == picture.last.loss  # type: ignore[union-attr]
     assert samples["manyhands_peers", "gone"] == 1
     assert samples["manyhands_peers", "training"] == 11

@@ -1,0 +1,400 @@
+"""The screen that ``manyhands monitor`` draws in a terminal, from what it knows of a run. Pure.
+
+Names, versions, devices and texts are those of strangers: what cannot be printed is replaced, and nothing is markup.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import unicodedata
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from textwrap import wrap
+from typing import NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from manyhands.base.text import rough
+from manyhands.cli.live_view import LogLine
+from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
+
+MARGIN = 1
+MAX_BAR, MIN_BAR = 60, 6
+MAX_CHART_ROWS = 10
+MAX_COLUMN_WIDTH = 4
+AXIS_WIDTH = 8
+"""For the numbers at the left of a chart."""
+MAX_TEXT = 500
+"""Characters of a text that are looked at."""
+MAX_MARKS = 2
+"""Combining marks on one character: more would cover the rows above and below."""
+MAX_LOG_ROWS = 3
+"""Rows of one log line."""
+MOST_LOG_ROWS = 9
+"""Rows of all of them."""
+LATE_S = 10.0
+BLOCKS = "▁▂▃▄▅▆▇█"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LEFT_TO_RIGHT = "\N{LEFT-TO-RIGHT MARK}"
+
+STATE_STYLES = {"training": "green", "averaging": "cyan", "gone": "red", "left": "dim"}
+EVENT_STYLES = {"joined": "green", "died": "red", "aborted": "yellow", "refused": "yellow", "step": "dim"}
+
+
+def screen_of(
+    picture: RunPicture,
+    points: Sequence[Point],
+    width: int,
+    height: int,
+    now: float,
+    *,
+    log: Sequence[LogLine] = (),
+    footer: Sequence[str] = (),
+) -> RenderableType:
+    """The screen, for ``width`` columns and ``height`` rows; it never has more rows.
+
+    Args:
+        points: the committed global steps that are known, oldest first.
+        now: seconds since 1970.
+        log: lines to show, oldest first. Warnings stay until newer ones need their place.
+        footer: for the bottom.
+    """
+    inner = max(width - 2 * MARGIN, 1)
+    head, foot = _head(picture, inner, now), _foot(footer, inner)
+    losses = [point.loss for point in points if point.loss is not None and math.isfinite(point.loss)]
+    num_log_rows = len(_log_rows(log, inner, MOST_LOG_ROWS, now))
+    shown_events = [event for event in picture.events if event.kind != "step"]
+    wants = {  # by priority: the last ones are left out first
+        "head": Want(min(2, height), len(head), math.inf),
+        "log": Want(2, 1 + num_log_rows, 2) if num_log_rows else None,
+        "peers": Want(3, 2 + len(picture.peers), 6) if picture.peers else Want(1, 1, 1),
+        "loss": Want(2, 1 + min(MAX_CHART_ROWS, len(losses)), 3) if losses else Want(1, 1, 1),
+        "foot": Want(len(foot), len(foot), 1) if foot else None,
+        "events": Want(2, 1 + len(shown_events), 2) if shown_events else None,
+    }
+    rows = _allotted(height, {name: want for name, want in wants.items() if want is not None})
+    parts: list[RenderableType] = [*head[: rows["head"]]]
+    if rows["loss"]:
+        parts += _loss(points, losses, inner, rows["loss"])
+    if rows["peers"]:
+        parts += _peers(picture, inner, rows["peers"], now)
+    if rows.get("events"):
+        parts.append(_rule("Events", inner))
+        parts += [_event(event, inner, now) for event in shown_events[: rows["events"] - 1]]
+    if rows.get("log"):
+        parts += [_rule("Log", inner), *_log_rows(log, inner, rows["log"] - 1, now)]
+    if rows.get("foot"):
+        parts += [Text("")] * (height - sum(rows.values()))
+        parts += foot
+    return Padding(Group(*parts), (0, MARGIN))
+
+
+class Want(NamedTuple):
+    """How many rows a part of the screen can have: none, or ``least`` to ``most``."""
+
+    least: int
+    most: int
+    weight: float
+
+
+def _allotted(height: int, wants: dict[str, Want]) -> dict[str, int]:
+    """The rows of each part: first the least of each, then in proportion to the weights."""
+    rows, left = dict.fromkeys(wants, 0), height
+    for name, want in wants.items():
+        if want.least <= left:
+            rows[name], left = want.least, left - want.least
+    while left > 0:
+        growing = [name for name, want in wants.items() if 0 < rows[name] < want.most]
+        if not growing:
+            break
+        rows[min(growing, key=lambda name: rows[name] / wants[name].weight)] += 1
+        left -= 1
+    return rows
+
+
+# the heading
+
+
+def _head(picture: RunPicture, width: int, now: float) -> list[Text]:
+    title = Text("manyhands monitor", style="bold")
+    title.append(f"  run {shown(picture.run_id)}", style="bold cyan")
+    right = "Ctrl-C ends"
+    title.append(" " * max(width - title.cell_len - len(right), 2))
+    title.append(right, style="dim")
+    return [_line(title, width), _progress(picture, width, now), _numbers(picture, width)]
+
+
+def _progress(picture: RunPicture, width: int, now: float) -> Text:
+    samples, target = picture.samples, picture.target_batch_size
+    if picture.eta_s is not None:
+        more = max(picture.samples_per_second * (now - picture.time), 0.0)
+        samples = max(samples, int(min(samples + more, target)) if math.isfinite(more) else 0)
+    line = Text()
+    line.append(f"Step {picture.step:,}", style="bold")
+    line.append("  next " + _countdown(picture, now))
+    amount = f"{samples:,}/{target:,}" if target else f"{samples:,}"
+    if line.cell_len + len(amount) + len(" samples") + 2 <= width:
+        amount += " samples"
+    bar_width = min(width - line.cell_len - len(amount) - 4, MAX_BAR)
+    if target and bar_width >= MIN_BAR:
+        full = min(bar_width * samples // target, bar_width)
+        line.append("  ")
+        line.append("━" * full, style="bold green")
+        line.append("─" * (bar_width - full), style="dim")
+    line.append("  " + amount)
+    return _line(line, width)
+
+
+def _countdown(picture: RunPicture, now: float) -> str:
+    if not picture.target_batch_size:
+        return "at an unknown time"
+    if picture.eta_s is None or not math.isfinite(picture.eta_s):
+        return "unknown: no peer computes"
+    left_s = picture.time + picture.eta_s - now
+    if left_s >= 1:
+        return f"in {clock(left_s)}"
+    return "is due" if left_s > -LATE_S else f"is due since {clock(-left_s)}"
+
+
+def clock(seconds: float) -> str:
+    """A countdown: ``0:05``, ``12:34``, ``1:02:03``, ``3 days``."""
+    if seconds >= 2 * 86400:
+        return f"{min(seconds / 86400, 1e6):,.0f} days"
+    minutes, left = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def _numbers(picture: RunPicture, width: int) -> Text:
+    last = picture.last
+    parts = [
+        f"{picture.num_peers:,} peer{'' if picture.num_peers == 1 else 's'}",
+        f"{speed(picture.samples_per_second)} samples/s",
+    ]
+    if picture.committed_samples:
+        parts.append(f"{whole(picture.committed_samples)} samples committed")
+    if last is not None and last.bytes_sent is not None:
+        parts.append(f"{amount_of(last.bytes_sent)} sent in the last step")
+    if last is not None and last.learning_rate is not None:
+        parts.append(f"learning rate {last.learning_rate:.3g}")
+    return _fitted(parts, width)
+
+
+# the loss
+
+
+def _loss(points: Sequence[Point], losses: Sequence[float], width: int, rows: int) -> list[Text]:
+    heldout = [point for point in points if point.heldout_loss is not None]
+    parts = [f"{losses[-1]:.4f}"] if losses else []
+    if heldout:
+        newest = max(heldout, key=lambda point: point.step)
+        parts.append(f"held-out {newest.heldout_loss:.4f} at step {newest.step:,}")
+    if losses:
+        parts += [f"lowest {min(losses):.4f}", f"first {losses[0]:.4f}"]
+    lines = [_rule("Loss", width, _fitted(parts or ["none yet: it comes with the next global step"], width - 8).plain)]
+    if rows == 1 or not losses:
+        return lines
+    has_axis = width >= 5 * AXIS_WIDTH and rows > 2
+    values = columns_of(losses, width - (AXIS_WIDTH if has_axis else 0))
+    axis = {0: f"{max(values):.3f}", rows - 2: f"{min(values):.3f}"} if has_axis else {}
+    for number, drawn in enumerate(chart_of(values, rows - 1)):
+        line = Text(f"{axis.get(number, ''):>{AXIS_WIDTH - 1}} " if has_axis else "", style="dim")
+        line.append(drawn, style="not dim green")
+        lines.append(_line(line, width))
+    return lines
+
+
+def columns_of(values: Sequence[float], width: int) -> list[float]:
+    """At most ``width`` numbers: few values several times each, many as means of runs of about equal length."""
+    num = min(len(values), width)
+    if (times := min(width // num, MAX_COLUMN_WIDTH)) > 1:
+        return [value for value in values for _ in range(times)]
+    bounds = [len(values) * column // num for column in range(num + 1)]
+    return [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(bounds)]
+
+
+def chart_of(values: Sequence[float], rows: int) -> list[str]:
+    """A bar for each value, from the lowest to the highest one, in ``rows`` lines of block characters, top first."""
+    low, span = min(values), max(values) - min(values)
+    most = rows * len(BLOCKS)
+    heights = [1 + round((value - low) / span * (most - 1)) if span > 0 else 1 for value in values]
+    lines = []
+    for row in reversed(range(rows)):
+        eighths = [min(max(height - row * len(BLOCKS), 0), len(BLOCKS)) for height in heights]
+        lines.append("".join(BLOCKS[number - 1] if number else " " for number in eighths))
+    return lines
+
+
+# the peers
+
+
+class Column(NamedTuple):
+    """A column of the table of peers."""
+
+    heading: str
+    cell: Callable[[PeerRow, float], str]
+    width: int | None  # None for as much as there is
+    least_screen: int  # in columns
+    is_number: bool = True
+
+
+COLUMNS = [
+    Column("samples", lambda peer, now: whole(peer.samples), 11, 0),
+    Column("share", lambda peer, now: f"{peer.share:.1%}", 6, 0),
+    Column("samples/s", lambda peer, now: speed(peer.samples_per_second), 9, 58),
+    Column("step", lambda peer, now: whole(peer.step), 9, 58),
+    Column("state", lambda peer, now: peer.state, 9, 44, False),
+    Column("reach", lambda peer, now: peer.reach, 9, 70, False),
+    Column("committed", lambda peer, now: whole(peer.rounds_committed), 9, 110),
+    Column("missed", lambda peer, now: whole(peer.rounds_missed), 9, 110),
+    Column("since", lambda peer, now: ago(now - peer.since) if peer.since else "", 7, 96),
+    Column("peer id", lambda peer, now: short_id(peer.peer_id), 8, 120, False),
+    Column("version", lambda peer, now: shown(peer.version), 8, 140, False),
+    Column("device", lambda peer, now: shown(peer.device), 20, 160, False),
+    Column("not in the last step because", lambda peer, now: shown(peer.reason), None, 190, False),
+]
+
+
+def _peers(picture: RunPicture, width: int, rows: int, now: float) -> list[RenderableType]:
+    if not picture.peers:
+        return [_rule("Peers", width, "" if picture.num_peers else "nobody trains")]
+    columns = [column for column in COLUMNS if width >= column.least_screen]
+    gap = 2 if width >= 100 else 1
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, expand=True, header_style="bold", width=width)
+    table.add_column("peer", ratio=1, no_wrap=True, overflow="ellipsis")
+    for column in columns:
+        table.add_column(
+            column.heading, justify="right" if column.is_number else "left", no_wrap=True, overflow="ellipsis",
+            width=column.width, ratio=None if column.width else 1,
+        )  # fmt: skip
+    seen = picture.peers[: rows - 2]
+    for peer in seen:
+        name = Text(shown(peer.name) or short_id(peer.peer_id))
+        cells = [Text(column.cell(peer, now)) for column in columns]
+        for column, cell in zip(columns, cells, strict=True):
+            if column.heading == "state":
+                cell.stylize(STATE_STYLES.get(peer.state, ""))
+        table.add_row(name, *cells, style="dim" if peer.state in ("gone", "left") else None)
+    more = len(picture.peers) - len(seen)
+    return [_rule("Peers", width, f"{len(seen):,} shown and {more:,} more" if more else ""), table]
+
+
+# events, log and footer
+
+
+def _event(event: RunEvent, width: int, now: float) -> Text:
+    line = Text(f"{ago(now - event.time):>7}  ", style="dim")
+    line.append(shown(event.text), style=f"not dim {EVENT_STYLES.get(event.kind, '')}")
+    return _line(line, width)
+
+
+def _log_rows(log: Sequence[LogLine], width: int, num_rows: int, now: float) -> list[Text]:
+    """The newest lines that fit, oldest first: warnings, and others where these leave room."""
+    warnings = [line for line in log if line.level >= logging.WARNING]
+    others = [line for line in log if line.level < logging.WARNING]
+    drawn: list[tuple[float, list[Text]]] = []
+    for line in [*reversed(warnings[-num_rows:]), *reversed(others[-num_rows:])]:
+        if num_rows > 0:
+            rows = _log_line(line, width, min(num_rows, MAX_LOG_ROWS), now)
+            drawn.append((line.time, rows))
+            num_rows -= len(rows)
+    drawn.sort(key=lambda pair: pair[0])
+    return [row for _, rows in drawn for row in rows]
+
+
+def _log_line(line: LogLine, width: int, num_rows: int, now: float) -> list[Text]:
+    is_warning = line.level >= logging.WARNING
+    style = "bold red" if line.level >= logging.ERROR else "yellow" if is_warning else ""
+    text = shown(f"{logging.getLevelName(line.level)} {line.text}" if is_warning else line.text)
+    rows = []
+    for number, piece in enumerate(wrap(text, max(width - 9, 10), max_lines=num_rows, placeholder=" …")):
+        row = Text(f"{ago(now - line.time) if number == 0 else '':>7}  ", style="dim")
+        row.append(piece, style=f"not dim {style}")
+        rows.append(_line(row, width))
+    return rows
+
+
+def _foot(footer: Sequence[str], width: int) -> list[Text]:
+    if not footer:
+        return []
+    lines = [shown(line) for line in footer]
+    if cell_len(one := "   ".join(lines)) <= width:
+        lines = [one]
+    return [_rule("", width), *(_line(Text(line), width) for line in lines)]
+
+
+def _rule(title: str, width: int, more: str = "") -> Text:
+    line = Text(f"── {title} " if title else "", style="dim")
+    if title:
+        line.stylize("not dim bold", 3, 3 + len(title))
+    if more:
+        line.append(more + " ", style="not dim")
+    line.append("─" * max(width - line.cell_len, 0))
+    return _line(line, width)
+
+
+# texts
+
+
+def _line(text: Text, width: int) -> Text:
+    """One row, cut to ``width`` columns."""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    if text.cell_len > width:
+        text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _fitted(parts: Sequence[str], width: int) -> Text:
+    """As many of the parts as fit into one row; at least the first one."""
+    fitting = list(parts)
+    while len(fitting) > 1 and cell_len(" · ".join(fitting)) > width:
+        fitting.pop()
+    return _line(Text(" · ".join(fitting)), width)
+
+
+def shown(text: str) -> str:
+    """A text of a stranger, as one line that moves no cursor and reorders nothing after it."""
+    kept, num_marks = [], 0
+    for char in " ".join(text[:MAX_TEXT].split()):
+        is_mark = unicodedata.category(char).startswith("M")
+        num_marks = num_marks + 1 if is_mark else 0
+        if num_marks <= MAX_MARKS and not 0xFE00 <= ord(char) <= 0xFE0F:  # no variants of emoji: widths differ
+            kept.append(char if char.isprintable() else REPLACEMENT)
+    if any(unicodedata.bidirectional(char) in ("R", "AL", "AN") for char in kept):
+        kept.append(LEFT_TO_RIGHT)
+    return "".join(kept)
+
+
+def short_id(peer_id: str) -> str:
+    """The end of a peer id: all ids begin alike."""
+    return f"…{shown(peer_id[-6:])}"
+
+
+def ago(seconds: float) -> str:
+    """Since when: ``now``, ``95 s``, ``12 min``, ``5.5 h``, ``3 days``."""
+    if not 1 <= seconds < math.inf:
+        return "now"
+    return rough(seconds) if seconds < 48 * 3600 else f"{min(seconds / 86400, 99999):.0f} days"
+
+
+def whole(number: int) -> str:
+    """A count: ``1,234,567``, and ``1.23e+12`` where that would be too long."""
+    return f"{number:,}" if abs(number) < 10**9 else f"{number:.2e}"
+
+
+def speed(number: float) -> str:
+    """Samples per second: ``12.3``, ``12,345``, ``1.23e+09``."""
+    return f"{number:.1f}" if abs(number) < 1e4 else f"{number:,.0f}" if abs(number) < 1e7 else f"{number:.2e}"
+
+
+def amount_of(num_bytes: int) -> str:
+    """Bytes: ``12.3 MB``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,394 @@
+"""Who has contributed how many samples to a run, by the committed global steps alone. Pure.
+
+Each trainer publishes the lists of its last committed steps (:mod:`manyhands.optim.account`). Of these:
+
+* The *leading branch* is the position that most trainers are at or have just left; of equal ones the furthest. The
+  steps behind it are found backwards, as each published step names the lineage before it.
+* A list is believed if more than half of the contributors that it names have published it, and it is of the leading
+  branch. Of several lists of a step, the one with the most publishers comes first; in a grid of groups, further lists
+  are believed if they name no peer of those before.
+* So nobody is credited by its own word, except for a step that it made alone, which leads to a lineage of its own: it
+  is believed only while the run is on that branch, and no list with more publishers has the step.
+* Each peer is credited once for each step.
+
+Credit follows the leading branch. If the run restarts from an earlier checkpoint, or two parts of a split run meet, the
+steps of the branch that was left are taken back, and those that replace them are credited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from manyhands.averaging.messages import Position, short_id
+from manyhands.base.identity import PeerId
+from manyhands.monitor.picture import Leader
+from manyhands.optim.account import SHARE_BYTES, AccountRecord, CommittedStep, packed, short_lineage, unpacked
+
+PATIENCE_S = 60.0
+"""A run that has gone back is believed to stay there after this time: twice the lifetime of a progress record."""
+MAX_KEPT_SHARES = 4_000_000
+"""Lists are kept, to take them back, as long as they have at most this many entries together; older ones are final."""
+MAX_LEADERS = 100
+
+
+class CreditedStep(msgspec.Struct, frozen=True, gc=False):
+    """One believed global step.
+
+    Attributes:
+        after: the lineage that it led to, shortened.
+        num_signers: peers that have published its lists; 0 if another coordinator has told of it.
+        shares: short ids and samples, as packed by :func:`manyhands.optim.account.packed`.
+        origin: the coordinator that told of it; empty if this one has seen it.
+    """
+
+    step: int
+    after: bytes
+    num_signers: int
+    shares: bytes
+    origin: str = ""
+
+
+class Total(NamedTuple):
+    """What one peer is credited with: ``samples`` in ``rounds`` global steps."""
+
+    samples: int
+    rounds: int
+
+
+class Changes(msgspec.Struct):
+    """What one look has changed.
+
+    Attributes:
+        put: steps that are credited now, also in the place of earlier ones.
+        removed: numbers of the steps that were taken back.
+        settled: steps that are final now.
+    """
+
+    put: list[CreditedStep] = []
+    removed: list[int] = []
+    settled: list[CreditedStep] = []
+
+
+class Credit:
+    """Adds up the believed steps of a run.
+
+    Args:
+        steps: known from before, in any order.
+        settled: the totals of final steps, by short id.
+    """
+
+    def __init__(self, steps: Iterable[CreditedStep] = (), settled: Mapping[bytes, Total] | None = None) -> None:
+        self._steps: dict[int, CreditedStep] = {}
+        self._samples: Counter[bytes] = Counter()
+        self._rounds: Counter[bytes] = Counter()
+        self._seen: set[int] = set()  # steps that this monitor has seen itself since it started
+        self._seen_rounds: Counter[bytes] = Counter()
+        self._num_shares = 0
+        self._final_step = -1  # this step and those before it are in the totals, and their lists are not kept
+        self._leading: tuple[int, bytes] | None = None
+        self._checked: dict[_Name, dict[bytes, int]] = {}  # lists that have been checked
+        self._behind_since = math.inf
+        self.version = 0
+        """Grows with each change."""
+        for peer, total in (settled or {}).items():
+            self._samples[peer], self._rounds[peer] = total
+        for step in steps:
+            self._put(step, Changes(), is_seen=False)
+        if settled:
+            self._final_step = max(self._final_step, min(self._steps, default=0) - 1)
+
+    # what is known
+
+    @property
+    def newest_step(self) -> int:
+        """The newest credited step; -1 without one."""
+        return max(self._steps, default=-1)
+
+    @property
+    def num_samples(self) -> int:
+        """Of all peers."""
+        return sum(self._samples.values())
+
+    @property
+    def totals(self) -> dict[bytes, Total]:
+        """By short id."""
+        return {peer: Total(samples, self._rounds[peer]) for peer, samples in self._samples.items() if samples > 0}
+
+    def total_of(self, peer_id: PeerId) -> Total:
+        """What a peer is credited with."""
+        peer = short_id(peer_id)
+        return Total(self._samples[peer], self._rounds[peer])
+
+    @property
+    def num_seen_steps(self) -> int:
+        """Steps that were credited since this was made."""
+        return len(self._seen)
+
+    def seen_rounds_of(self, peer_id: PeerId) -> int:
+        """Of these steps, those with samples of a peer."""
+        return self._seen_rounds[short_id(peer_id)]
+
+    def shares_of(self, step: int) -> dict[bytes, int]:
+        """The samples of each contributor to a step, by short id; empty if the step is not credited."""
+        return unpacked(self._steps[step].shares) if step in self._steps else {}
+
+    def steps_after(self, step: int) -> list[CreditedStep]:
+        """Credited steps above this number, in order; not those that are final."""
+        return [self._steps[number] for number in sorted(self._steps) if number > step]
+
+    # news
+
+    def look(
+        self, accounts: Mapping[PeerId, AccountRecord], positions: Mapping[PeerId, Position], now: float
+    ) -> Changes:
+        """Credit what is believed now.
+
+        Args:
+            accounts: the last account of each peer that has trained lately.
+            positions: of the peers that train now.
+            now: seconds of a monotonic clock.
+        """
+        changes = Changes()
+        published = _Published(accounts)
+        leading = published.leading(positions) if positions else self._leading_without_trainers(published)
+        if leading is None:
+            return changes
+        self._leading = leading
+        branch = published.branch_to(*leading)
+        self._take_back_forks(branch, changes)
+        self._take_back_later(leading[0], now, changes)
+        for step, after in sorted(branch.items()):
+            known = self._steps.get(step)
+            if step <= self._final_step or (
+                known is not None and published.num_signers(step, after) <= known.num_signers
+            ):
+                continue
+            if (believed := published.believed(step, after, self._checked)) is None:
+                continue
+            if known is None or known.origin or believed.num_signers > known.num_signers:
+                self._put(believed, changes)
+        self._checked = {name: shares for name, shares in self._checked.items() if name in published.names}
+        return changes
+
+    def add_told(self, steps: Iterable[CreditedStep]) -> Changes:
+        """Credit what other coordinators have told, for steps before the newest one that this one has seen."""
+        changes, newest = Changes(), self.newest_step
+        for step in steps:
+            if self._final_step < step.step < newest and step.step not in self._steps and _is_list(step.shares):
+                self._put(msgspec.structs.replace(step, num_signers=0), changes, is_seen=False)
+        return changes
+
+    def _leading_without_trainers(self, published: _Published) -> tuple[int, bytes] | None:
+        """The leading position of before, or the one to which most of those that were there have gone."""
+        leading = self._leading
+        while leading is not None and (onwards := published.onwards(*leading)) is not None:
+            leading = onwards
+        return leading
+
+    def _take_back_forks(self, branch: Mapping[int, bytes], changes: Changes) -> None:
+        """Take back the steps of another branch than the leading one, as far as these are known to differ."""
+        forked = [step for step, after in branch.items() if step in self._steps and self._steps[step].after != after]
+        if not forked:
+            return
+        first = min(forked)
+        for step in [step for step in self._steps if step >= first and self._steps[step].after != branch.get(step)]:
+            self._remove(step, changes)
+
+    def _take_back_later(self, leading_step: int, now: float, changes: Changes) -> None:
+        """Take back the steps that the run no longer has, once it has been behind them for a while."""
+        if self.newest_step <= leading_step:
+            self._behind_since = math.inf
+            return
+        self._behind_since = min(self._behind_since, now)
+        if now - self._behind_since >= PATIENCE_S:
+            for step in [step for step in self._steps if step > leading_step]:
+                self._remove(step, changes)
+
+    def _put(self, step: CreditedStep, changes: Changes, *, is_seen: bool = True) -> None:
+        self._remove(step.step, Changes())
+        self._steps[step.step] = step
+        shares = unpacked(step.shares)
+        for peer, samples in shares.items():
+            self._samples[peer] += samples
+            self._rounds[peer] += 1
+        if is_seen:
+            self._seen.add(step.step)
+            self._seen_rounds.update(shares.keys())
+        self._num_shares += len(step.shares) // SHARE_BYTES
+        self.version += 1
+        changes.put.append(step)
+        while self._num_shares > MAX_KEPT_SHARES and len(self._steps) > 1:
+            self._final_step = min(self._steps)
+            oldest = self._steps.pop(self._final_step)
+            self._num_shares -= len(oldest.shares) // SHARE_BYTES
+            changes.settled.append(oldest)
+
+    def _remove(self, step: int, changes: Changes) -> None:
+        if (known := self._steps.pop(step, None)) is None:
+            return
+        shares = unpacked(known.shares)
+        for peer, samples in shares.items():
+            self._samples[peer] -= samples
+            self._rounds[peer] -= 1
+        if step in self._seen:
+            self._seen.remove(step)
+            self._seen_rounds.subtract(shares.keys())
+        self._num_shares -= len(known.shares) // SHARE_BYTES
+        self.version += 1
+        changes.removed.append(step)
+
+
+_Name = tuple[int, bytes, bytes]
+"""Number, lineage and digest of a list."""
+
+
+class _List(NamedTuple):
+    """A list of a step that some peers have published.
+
+    Attributes:
+        num_signers: of the contributors.
+        num_publishers: also others, which made the step without samples.
+        is_proven: the lineage is that of a step made alone, by the only contributor.
+    """
+
+    shares: Mapping[bytes, int]
+    num_signers: int
+    num_publishers: int
+    is_proven: bool
+    is_grid: bool
+    digest: bytes
+
+    @property
+    def is_majority(self) -> bool:
+        return 2 * self.num_signers > len(self.shares)
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        return (not self.is_proven, -self.num_signers, -self.num_publishers, -len(self.shares), self.digest)
+
+
+class _Published:
+    """The steps in all accounts, by number and lineage."""
+
+    def __init__(self, accounts: Mapping[PeerId, AccountRecord]) -> None:
+        self._made: defaultdict[tuple[int, bytes], list[tuple[PeerId, CommittedStep]]] = defaultdict(list)
+        self.names: set[_Name] = set()
+        for peer_id, account in accounts.items():
+            for made in account.steps:
+                self._made[made.step, made.after].append((peer_id, made))
+                self.names.add((made.step, made.after, made.digest))
+        self._next: defaultdict[tuple[int, bytes], Counter[bytes]] = defaultdict(Counter)
+        self._before: dict[tuple[int, bytes], bytes] = {}
+        for (step, after), signed in self._made.items():
+            before = Counter(short_lineage(made.before) for _, made in signed)
+            self._before[step, after] = most = _most(before)
+            self._next[step - 1, most][after] += len(signed)
+
+    def leading(self, positions: Mapping[PeerId, Position]) -> tuple[int, bytes]:
+        """The position that most trainers are at, or have been at one step ago."""
+        there = Counter((position.step, short_lineage(position.lineage)) for position in positions.values())
+
+        def support(place: tuple[int, bytes]) -> tuple[int, int, bytes]:
+            before = self._before.get(place)
+            earlier = there[place[0] - 1, before] if before is not None else 0
+            return (there[place] + earlier, *place)
+
+        return max(there, key=support)
+
+    def onwards(self, step: int, lineage: bytes) -> tuple[int, bytes] | None:
+        """The next position, if more than half of the peers that made this step have made it."""
+        if not (nexts := self._next.get((step, lineage))):
+            return None
+        after = _most(nexts)
+        is_majority = 2 * nexts[after] > len(self._made.get((step, lineage), ()))
+        return (step + 1, after) if is_majority else None
+
+    def branch_to(self, step: int, lineage: bytes) -> dict[int, bytes]:
+        """The steps that led to a position, each with the lineage after it, as far back as they are published."""
+        branch = {}
+        while (before := self._before.get((step, lineage))) is not None:
+            branch[step] = lineage
+            step, lineage = step - 1, before
+        return branch
+
+    def num_signers(self, step: int, after: bytes) -> int:
+        """The most peers that a believed step could have."""
+        return len(self._made[step, after])
+
+    def believed(self, step: int, after: bytes, checked: dict[_Name, dict[bytes, int]]) -> CreditedStep | None:
+        """The lists of a step that are believed, together; None if none is."""
+        believed: list[_List] = []
+        taken: set[bytes] = set()
+        for found in sorted(self._lists(step, after, checked), key=lambda found: found.order):
+            if believed and not (found.is_grid and believed[0].is_grid):
+                break
+            if not found.is_majority:
+                if not found.is_grid:
+                    break
+                continue
+            if taken.isdisjoint(found.shares):
+                believed.append(found)
+                taken |= found.shares.keys()
+        if not believed:
+            return None
+        shares = {peer: samples for found in believed for peer, samples in found.shares.items()}
+        return CreditedStep(step, after, sum(found.num_signers for found in believed), packed(shares))
+
+    def _lists(self, step: int, after: bytes, checked: dict[_Name, dict[bytes, int]]) -> Iterable[_List]:
+        by_digest: defaultdict[bytes, list[tuple[PeerId, CommittedStep]]] = defaultdict(list)
+        for peer_id, made in self._made[step, after]:
+            by_digest[made.digest].append((peer_id, made))
+        for digest, signed in by_digest.items():
+            name = (step, after, digest)
+            if name not in checked:
+                listed = next((made for _, made in signed if made.shares and made.has_true_digest()), None)
+                if listed is None:
+                    continue
+                checked[name] = unpacked(listed.shares)
+            shares = checked[name]
+            signers = [(peer_id, made) for peer_id, made in signed if short_id(peer_id) in shares]
+            is_proven = len(shares) == 1 and any(made.is_proven_alone(peer_id) for peer_id, made in signers)
+            yield _List(shares, len(signers), len(signed), is_proven, signed[0][1].is_grid, digest)
+
+
+def _most(counts: Mapping[bytes, int]) -> bytes:
+    """The most frequent one; of equal ones the lowest."""
+    return min(counts, key=lambda name: (-counts[name], name))
+
+
+def _is_list(shares: bytes) -> bool:
+    return len(shares) % SHARE_BYTES == 0 and len(unpacked(shares)) == len(shares) // SHARE_BYTES
+
+
+def leaders_of(
+    totals: Mapping[bytes, Total], names: Mapping[bytes, tuple[str, str]], limit: int | None = MAX_LEADERS
+) -> list[Leader]:
+    """The leaderboard: peers of one name are one row.
+
+    Args:
+        totals: by short id.
+        names: peer id and name (empty without one) of each short id that is known.
+        limit: of the rows; None for all.
+    """
+    rows: dict[str, tuple[str, list[str], int]] = {}
+    for peer, total in totals.items():
+        peer_id, name = names.get(peer, (peer.hex(), ""))
+        key = f"name {name}" if name else f"peer {peer_id}"
+        _, peer_ids, samples = rows.get(key, (name, [], 0))
+        rows[key] = (name, [*peer_ids, peer_id], samples + total.samples)
+    ordered = sorted(rows.values(), key=lambda row: (-row[2], row[0], row[1]))
+    return _ranked(ordered[:limit], sum(total.samples for total in totals.values()))
+
+
+def _ranked(rows: Sequence[tuple[str, list[str], int]], num_samples: int) -> list[Leader]:
+    leaders: list[Leader] = []
+    for number, (name, peer_ids, samples) in enumerate(rows, start=1):
+        rank = leaders[-1].rank if leaders and leaders[-1].samples == samples else number
+        share = samples / num_samples if num_samples else 0.0
+        leaders.append(Leader(rank=rank, name=name, peer_ids=sorted(peer_ids), samples=samples, share=share))
+    return leaders

@@ -1,0 +1,405 @@
+"""The history of a run in an SQLite file: points of the curves, credited steps, peers and events.
+
+What is new is kept in memory and written by a thread of its own, once a second in one transaction. While the disk is
+full, or another program locks the file, it stays in memory; reads show both. So nothing here ever ends a monitor.
+
+Size: about 120 bytes for a point, 12 for each contributor to a step, and 150 for an event. A step every 30 s by 20
+peers makes 1 MB a day. The lists of steps have at most 50 MB together, and events 4 MB, however long the run is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import sqlite3
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.text import reason_of
+from manyhands.monitor.credit import Changes, CreditedStep, Total, leaders_of
+from manyhands.monitor.picture import Leader, Point, RunEvent
+from manyhands.optim.account import unpacked
+
+K = TypeVar("K")
+V = TypeVar("V")
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+WRITE_PERIOD_S = 1.0
+RETRY_PERIOD_S = 10.0
+BUSY_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 1.5
+MAX_EVENTS = 20_000
+MAX_UNWRITTEN = 100_000
+"""Of each kind, while the file cannot be written; further ones are lost, the oldest first."""
+
+_TABLES = """
+CREATE TABLE meta (run_id TEXT NOT NULL);
+CREATE TABLE points (
+    step INTEGER PRIMARY KEY, time REAL NOT NULL, loss REAL, heldout_loss REAL, samples INTEGER NOT NULL,
+    samples_per_second REAL NOT NULL, peers INTEGER NOT NULL, learning_rate REAL, bytes_sent INTEGER,
+    origin TEXT NOT NULL);
+CREATE INDEX points_by_time ON points (time);
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY, after BLOB NOT NULL, num_signers INTEGER NOT NULL, shares BLOB NOT NULL,
+    origin TEXT NOT NULL);
+CREATE TABLE settled (peer BLOB PRIMARY KEY, samples INTEGER NOT NULL, rounds INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE peers (
+    peer BLOB PRIMARY KEY, peer_id TEXT NOT NULL, name TEXT NOT NULL, since REAL NOT NULL, since_step INTEGER NOT NULL,
+    began_at REAL NOT NULL, last_seen REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL, step INTEGER NOT NULL,
+    peer_id TEXT NOT NULL, name TEXT NOT NULL, origin TEXT NOT NULL);
+CREATE INDEX events_by_time ON events (time);
+"""
+_POINT = "step, time, loss, heldout_loss, samples, samples_per_second, peers, learning_rate, bytes_sent"
+_EVENT = "time, kind, text, step, peer_id, name"
+
+
+class KnownPeer(msgspec.Struct, frozen=True):
+    """A peer that has been seen.
+
+    Attributes:
+        peer: its short id.
+        since, since_step: time (seconds since 1970) and global step of the run at which its session began.
+        began_at: of its process, as it says, which tells sessions apart.
+    """
+
+    peer: bytes
+    peer_id: str
+    name: str
+    since: float
+    since_step: int
+    began_at: float
+    last_seen: float
+
+
+class History:
+    """The history of one run. All methods may be called from any thread; those that read wait for the disk.
+
+    Args:
+        path: of the file, created if missing; None keeps all in memory.
+    Raises:
+        ConfigError: the file is of another run or of a newer version, or cannot be used.
+    """
+
+    def __init__(self, run_id: str, path: Path | None = None) -> None:
+        self._run_id = run_id
+        self._where = str(path) if path is not None else "memory"
+        self._using = threading.Lock()  # the connection
+        self._changing = threading.Lock()  # what is not written yet
+        self._new = _Unwritten()
+        self._has_failed = False
+        try:
+            self._connection = self._opened(path)
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(
+                f"the history in {self._where} cannot be used: {reason_of(error)}; move the file away, or name another "
+                "--state-dir"
+            ) from error
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._write_forever, name="history", daemon=True)
+        self._thread.start()
+
+    def _opened(self, path: Path | None) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            path if path is not None else ":memory:", timeout=BUSY_TIMEOUT_S, check_same_thread=False
+        )
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > SCHEMA:
+                raise ConfigError(
+                    f"the history in {path} was written by a newer version of manyhands; upgrade this one, or name "
+                    "another --state-dir"
+                )
+            if version == 0:
+                with connection:
+                    connection.executescript(f"BEGIN; {_TABLES}")
+                    connection.execute("INSERT INTO meta VALUES (?)", (self._run_id,))
+                    connection.execute(f"PRAGMA user_version={SCHEMA}")
+            (run_id,) = connection.execute("SELECT run_id FROM meta").fetchone()
+            if run_id != self._run_id:
+                raise ConfigError(
+                    f"the history in {path} is of run {run_id!r}, and this is run {self._run_id!r}; name another "
+                    "--state-dir"
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    # read
+
+    def points(self, since: float = 0.0, limit: int = 2000) -> list[Point]:
+        """Points of the curves, by step: at most ``limit``, evenly chosen, with the last one.
+
+        Args:
+            since: seconds since 1970.
+        """
+        limit = max(limit, 1)
+        with self._using:
+            with self._changing:
+                unwritten = [point for point, _ in self._new.points.values() if point.time >= since]
+            (number,) = self._connection.execute("SELECT count(*) FROM points WHERE time >= ?", (since,)).fetchone()
+            stride = max(1, -(-(number + len(unwritten)) // limit))
+            rows = self._connection.execute(
+                f"SELECT {_POINT} FROM (SELECT *, row_number() OVER (ORDER BY step DESC) AS number FROM points "
+                "WHERE time >= ?) WHERE (number - 1) % ? = 0",
+                (since, stride),
+            ).fetchall()
+        found = {row[0]: _point(row) for row in rows} | {point.step: point for point in unwritten}
+        ordered = [found[step] for step in sorted(found)]
+        stride = -(-len(ordered) // limit)
+        return ordered[::-1][:: max(stride, 1)][::-1]
+
+    def points_before(self, step: int, limit: int) -> list[Point]:
+        """The last ``limit`` written points below a step, in order."""
+        with self._using:
+            rows = self._connection.execute(
+                f"SELECT {_POINT} FROM points WHERE step < ? ORDER BY step DESC LIMIT ?", (step, limit)
+            ).fetchall()
+        return [_point(row) for row in reversed(rows)]
+
+    def events(self, limit: int = 50, before: float = 1e12) -> list[RunEvent]:
+        """The last events before a time, the newest first."""
+        with self._using:
+            with self._changing:
+                unwritten = [event for event, _ in reversed(self._new.events) if event.time < before][:limit]
+            rows = self._connection.execute(
+                f"SELECT {_EVENT} FROM events WHERE time < ? ORDER BY time DESC, id DESC LIMIT ?", (before, limit)
+            ).fetchall()
+        stored = [RunEvent(**dict(zip(_EVENT.split(", "), row, strict=True))) for row in rows]
+        return sorted([*unwritten, *stored], key=lambda event: -event.time)[:limit]
+
+    def steps(self, before: int | None = None, limit: int | None = None) -> list[CreditedStep]:
+        """The written credited steps that are not final, the newest first.
+
+        Args:
+            before: only those below this step.
+        """
+        with self._using:
+            rows = self._connection.execute(
+                "SELECT step, after, num_signers, shares, origin FROM steps WHERE step < ? ORDER BY step DESC LIMIT ?",
+                (2**62 if before is None else before, -1 if limit is None else limit),
+            ).fetchall()
+        return [CreditedStep(*row) for row in rows]
+
+    def settled(self) -> dict[bytes, Total]:
+        """The written totals of the steps that are final, by short id."""
+        with self._using:
+            rows = self._connection.execute("SELECT peer, samples, rounds FROM settled").fetchall()
+        return {peer: Total(samples, rounds) for peer, samples, rounds in rows}
+
+    def peers(self) -> dict[bytes, KnownPeer]:
+        """All peers that have been seen, by short id."""
+        with self._using:
+            rows = self._connection.execute(
+                "SELECT peer, peer_id, name, since, since_step, began_at, last_seen FROM peers"
+            ).fetchall()
+            with self._changing:
+                unwritten = dict(self._new.peers)
+        return {row[0]: KnownPeer(*row) for row in rows} | unwritten
+
+    def leaders(self) -> list[Leader]:
+        """The leaderboard of what is written."""
+        totals = {peer: [total.samples, total.rounds] for peer, total in self.settled().items()}
+        for step in self.steps():
+            for peer, samples in unpacked(step.shares).items():
+                total = totals.setdefault(peer, [0, 0])
+                total[0] += samples
+                total[1] += 1
+        names = {peer: (known.peer_id, known.name) for peer, known in self.peers().items()}
+        return leaders_of({peer: Total(*total) for peer, total in totals.items()}, names)
+
+    # write
+
+    def add_points(self, points: Iterable[Point], origin: str = "") -> None:
+        """Write points in the place of those of the same steps; those that another coordinator told only fill gaps.
+
+        Args:
+            origin: the peer id of that coordinator; empty for what this one has seen.
+        """
+        with self._changing:
+            for point in points:
+                if not origin or point.step not in self._new.points:
+                    self._new.points[point.step] = (point, origin)
+
+    def remove_points_after(self, step: int) -> None:
+        """The run has gone back: forget the later points."""
+        with self._changing:
+            self._new.points = {number: point for number, point in self._new.points.items() if number <= step}
+            self._new.points_until = step if self._new.points_until is None else min(step, self._new.points_until)
+
+    def add_credit(self, changes: Changes) -> None:
+        """Write what :class:`manyhands.monitor.credit.Credit` has changed."""
+        with self._changing:
+            for number in changes.removed:
+                self._new.steps[number] = None
+            for step in (*changes.put, *changes.settled):
+                self._new.steps[step.step] = step
+            self._new.settled.update({step.step: step for step in changes.settled})
+
+    def add_peers(self, peers: Iterable[KnownPeer]) -> None:
+        """Write what is known of peers."""
+        with self._changing:
+            self._new.peers.update({known.peer: known for known in peers})
+
+    def add_events(self, events: Iterable[RunEvent], origin: str = "") -> None:
+        """Write events."""
+        with self._changing:
+            self._new.events.extend((event, origin) for event in events)
+            del self._new.events[:-MAX_UNWRITTEN]
+
+    def flush(self) -> bool:
+        """Write what is new; returns whether the file could be written."""
+        with self._using:
+            with self._changing:
+                writing, self._new = self._new, _Unwritten()
+            if writing.is_empty:
+                return True
+            try:
+                with self._connection:
+                    writing.write(self._connection)
+            except sqlite3.Error as error:
+                with self._changing:
+                    self._new = writing.followed_by(self._new)
+                self._failed(error)
+                return False
+        if self._has_failed:
+            self._has_failed = False
+            logger.info("The history is written to %s again", self._where)
+        return True
+
+    def _failed(self, error: sqlite3.Error) -> None:
+        if not self._has_failed:
+            logger.warning(
+                "The history cannot be written to %s (%s); it is kept in memory until it can", self._where,
+                reason_of(error),
+            )  # fmt: skip
+        self._has_failed = True
+
+    def _write_forever(self) -> None:
+        while not self._ending.wait(RETRY_PERIOD_S if self._has_failed else WRITE_PERIOD_S):
+            self.flush()
+
+    def close(self) -> None:
+        """Write the rest and close the file. May be called twice."""
+        if self._ending.is_set():
+            return
+        self._ending.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        self.flush()
+        with self._using:
+            self._connection.close()
+
+
+class _Unwritten:
+    """What is not written yet, each row in its last version."""
+
+    def __init__(self) -> None:
+        self.points: dict[int, tuple[Point, str]] = {}
+        self.points_until: int | None = None  # later ones are deleted first
+        self.steps: dict[int, CreditedStep | None] = {}
+        self.settled: dict[int, CreditedStep] = {}
+        self.peers: dict[bytes, KnownPeer] = {}
+        self.events: list[tuple[RunEvent, str]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        parts = (self.points, self.steps, self.settled, self.peers, self.events)
+        return self.points_until is None and not any(parts)
+
+    def followed_by(self, later: _Unwritten) -> _Unwritten:
+        """This and what came later."""
+        if later.points_until is not None:
+            until = later.points_until
+            self.points = {step: point for step, point in self.points.items() if step <= until}
+            self.points_until = until if self.points_until is None else min(until, self.points_until)
+        self.points = _last(self.points | later.points)
+        self.steps = _last(self.steps | later.steps)
+        self.settled |= later.settled
+        self.peers = _last(self.peers | later.peers)
+        self.events = [*self.events, *later.events][-MAX_UNWRITTEN:]
+        return self
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        if self.points_until is not None:
+            connection.execute("DELETE FROM points WHERE step > ?", (self.points_until,))
+        marks = ", ".join("?" * 10)
+        for verb, is_told in (("REPLACE", False), ("IGNORE", True)):
+            connection.executemany(
+                f"INSERT OR {verb} INTO points ({_POINT}, origin) VALUES ({marks})",
+                [(*_row(point), origin) for point, origin in self.points.values() if bool(origin) == is_told],
+            )
+        gone = [(number,) for number, step in self.steps.items() if step is None or number in self.settled]
+        connection.executemany("DELETE FROM steps WHERE step = ?", gone)
+        connection.executemany(
+            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
+            [
+                (step.step, step.after, step.num_signers, step.shares, step.origin)
+                for number, step in self.steps.items()
+                if step is not None and number not in self.settled
+            ],
+        )
+        for step in self.settled.values():
+            connection.executemany(
+                "INSERT INTO settled VALUES (?, ?, 1) "
+                "ON CONFLICT (peer) DO UPDATE SET samples = samples + excluded.samples, rounds = rounds + 1",
+                list(unpacked(step.shares).items()),
+            )
+        connection.executemany(
+            "INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?)",
+            [msgspec.structs.astuple(known) for known in self.peers.values()],
+        )
+        if self.events:
+            connection.executemany(
+                f"INSERT INTO events ({_EVENT}, origin) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (event.time, event.kind, event.text, event.step, event.peer_id, event.name, origin)
+                    for event, origin in self.events
+                ],
+            )
+            connection.execute("DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (MAX_EVENTS,))
+
+
+def open_history(run_id: str, state_dir: Path | None) -> History:
+    """The history in a state dir, or in memory without one.
+
+    Raises:
+        ConfigError: the folder or the file cannot be used.
+    """
+    if state_dir is None:
+        return History(run_id)
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"state dir {state_dir} cannot be created: {error.strerror}; name another one") from error
+    return History(run_id, history_path(state_dir, run_id))
+
+
+def history_path(state_dir: Path, run_id: str) -> Path:
+    """The file of a run's history in the state dir of a monitor."""
+    is_plain = re.fullmatch(r"[A-Za-z0-9_-]+", run_id) is not None
+    name = run_id if is_plain else hashlib.sha256(run_id.encode()).hexdigest()[:16]
+    return state_dir / f"history-{name}.db"
+
+
+def _row(point: Point) -> tuple[object, ...]:
+    return tuple(getattr(point, name) for name in _POINT.split(", "))
+
+
+def _point(row: Sequence[object]) -> Point:
+    return Point(**dict(zip(_POINT.split(", "), row, strict=True)))  # type: ignore[arg-type]
+
+
+def _last(rows: dict[K, V]) -> dict[K, V]:
+    """The last rows, if there are too many."""
+    return dict(list(rows.items())[-MAX_UNWRITTEN:])

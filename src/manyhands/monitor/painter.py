@@ -1,0 +1,209 @@
+"""Makes the picture of a run from one look at what its peers have published, and keeps its history.
+
+Pure, except that it hands what is new to the history, which writes it later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from manyhands.base.identity import PeerId
+from manyhands.base.text import counted
+from manyhands.monitor.credit import MAX_LEADERS, Changes, Credit, leaders_of
+from manyhands.monitor.events import Happened, StepMade
+from manyhands.monitor.exchange import Told
+from manyhands.monitor.history import History
+from manyhands.monitor.picture import Leader, Point, RunEvent, RunPicture
+from manyhands.monitor.roster import Roster, longest_silence_s, median_of
+from manyhands.optim.account import AccountRecord, unpacked
+from manyhands.optim.run.progress import Progress
+from manyhands.optim.run.progress_reader import Observed
+
+MAX_EVENTS = 50
+MAX_OPEN_POINTS = 64
+"""Points of the last steps, which may still change."""
+MAX_BYTES_SENT = 2**53
+REFUSED_PERIOD_S = 60.0
+"""Shortest time between two events about refused records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What a monitor has read at one moment.
+
+    Attributes:
+        observed: the progress records that count.
+        accounts: the last account of each peer, also of strangers.
+        trained_lately: the peers whose accounts count.
+        step: of the run.
+        progress: towards the next step; None while no peer trains.
+        num_refused: records that were refused so far, as they broke a rule.
+        now: loop time; ``wall_time`` is the same instant in seconds since 1970.
+    """
+
+    observed: Mapping[PeerId, Observed]
+    accounts: Mapping[PeerId, AccountRecord]
+    trained_lately: Container[PeerId]
+    step: int
+    progress: Progress | None
+    target_batch_size: int
+    num_refused: int
+    now: float
+    wall_time: float
+
+
+class Painter:
+    """Makes the pictures of one run.
+
+    Attributes:
+        all_leaders: the whole leaderboard of the last picture; replaced, never changed.
+        made: steps whose metrics are complete since the last picture.
+        heldout: likewise, held-out losses by step.
+        told: likewise, what other coordinators have told of the time before.
+        first_step: the first step that was seen since the start; 0 before it.
+        silence_due_s: seconds from the last look until a peer counts as gone, if it stays silent.
+    """
+
+    def __init__(self, run_id: str, history: History) -> None:
+        self._run_id = run_id
+        self._history = history
+        self._credit = Credit(history.steps(), history.settled())
+        self._roster = Roster(history.peers())
+        self._events: deque[RunEvent] = deque(history.events(MAX_EVENTS)[::-1], maxlen=MAX_EVENTS)
+        self._points = {point.step: point for point in history.points(limit=MAX_OPEN_POINTS)[-1:]}
+        self.all_leaders: list[Leader] = []
+        self._leaders_of = (-1, -1)  # versions
+        self._num_refused = 0
+        self._told_refused_at = -math.inf
+        self._news: list[RunEvent] = []
+        self.made: list[StepMade] = []
+        self.heldout: dict[int, float] = {}
+        self.told: list[Told] = []
+        self.began_at = math.inf
+        self.first_step = 0
+        self.silence_due_s = math.inf
+
+    def restarted(self, before: int, after: int, wall_time: float) -> None:
+        """The run was begun anew, or resumed from a checkpoint."""
+        text = f"the run has gone back from step {before} to step {after}"
+        self._news.append(RunEvent(time=wall_time, kind="restarted", text=text, step=after))
+        self._points = {step: point for step, point in self._points.items() if step <= after}
+        self._history.remove_points_after(after)
+
+    def _add_told(self, told: Told) -> None:
+        self._history.add_points(told.points, told.origin)
+        self._history.add_events(told.events, told.origin)
+        self._history.add_credit(self._credit.add_told(told.steps))
+        self._history.add_peers(self._roster.learn({peer.peer_id: peer.name for peer in told.peers}))
+
+    def paint(self, look: Look) -> tuple[RunPicture, list[Happened]]:
+        """The picture of a look, and what has happened since the last one."""
+        self.began_at = min(self.began_at, look.wall_time)
+        credit, trained = self._credit, look.trained_lately
+        accounts = {peer_id: account for peer_id, account in look.accounts.items() if peer_id in trained}
+        positions = {
+            peer_id: seen.said
+            for peer_id, seen in look.observed.items()
+            if not seen.record.is_auxiliary and look.now - seen.since <= longest_silence_s(seen.record)
+        }
+        changes = credit.look(accounts, positions, look.now)
+        told, self.told = self.told, []
+        for more in told:
+            self._add_told(more)
+        events, known = self._roster.look(
+            look.observed, look.accounts, now=look.now, wall_time=look.wall_time, step=look.step, credit=credit
+        )
+        earlier = {
+            peer_id: account.name
+            for peer_id, account in look.accounts.items()
+            if peer_id not in trained and credit.total_of(peer_id).samples > 0
+        }
+        known += self._roster.learn(earlier)
+        self._note_refused(look)
+        self._news += events
+        events, self._news = self._news, []
+        self._events.extend(events)
+        self._history.add_credit(changes)
+        self._history.add_peers(known)
+        self._history.add_events(events)
+        points = self._changed_points(look, accounts, changes)
+        self._history.add_points(points)
+        if self.first_step == 0 and points:
+            self.first_step = min(point.step for point in points)
+        self.silence_due_s = self._roster.silence_due_s(look.now)
+        return self._picture(look), [
+            Happened(event.kind, event.text, event.step, event.peer_id, event.name) for event in events
+        ]
+
+    def _note_refused(self, look: Look) -> None:
+        more = look.num_refused - self._num_refused
+        if more > 0 and look.now >= self._told_refused_at + REFUSED_PERIOD_S:
+            self._num_refused, self._told_refused_at = look.num_refused, look.now
+            text = (
+                f"{counted(more, 'record')} of other peers {'was' if more == 1 else 'were'} refused: against the rules"
+            )
+            self._news.append(RunEvent(time=look.wall_time, kind="refused", text=text, step=look.step))
+
+    def _changed_points(self, look: Look, accounts: Mapping[PeerId, AccountRecord], changes: Changes) -> list[Point]:
+        changed: dict[int, Point] = {}
+
+        def point_of(step: int) -> Point:
+            return changed.get(step) or self._points.get(step) or Point(time=look.wall_time, step=step)
+
+        for made in self.made:
+            said = [account for account in accounts.values() if account.step == made.step]
+            bytes_sent = min(sum(account.bytes_sent for account in said), MAX_BYTES_SENT) if said else None
+            before = point_of(made.step)
+            changed[made.step] = msgspec.structs.replace(
+                before,
+                loss=made.loss if math.isfinite(made.loss) else None,
+                samples=before.samples or made.samples,
+                samples_per_second=made.samples_per_second,
+                peers=made.alive_peers,
+                learning_rate=median_of(said, lambda account: account.learning_rate),
+                bytes_sent=bytes_sent,
+            )
+        for credited in changes.put:
+            shares, before = unpacked(credited.shares), point_of(credited.step)
+            changed[credited.step] = msgspec.structs.replace(
+                before, samples=sum(shares.values()), peers=max(before.peers, len(shares))
+            )
+        for step, loss in self.heldout.items():
+            changed[step] = msgspec.structs.replace(point_of(step), heldout_loss=loss)
+        self.made, self.heldout = [], {}
+        self._points |= changed
+        for step in sorted(self._points)[:-MAX_OPEN_POINTS]:
+            del self._points[step]
+        return list(changed.values())
+
+    def _picture(self, look: Look) -> RunPicture:
+        progress, credit = look.progress, self._credit
+        eta_s = progress.eta_s if progress is not None else math.inf
+        is_averaging = progress is not None and 0 < look.target_batch_size <= progress.samples
+        return RunPicture(
+            run_id=self._run_id,
+            time=look.wall_time,
+            step=look.step,
+            samples=progress.samples if progress is not None else 0,
+            target_batch_size=look.target_batch_size,
+            num_peers=progress.num_peers if progress is not None else 0,
+            samples_per_second=progress.samples_per_second if progress is not None else 0.0,
+            eta_s=eta_s if math.isfinite(eta_s) else None,
+            committed_samples=credit.num_samples,
+            last=self._points[max(self._points)] if self._points else None,
+            peers=self._roster.rows(credit, is_averaging=is_averaging),
+            leaders=self._current_leaders(),
+            events=list(self._events)[::-1],
+        )
+
+    def _current_leaders(self) -> list[Leader]:
+        versions = (self._credit.version, self._roster.version)
+        if self._leaders_of != versions:
+            self._leaders_of = versions
+            self.all_leaders = leaders_of(self._credit.totals, self._roster.names, limit=None)
+        return self.all_leaders[:MAX_LEADERS]

@@ -1,0 +1,204 @@
+"""What a peer publishes about itself for monitors: its name, its counts, and the lists of the last committed steps.
+
+The list of a step says which peers contributed how many samples. All members of a round hold the same manifest, so they
+publish the same list, and a monitor believes what most of them say (:mod:`manyhands.monitor.credit`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import struct
+from collections import deque
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from manyhands.averaging.messages import SHORT_ID_BYTES, Count, Digest, Position, short_id
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
+
+MAX_NAME = 32
+MAX_FAILURE = 200
+NUM_STEPS = 8
+"""Committed steps in a record: a monitor that looks every few seconds misses none."""
+SHARE_BYTES = SHORT_ID_BYTES + 4
+MAX_SAMPLES = 2**32 - 1
+"""The most samples of one peer in a step that are counted."""
+DIGEST_BYTES = 16
+NUM_LISTING = 16
+"""Contributors to a round that publish its list; the others only publish its digest, so that a key of the DHT has room
+for the records of thousands of peers."""
+MAX_LISTS_BYTES = 48_000
+"""Of all lists in a record together; a value of the DHT has at most 64 KiB."""
+
+ShortLineage = Annotated[bytes, msgspec.Meta(min_length=SHORT_ID_BYTES, max_length=SHORT_ID_BYTES)]
+
+
+def alone_lineage(before: bytes, peer_id: PeerId) -> bytes:
+    """The lineage after a step that a peer has made alone."""
+    return hashlib.sha256(before + b"alone" + peer_id.encode()).digest()
+
+
+def short_lineage(lineage: bytes) -> bytes:
+    """The first bytes of a position's lineage, padded if it is shorter."""
+    return lineage[:SHORT_ID_BYTES].ljust(SHORT_ID_BYTES, b"\0")
+
+
+class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A global step that a peer has made, and who contributed to it.
+
+    Attributes:
+        step: number of global steps after it.
+        before: the lineage that it led from.
+        after: the lineage that it led to, shortened.
+        is_grid: the list is that of one group of a grid; there are others.
+        digest: of all this and the list.
+        shares: the list: short ids and samples of the contributors, packed; empty if others publish it.
+    """
+
+    step: Count
+    before: Digest
+    after: ShortLineage
+    is_grid: bool
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    shares: Annotated[bytes, msgspec.Meta(max_length=MAX_LISTS_BYTES)] = b""
+
+    def __post_init__(self) -> None:
+        if len(self.shares) % SHARE_BYTES:
+            raise ValueError(f"a list has {SHARE_BYTES} bytes for each contributor")
+
+    def is_proven_alone(self, peer_id: PeerId) -> bool:
+        """Whether the lineage shows that this peer has made the step alone; see :func:`alone_lineage`."""
+        return self.after == short_lineage(alone_lineage(self.before, peer_id))
+
+    def has_true_digest(self) -> bool:
+        """Whether the digest is that of the list, which must be in order and name each peer once."""
+        ids = [self.shares[at : at + SHORT_ID_BYTES] for at in range(0, len(self.shares), SHARE_BYTES)]
+        is_ordered = all(one < other for one, other in itertools.pairwise(ids))
+        return is_ordered and self.digest == digest_of(self.step, self.before, self.after, self.is_grid, self.shares)
+
+
+def digest_of(step: int, before: bytes, after: bytes, is_grid: bool, shares: bytes) -> bytes:
+    """The digest of a committed step."""
+    head = struct.pack(">Q?", step, is_grid)
+    return hashlib.sha256(head + before + after + shares).digest()[:DIGEST_BYTES]
+
+
+def packed(shares: Mapping[bytes, int]) -> bytes:
+    """A list of short ids and samples as bytes, in the order of the ids."""
+    return b"".join(peer + struct.pack(">I", samples) for peer, samples in sorted(shares.items()))
+
+
+def unpacked(shares: bytes) -> dict[bytes, int]:
+    """The inverse of :func:`packed`."""
+    return dict(struct.iter_unpack(f">{SHORT_ID_BYTES}sI", shares))
+
+
+class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer publishes about itself, under its own signature, after each global step.
+
+    Attributes:
+        name: chosen by its owner; empty without one.
+        device: for people.
+        step: the last global step that it has made or loaded.
+        learning_rate: of its next step; None if unknown.
+        bytes_sent: over the network since the global step before.
+        samples_used, samples_dropped, rounds_committed, rounds_aborted, states_loaded, parameters_reloaded: as in
+            :class:`manyhands.optim.health.Statistics`.
+        failed_step: the global step of the last failure.
+        failure: why its samples did not count in that step at once; empty if all did.
+        has_left: it has ended.
+        steps: the last ones, in order.
+    """
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
+    version: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    device: Annotated[str, msgspec.Meta(max_length=80)] = ""
+    step: Count = 0
+    learning_rate: float | None = None
+    bytes_sent: Count = 0
+    samples_used: Count = 0
+    samples_dropped: Count = 0
+    rounds_committed: Count = 0
+    rounds_aborted: Count = 0
+    states_loaded: Count = 0
+    parameters_reloaded: Count = 0
+    failed_step: Count = 0
+    failure: Annotated[str, msgspec.Meta(max_length=MAX_FAILURE)] = ""
+    has_left: bool = False
+    steps: Annotated[list[CommittedStep], msgspec.Meta(max_length=NUM_STEPS)] = []
+
+    def __post_init__(self) -> None:
+        if self.learning_rate is not None and not 0 <= self.learning_rate < math.inf:
+            raise ValueError("a learning rate is finite and >= 0")
+        if not all(text.isprintable() for text in (self.name, self.version, self.device, self.failure)):
+            raise ValueError("texts have no control characters")
+        steps = [made.step for made in self.steps]
+        if any(one >= other for one, other in itertools.pairwise(steps)):
+            raise ValueError("steps are in order")
+
+
+make_ready(AccountRecord)
+
+
+def checked_name(name: str) -> str:
+    """Check the name under which a peer is shown.
+
+    Raises:
+        ConfigError: it is empty, too long, or has characters that cannot be shown.
+    """
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
+        raise ConfigError(
+            f"name {name[:40]!r} cannot be used; it must have 1 to {MAX_NAME} printable characters and no space at "
+            "either end, for example --name alice"
+        )
+    return name
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why samples of this peer did not count at once in the global step ``step``."""
+
+    step: int
+    reason: str
+
+
+class RecentSteps:
+    """The last global steps that a peer has made, for its :class:`AccountRecord`."""
+
+    def __init__(self, own_id: PeerId) -> None:
+        self._own_id = short_id(own_id)
+        self._steps: deque[CommittedStep] = deque(maxlen=NUM_STEPS)
+
+    def add(self, left: Position, reached: Position, shares: Mapping[PeerId, float], *, is_grid: bool = False) -> None:
+        """A step was made.
+
+        Args:
+            left, reached: the positions before and after it.
+            shares: the weight of each contributor; none if the step left the parameters unchanged.
+            is_grid: the contributors are those of one group of several.
+        """
+        counted = {short_id(peer_id): min(round(weight), MAX_SAMPLES) for peer_id, weight in shares.items()}
+        lists, before, after = packed(counted), left.lineage, short_lineage(reached.lineage)
+        digest = digest_of(reached.step, before, after, is_grid, lists)
+        listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]
+        is_listing = self._own_id in listing and len(lists) <= MAX_LISTS_BYTES
+        self.forget_from(reached.step)
+        self._steps.append(CommittedStep(reached.step, before, after, is_grid, digest, lists if is_listing else b""))
+
+    def forget_from(self, step: int) -> None:
+        """Forget this step and later ones: this peer goes on from an earlier state."""
+        while self._steps and self._steps[-1].step >= step:
+            self._steps.pop()
+
+    def listed(self) -> list[CommittedStep]:
+        """The steps, with as many lists as fit into a record, the newest ones first."""
+        listed: list[CommittedStep] = []
+        room = MAX_LISTS_BYTES
+        for made in reversed(self._steps):
+            room -= len(made.shares)
+            listed.append(made if room >= 0 else msgspec.structs.replace(made, shares=b""))
+        return listed[::-1]

@@ -1,0 +1,155 @@
+"""Monitors of a simulated run: the picture, and credit that equals the trainers' own counts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.averaging import AveragingConfig
+from manyhands.base.address import Address
+from manyhands.base.identity import PeerId
+from manyhands.monitor import RunMonitor
+from manyhands.monitor.events import Event, Happened
+from manyhands.monitor.history import History
+from manyhands.monitor.picture import RunPicture
+from manyhands.peer import Presence
+from manyhands.testing import Host, at
+from manyhands.training.report import AccountPublisher, report_step
+from tests.simulation.swarm_of_trainers import Member, Swarm
+from tests.simulation.worlds import join
+
+TARGET = 48
+BATCH = 4
+WALL_START_S = 1.8e9
+"""The wall clock of simulated hosts at the start."""
+
+
+@dataclass
+class WatchingPeer:
+    """The presence of a simulated monitor."""
+
+    presence: Presence
+
+    def __post_init__(self) -> None:
+        self.endpoint, self.dht = self.presence.endpoint, self.presence.dht
+
+    @property
+    def addresses(self) -> list[str]:
+        return [str(address) for address in self.endpoint.addresses]
+
+
+@dataclass
+class Watched:
+    """What a monitor has shown."""
+
+    monitor: RunMonitor | None = None
+    pictures: list[RunPicture] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def last(self) -> RunPicture:
+        return self.pictures[-1]
+
+
+def start_monitor(swarm: Swarm, name: str, begins_s: float = 0.0, history: History | None = None) -> Watched:
+    """Start a monitor; the first one is the peer that all others join."""
+    watched = Watched()
+
+    async def program(host: Host) -> None:
+        await asyncio.sleep(begins_s)
+        presence = Presence(swarm.world.transport(host), rng=swarm.world.rng(name), wall_clock=host.wall_clock)
+        try:
+            await presence.endpoint.listen([Address.of(host.ip, 0)])
+            await join(presence.dht, swarm._initial_peers)
+            swarm._initial_peers.extend(presence.endpoint.addresses)
+            monitor = RunMonitor(WatchingPeer(presence), "swarm", watched.events.append, history=history)
+            monitor.on_picture.append(watched.pictures.append)
+            watched.monitor = monitor
+            await monitor.start()
+            await asyncio.Event().wait()
+        finally:
+            await presence.stop()
+
+    swarm.world.start(name, program)
+    return watched
+
+
+def start_trainer(
+    swarm: Swarm, name: str, until_step: int, batch_s: float, begins_s: float = 1.0, **options: Any
+) -> None:
+    def train(member: Member) -> None:
+        account = AccountPublisher(member.optimizer, name, "simulated")
+        optimizer, step = member.optimizer, member.optimizer.global_step
+        while optimizer.global_step < until_step:
+            inputs = torch.randn(BATCH, 4)
+            member.step(torch.nn.functional.mse_loss(member.model(inputs), inputs[:, :1]), batch_s)
+            account.look()
+            if optimizer.global_step != step:
+                step = optimizer.global_step
+                report_step(optimizer, [1.0], 1.0, account=account)
+        member.wait_for(until_step)
+
+    swarm.start(
+        name, lambda: torch.nn.Linear(4, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.125), train,
+        begins_s=begins_s, **{"target_batch_size": TARGET, "batch_size_per_step": BATCH} | options,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_monitor(tmp_path: Path) -> None:
+    swarm, num_steps, killed_at = Swarm(seed=1), 10, 15.0
+    early = start_monitor(swarm, "monitor")
+    for number, batch_s in enumerate((0.7, 0.9, 1.1)):
+        start_trainer(swarm, f"p{number}", num_steps, batch_s, begins_s=1.0 + number / 4)
+    late = start_monitor(swarm, "late", begins_s=36.0, history=History("swarm", tmp_path / "late.db"))
+    swarm.world.schedule(at(killed_at).kill("p2"))
+    swarm._started.discard("p2")
+    swarm.run(until_s=75.0)
+
+    used = {name: member.optimizer.statistics.samples_used for name, member in swarm.members.items()}
+    assert used["p2"] > 0
+    for watched in (early, late):
+        assert {row.name: row.samples for row in watched.last.leaders} == used
+        assert watched.last.committed_samples == sum(used.values())
+        assert watched.last.step == num_steps
+        assert watched.monitor is not None
+        points = watched.monitor.history.points()
+        assert [point.step for point in points] == list(range(1, num_steps + 1))
+        assert sum(point.samples for point in points) == sum(used.values())
+        assert {row.name: row.state for row in watched.last.peers if row.name != "p2"} == {"p0": "left", "p1": "left"}
+    assert early.last.last is not None
+    assert (early.last.last.loss, early.last.last.learning_rate) == (1.0, 0.125)
+    assert early.last.last.bytes_sent
+    dead = swarm.members["p2"].peer.peer_id
+    gone = next(picture.time for picture in early.pictures if state_of(picture, dead) == "gone")
+    assert killed_at < gone - WALL_START_S <= killed_at + 15
+    kinds = [(event.kind, event.name) for event in early.events if isinstance(event, Happened)]
+    assert [kind for kind, _ in kinds[:3]] == ["joined"] * 3
+    assert sorted(kinds[3:]) == [("died", "p2"), ("left", "p0"), ("left", "p1")]
+    assert [event for event in late.events if isinstance(event, Happened) and event.kind == "restarted"] == []
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_in_a_grid_the_groups_of_the_first_round_are_credited() -> None:
+    swarm, num_steps = Swarm(seed=2), 4
+    watched = start_monitor(swarm, "monitor")
+    averaging = AveragingConfig(codec="none", max_group_size=3, matchmaking_time_s=10.0, averaging_timeout_s=40.0)
+    for number in range(9):
+        start_trainer(
+            swarm, f"p{number}", num_steps, 0.8 + number / 20, averaging=averaging, target_batch_size=9 * 8 * BATCH
+        )
+    swarm.run(until_s=120.0)
+    assert all(member.optimizer.recent_steps.listed()[-1].is_grid for member in swarm.members.values())
+    counts = {name: member.optimizer.statistics for name, member in swarm.members.items()}
+    credited = {row.name: row.samples for row in watched.last.leaders}
+    assert credited == {name: count.samples_used for name, count in counts.items()}
+    assert watched.last.step == num_steps
+
+
+def state_of(picture: RunPicture, peer_id: PeerId) -> str:
+    return next((row.state for row in picture.peers if row.peer_id == peer_id), "")

@@ -1,0 +1,53 @@
+"""What a monitor believes of what other coordinators tell."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from manyhands.monitor.credit import CreditedStep
+from manyhands.monitor.exchange import HistoryResponse, Told, merged
+from manyhands.monitor.picture import Point
+from manyhands.optim.account import packed
+
+
+def step(number: int, samples: int, origin: str) -> CreditedStep:
+    return CreditedStep(number, b"lineage!", 0, packed({b"a" * 8: samples}), origin)
+
+
+def told(origin: str, *samples: int) -> Told:
+    points = [Point(time=1.0, step=number) for number in range(len(samples))]
+    return Told(points, [step(number, n, origin) for number, n in enumerate(samples)], origin=origin)
+
+
+def test_one_coordinator_is_believed_and_named() -> None:
+    found = merged([told("one", 5, 6)])
+    assert found is not None
+    assert [(entry.step, entry.origin) for entry in found.steps] == [(0, "one"), (1, "one")]
+    assert found.origin == "one"
+    assert merged([]) is None
+
+
+def test_of_several_a_majority_must_tell_the_same() -> None:
+    found = merged([told("one", 5, 6, 7), told("two", 5, 6), told("liar", 5, 999, 999, 999)])
+    assert found is not None
+    assert sorted(found.steps, key=lambda entry: entry.step)[:2] == [step(0, 5, "one"), step(1, 6, "one")]
+    assert len(found.steps) == 2
+    assert merged([told("one", 5), told("two", 6)]).steps == []  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"points": [[1.0, 1, float("nan"), None, 1, 1.0, 1, None, None]]},
+        {"points": [[1.0, -1, None, None, 1, 1.0, 1, None, None]]},
+        {"steps": [[1, b"x" * 9, b""]]},
+        {"events": [[1.0, "no such kind", "text", 1, "", ""]]},
+        {"events": [[1.0, "joined", "x" * 1001, 1, "", ""]]},
+        {"peers": [["id", "a\x1b[2Jb"]]},
+        {"points": [[1.0, 1, None, None, 1, 1.0, 1, None, None]] * 2001},
+    ],
+)
+def test_a_hostile_answer_does_not_decode(wrong: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=HistoryResponse)

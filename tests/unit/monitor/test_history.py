@@ -1,0 +1,204 @@
+"""The history file: what survives, what it refuses, and a disk that is full or locked."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from manyhands.base.errors import ConfigError
+from manyhands.monitor import history as history_module
+from manyhands.monitor.credit import Changes, CreditedStep, Total
+from manyhands.monitor.history import SCHEMA, History, KnownPeer, history_path, open_history
+from manyhands.monitor.picture import Point, RunEvent
+from manyhands.optim.account import packed
+
+ALICE, BOB = b"a" * 8, b"b" * 8
+
+
+def point(step: int, loss: float | None = None) -> Point:
+    return Point(time=1000.0 + step, step=step, loss=loss, samples=step, peers=2)
+
+
+def credited(step: int, **samples: int) -> CreditedStep:
+    shares = {name[0].encode() * 8: number for name, number in samples.items()}
+    return CreditedStep(step, b"lineage!", 2, packed(shares))
+
+
+def event(number: int) -> RunEvent:
+    return RunEvent(time=float(number), kind="joined", text=f"event {number}", step=number)
+
+
+def known(peer: bytes, name: str) -> KnownPeer:
+    return KnownPeer(peer, f"id of {name}", name, 1000.0, 3, 900.0, 1100.0)
+
+
+def test_all_survives_a_restart(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path / "state")
+    history.add_points([point(1, 3.5), point(2)])
+    history.add_points([point(2, 3.25)])
+    history.add_credit(Changes(put=[credited(1, alice=5, bob=6), credited(2, alice=1)]))
+    history.add_peers([known(ALICE, "alice")])
+    history.add_events([event(1), event(2)])
+    before = history.points(), history.events(), history.peers()
+    history.close()
+    history = open_history("run", tmp_path / "state")
+    assert (history.points(), history.events(), history.peers()) == before
+    assert history.points() == [point(1, 3.5), point(2, 3.25)]
+    assert history.events() == [event(2), event(1)]
+    assert history.steps() == [credited(2, alice=1), credited(1, alice=5, bob=6)]
+    assert [(row.name, row.samples) for row in history.leaders()] == [("", 6), ("alice", 6)]
+    history.close()
+    history.close()
+
+
+def test_what_is_not_written_yet_is_read_too(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    history.add_points([point(1)])
+    history.flush()
+    history.add_points([point(1, 2.0), point(2)])
+    assert history.points() == [point(1, 2.0), point(2)]
+    history.close()
+
+
+def test_points_are_chosen_evenly_with_the_last_one(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    history.add_points([point(step) for step in range(1, 1001)])
+    history.flush()
+    history.add_points([point(1001)])
+    chosen = [found.step for found in history.points(limit=100)]
+    assert chosen[-1] == 1001
+    assert 80 <= len(chosen) <= 100
+    assert max(later - earlier for earlier, later in itertools.pairwise(chosen)) <= 12
+    assert [found.step for found in history.points(since=1990.0)] == list(range(990, 1002))
+    history.close()
+
+
+def test_a_run_that_goes_back_loses_its_later_points_and_steps(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    history.add_points([point(step) for step in range(1, 10)])
+    history.add_credit(Changes(put=[credited(step, alice=1) for step in range(1, 10)]))
+    history.flush()
+    history.remove_points_after(5)
+    history.add_points([point(6, 1.0)])
+    history.add_credit(Changes(put=[credited(6, alice=7)], removed=[6, 7, 8, 9]))
+    history.flush()
+    assert [found.step for found in history.points()] == [1, 2, 3, 4, 5, 6]
+    assert [row.samples for row in history.leaders()] == [12]
+    history.close()
+
+
+def test_final_steps_are_added_up_once(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    history.add_credit(Changes(put=[credited(1, alice=5, bob=6)]))
+    history.flush()
+    history.add_credit(Changes(put=[credited(2, alice=1)], settled=[credited(1, alice=5, bob=6)]))
+    history.flush()
+    history.flush()
+    assert history.settled() == {ALICE: Total(5, 1), BOB: Total(6, 1)}
+    assert [row.samples for row in history.leaders()] == [6, 6]
+    history.close()
+
+
+def test_what_another_coordinator_tells_does_not_replace_what_was_seen(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    history.add_points([point(2, 2.0)])
+    history.flush()
+    history.add_points([point(1, 9.0), point(2, 9.0)], "coordinator")
+    history.flush()
+    assert [found.loss for found in history.points()] == [9.0, 2.0]
+    rows = sqlite3.connect(history_path(tmp_path, "run")).execute("SELECT step, origin FROM points ORDER BY step")
+    assert rows.fetchall() == [(1, "coordinator"), (2, "")]
+    history.close()
+
+
+def test_the_file_of_another_run_or_version_or_no_database_is_refused(tmp_path: Path) -> None:
+    open_history("run", tmp_path).close()
+    with pytest.raises(ConfigError, match="is of run 'run', and this is run 'other'"):
+        History("other", history_path(tmp_path, "run"))
+    newer = sqlite3.connect(history_path(tmp_path, "run"))
+    newer.execute(f"PRAGMA user_version={SCHEMA + 1}")
+    newer.close()
+    with pytest.raises(ConfigError, match="newer version"):
+        open_history("run", tmp_path)
+    history_path(tmp_path, "broken").write_bytes(b"this is no database" * 100)
+    with pytest.raises(ConfigError, match="file is not a database"):
+        open_history("broken", tmp_path)
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(ConfigError, match="name another one"):
+        open_history("run", tmp_path / "a file")
+
+
+def test_run_ids_of_any_characters_have_a_file(tmp_path: Path) -> None:
+    assert history_path(tmp_path, "my-run_1").name == "history-my-run_1.db"
+    odd = history_path(tmp_path, "läuft:" + "x" * 50)
+    assert odd.name.isascii()
+    assert odd != history_path(tmp_path, "läuft;" + "x" * 50)
+
+
+def test_a_locked_file_is_told_once_and_nothing_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 3600.0)
+    history = open_history("run", tmp_path)
+    locking = sqlite3.connect(history_path(tmp_path, "run"))
+    locking.execute("BEGIN IMMEDIATE")
+    with caplog.at_level(logging.INFO):
+        for step in (1, 2, 3):
+            history.add_points([point(step)])
+            history.add_credit(Changes(put=[credited(step, alice=1)]))
+            assert not history.flush()
+        assert [found.step for found in history.points()] == [1, 2, 3]
+        locking.rollback()
+        locking.close()
+        assert history.flush()
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        f"The history cannot be written to {history_path(tmp_path, 'run')}",
+        f"The history is written to {history_path(tmp_path, 'run')} again",
+    ]
+    assert [step.step for step in history.steps()] == [3, 2, 1]
+    history.close()
+
+
+def test_a_full_disk_is_told_once_and_history_goes_on_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 3600.0)
+    history = open_history("run", tmp_path)
+    (pages,) = history._connection.execute("PRAGMA page_count").fetchone()
+    history._connection.execute(f"PRAGMA max_page_count={pages}")  # SQLite then says that the disk is full
+    many = [RunEvent(time=float(number), kind="joined", text="x" * 500) for number in range(200)]
+    history.add_events(many)
+    assert not history.flush()
+    assert not history.flush()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "full" in caplog.text
+    assert len(history.events(500)) == 200
+    history._connection.execute("PRAGMA max_page_count=100000")
+    assert history.flush()
+    assert len(history.events(500)) == 200
+    history.close()
+
+
+def test_the_file_does_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "MAX_EVENTS", 100)
+    history = open_history("run", tmp_path)
+    for start in range(0, 1000, 50):
+        history.add_events(map(event, range(start, start + 50)))
+        history.flush()
+    assert len(history.events(5000)) == 100
+    history.close()
+
+
+def test_a_day_of_twenty_peers_is_about_a_megabyte(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    shares = packed({bytes([number] * 8): 100 for number in range(20)})
+    day = range(1, 2881)  # a step every 30 s
+    history.add_points([point(step, 1 / step) for step in day])
+    history.add_credit(Changes(put=[CreditedStep(step, b"lineage!", 20, shares) for step in day]))
+    history.close()
+    assert 0.5e6 < history_path(tmp_path, "run").stat().st_size < 2e6
