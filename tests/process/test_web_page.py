@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -28,36 +29,48 @@ def url_of(command: Command) -> str:
     return found[1]
 
 
+def used_by(path: Path) -> int:
+    """The samples in committed steps of a trainer, by its own count."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return int(events[-1]["counts"]["samples_used"])
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(found_chromium() is None, reason="there is no Chromium here")
-def test_monitor_shows_a_run_in_a_browser(text: Path) -> None:
-    with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0") as monitor:
-        address = address_of(monitor)
-        url = url_of(monitor)
-        with chromium() as browser:
-            page = browser.new_page()
-            page.goto(url)
-            expect(page.locator("#connection")).to_have_text("live")
-            expect(page.locator("#run-id")).to_have_text("seen")
-            expect(page.locator("#countdown")).to_have_text("waiting")
-            with running(*trainer(text, "--initial-peers", address)) as first:
-                with running(*trainer(text, "--initial-peers", address)) as second:
-                    expect(page.locator("#num-peers")).to_have_text("2", timeout=120_000)
-                    label = page.locator("#loss-chart")
-                    expect(label).to_have_attribute("aria-label", re.compile("to .* at step"), timeout=60_000)
-                    page.reload()
-                    expect(label).to_have_attribute("aria-label", re.compile("to .* at step"))
-                    second.kill()
-                expect(page.locator("#num-peers")).to_have_text("1", timeout=60_000)
-                first.interrupt()
-                assert first.wait(30) == INTERRUPTED
-            assert httpx.get(f"{url}/healthz").status_code == 200
-            began = time.monotonic()
-            monitor.interrupt()
-            assert monitor.wait(10) == INTERRUPTED
-            assert time.monotonic() - began < 5.0
-            expect(page.locator("#connection")).to_have_text("connection lost, trying again")
+def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
+    with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0") as monitor, \
+            chromium() as browser:  # fmt: skip
+        address, url = address_of(monitor), url_of(monitor)
+        page = browser.new_page()
+        page.goto(url)
+        expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator("#run-id")).to_have_text("seen")
+        expect(page.locator("#countdown")).to_have_text("waiting")
+        options = ["--initial-peers", address, "--name"]
+        first = trainer(text, *options, "<img src=x>", "--events", str(tmp_path / "first"), "--max-steps", "25")
+        second = trainer(text, *options, "ada", "--events", str(tmp_path / "second"))
+        rows, curve = page.locator("#peers tbody tr"), page.locator("#loss-chart")
+        with running(*first) as staying:
+            with running(*second) as victim:
+                expect(rows.filter(has_text="ada")).to_have_class("training", timeout=120_000)
+                expect(curve).to_have_attribute("aria-label", re.compile("to .* at step"), timeout=60_000)
+                page.reload()
+                expect(curve).to_have_attribute("aria-label", re.compile("to .* at step"))
+                expect(rows.filter(has_text="<img src=x>")).to_have_count(1)
+                victim.kill()
+            expect(rows.filter(has_text="ada")).to_have_class("gone", timeout=25_000)
+            assert staying.wait(150) == 0
+        used = {"<img src=x>": used_by(tmp_path / "first"), "ada": used_by(tmp_path / "second")}
+        for name, samples in used.items():
+            row = page.locator("#leaders li").filter(has_text=name)
+            expect(row.locator(".much")).to_have_text(f"{samples:,}", timeout=30_000)
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        began = time.monotonic()
+        monitor.interrupt()
+        assert monitor.wait(10) == INTERRUPTED
+        assert time.monotonic() - began < 5.0
+        expect(page.locator("#connection")).to_have_text("connection lost, trying again")
 
 
 @pytest.mark.long
