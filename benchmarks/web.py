@@ -13,15 +13,18 @@ The figures:
   bytes_per_s_per_client of the stream, after the first picture
   first_bytes            that each client gets at its start: the whole table of peers and the leaderboard
   first_paint_ms         from the request for the page until Chromium has drawn it; null without a browser
-  db_mb_per_day          growth of the history; null, as this run keeps none
+  db_mb_per_day          growth of the history in --state-dir, with a step every 40 s and all peers in each; what it
+                         keeps of credit has a limit, about 50 MB
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import selectors
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -34,13 +37,20 @@ from _worker import Worker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the made-up run and the browser of the tests
 
+from manyhands.averaging.messages import SHORT_ID_BYTES
+from manyhands.monitor.credit import Changes, CreditedStep
+from manyhands.monitor.history import History
+from manyhands.monitor.picture import Point
 from manyhands.monitor.web import bind
 from manyhands.monitor.web.server import PageServer
-from tests.synthetic_run import SyntheticRun
+from manyhands.optim.account import packed
+from tests.synthetic_run import STEP_S, SyntheticRun
 
 LOOK_PERIOD_S = 1.0
 SETTLE_S = 3.0
 PATIENCE_S = 60.0
+DAY_S = 86400.0
+MB = 1e6
 
 
 class Served:
@@ -138,6 +148,26 @@ def first_paint_ms(browser: Any, url: str) -> float:
     return round(painted, 1)
 
 
+def db_mb_per_day(num_peers: int) -> float:
+    """Growth of the history, from a tenth of a day that is written as fast as it can be."""
+    num_steps = round(DAY_S / STEP_S / 10)
+    peers = [hashlib.sha256(str(number).encode()).digest()[:SHORT_ID_BYTES] for number in range(num_peers)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "history.db"
+        History("benchmark", path).close()
+        before = path.stat().st_size
+        with closing(History("benchmark", path)) as history:
+            for step in range(1, num_steps + 1):
+                shares = packed({peer: 1000 + (step * place) % 777 for place, peer in enumerate(peers)})
+                credited = CreditedStep(step, step.to_bytes(8, "big"), num_peers, shares)
+                point = Point(time=STEP_S * step, step=step, loss=1 / step, samples=1000 * num_peers, peers=num_peers)
+                history.add_points([point])
+                history.add_credit(Changes(put=[credited]))
+                history.flush()
+        growth = path.stat().st_size - before
+    return round(10 * growth / MB, 2)
+
+
 def measure(num_peers: int, num_clients: int, seconds: float, browser: Any) -> dict[str, Any]:
     """One row: start both processes, let them settle, and read their counters twice."""
     with closing(Worker(Served, num_peers)) as served:
@@ -155,7 +185,7 @@ def measure(num_peers: int, num_clients: int, seconds: float, browser: Any) -> d
             "bytes_per_s_per_client": round(num_bytes / wall_s / num_clients),
             "first_bytes": round(first_bytes / num_clients),
             "first_paint_ms": first_paint_ms(browser, url) if browser is not None else None,
-            "db_mb_per_day": None,
+            "db_mb_per_day": db_mb_per_day(num_peers),
         }
 
 
