@@ -97,3 +97,18 @@ def test_demo_keeps_the_page_until_interrupted() -> None:
         assert httpx.get(f"{url}/api/run.json").json()["committed_samples"] >= 64
         demo.interrupt()
         assert demo.wait(15) == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_playground_fills_a_mask_with_the_kept_state(text: Path, tmp_path: Path) -> None:
+    keeping = ("--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "1", "--playground")
+    with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0", *keeping) as monitor:
+        address, url = address_of(monitor), url_of(monitor)
+        with running(*trainer(text, "--initial-peers", address, "--max-steps", "30")) as alone:
+            monitor.wait_for("Saving a checkpoint at global step")
+            assert alone.wait(90) == 0  # then checkpoints come and go no more
+        answer = httpx.get(f"{url}/api/fill.json", params={"text": "the [MASK] of"}, timeout=60.0).json()
+        assert len(answer["guesses"]) == 1
+        assert all(0.0 <= guess["share"] <= 1.0 for guess in answer["guesses"][0])
+        assert answer["text"].startswith("the ")

@@ -97,10 +97,13 @@ def filler(folder: Path) -> Fill:
     def fill(text: str) -> Filled:
         if MASK not in text:
             raise ConfigError(f"the text has no {MASK} for the model to fill")
-        path = newest_checkpoint(folder)
-        from manyhands.recipes.albert.fill import fill_masks  # imports torch, which takes seconds
+        try:
+            path = newest_checkpoint(folder)
+            from manyhands.recipes.albert.fill import fill_masks  # imports torch, which takes seconds
 
-        filled = fill_masks(path, text)
+            filled = fill_masks(path, text)
+        except ConfigError as error:  # a page may be public, and where the folder is concerns nobody
+            raise ConfigError(str(error).replace(str(folder), folder.name)) from error
         return Filled(filled.text, [[Guess(*guess) for guess in of_mask] for of_mask in filled.guesses])
 
     return fill

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
+from manyhands.cli.web_page import filler
 
 USAGE = 2
 COMMANDS = ["monitor", "train"]
@@ -46,6 +48,16 @@ def test_taken_port_is_one_line(
 def test_what_cannot_be_shown(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words) == USAGE
     assert said in capsys.readouterr().err
+
+
+def test_model_that_is_not_there_yet_is_said_without_its_path(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="there is no checkpoint in kept") as caught:
+        filler(folder)("a [MASK]")
+    assert str(tmp_path) not in str(caught.value)
+    with pytest.raises(ConfigError, match="no \\[MASK\\]"):
+        filler(folder)("a text")
 
 
 def test_commands_work_without_the_extra() -> None:
