@@ -12,7 +12,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.rpc.announce import seen_from_outside
 from manyhands.rpc.frames import Frame, FrameReader, Hello, Welcome, encode_frame, receive_frame
 from manyhands.transport.certificate import leaf_certificate, peer_id_of_certificate
-from tests.fuzz import access_targets, codec_targets, dht_targets, reach_targets, run_targets
+from tests.fuzz import access_targets, codec_targets, dht_targets, monitor_targets, reach_targets, run_targets
 from tests.fuzz.files import IDENTITY_FILES, load_identity
 from tests.fuzz.target import REMOTE, ByteStream, Target, finish
 from tests.network import identity_of
@@ -179,6 +179,7 @@ TARGETS: dict[str, Target] = {
         *access_targets.TARGETS,
         *codec_targets.TARGETS,
         *dht_targets.TARGETS,
+        *monitor_targets.TARGETS,
         *reach_targets.TARGETS,
         *run_targets.TARGETS,
     ]
