@@ -115,7 +115,7 @@ class Story:
         events = self._folder / f"{name.replace(' ', '-')}.jsonl"
         tally = TrainerTally(name, is_newcomer=is_newcomer)
         arguments = [
-            "train", "--run-id", RUN_ID, "--initial-peers", *self.tally.addresses, "--listen", LOOPBACK,
+            "train", "--run-id", RUN_ID, "--name", name, "--initial-peers", *self.tally.addresses, "--listen", LOOPBACK,
             "--events", str(events), "--slow-down", str(slow_down), *self._trainer_arguments,
         ]  # fmt: skip
         child = Child(name, arguments, self._folder)
