@@ -21,13 +21,12 @@ from manyhands.monitor.history import History
 from manyhands.monitor.picture import Leader, Point, RunEvent, RunPicture
 from manyhands.monitor.roster import Roster, longest_silence_s, median_of
 from manyhands.optim.account import AccountRecord, unpacked
-from manyhands.optim.run.progress import Progress
+from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Progress
 from manyhands.optim.run.progress_reader import Observed
 
 MAX_EVENTS = 50
 MAX_OPEN_POINTS = 64
 """Points of the last steps, which may still change."""
-MAX_BYTES_SENT = 2**53
 REFUSED_PERIOD_S = 60.0
 """Shortest time between two events about refused records."""
 
@@ -155,13 +154,13 @@ class Painter:
 
         for made in self.made:
             said = [account for account in accounts.values() if account.step == made.step]
-            bytes_sent = min(sum(account.bytes_sent for account in said), MAX_BYTES_SENT) if said else None
+            bytes_sent = min(sum(account.bytes_sent for account in said), MAX_COUNT) if said else None
             before = point_of(made.step)
             changed[made.step] = msgspec.structs.replace(
                 before,
                 loss=made.loss if math.isfinite(made.loss) else None,
-                samples=before.samples or made.samples,
-                samples_per_second=made.samples_per_second,
+                samples=before.samples or min(made.samples, MAX_COUNT),
+                samples_per_second=min(made.samples_per_second, MAX_SPEED),
                 peers=made.alive_peers,
                 learning_rate=median_of(said, lambda account: account.learning_rate),
                 bytes_sent=bytes_sent,

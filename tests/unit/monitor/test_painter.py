@@ -1,0 +1,38 @@
+"""The pictures of a run and its history, whatever peers and other monitors say."""
+
+from __future__ import annotations
+
+import msgspec
+
+from manyhands.base.identity import PeerId
+from manyhands.monitor.exchange import ToldPoint
+from manyhands.monitor.history import History
+from manyhands.monitor.painter import Look, Painter
+from manyhands.monitor.steps import sum_up
+from manyhands.optim.account import AccountRecord
+from manyhands.optim.metrics import MetricsRecord
+from manyhands.optim.run.progress import Progress
+
+WALL_S = 1e9
+
+
+def look(now: float, accounts: dict[str, AccountRecord] | None = None, step: int = 1) -> Look:
+    said = {PeerId(name): account for name, account in (accounts or {}).items()}
+    return Look(
+        observed={}, accounts=said, trained_lately=said.keys(), step=step, progress=Progress(0, 1, 1.0, 1.0),
+        target_batch_size=64, num_refused=0, now=now, wall_time=WALL_S + now,
+    )  # fmt: skip
+
+
+def test_numbers_of_liars_fit_into_the_history_and_are_handed_out_to_other_monitors() -> None:
+    history = History("run")
+    painter = Painter("run", history)
+    lie = MetricsRecord(step=1, samples_per_second=1e308, samples_accumulated=2**53, loss=1.0, mini_steps=1)
+    painter.made.append(sum_up(1, [lie] * 4096))
+    account = AccountRecord(step=1, learning_rate=1e6, bytes_sent=2**53)
+    painter.paint(look(0.0, {f"peer {number}": account for number in range(4096)}))
+    assert history.flush()
+    (point,) = history.points()
+    told = ToldPoint(**{name: getattr(point, name) for name in ToldPoint.__struct_fields__})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=ToldPoint) == told
+    history.close()
