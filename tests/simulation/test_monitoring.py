@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Event, Happened
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import RunPicture
+from manyhands.optim.account import Failure
 from manyhands.peer import Presence
 from manyhands.testing import Host, at
 from manyhands.training.report import AccountPublisher, report_step
@@ -83,7 +85,7 @@ def start_trainer(
     swarm: Swarm, name: str, until_step: int, batch_s: float, begins_s: float = 1.0, **options: Any
 ) -> None:
     def train(member: Member) -> None:
-        account = AccountPublisher(member.optimizer, name, "simulated")
+        account = AccountPublisher(member.optimizer, name, "simulated\n")
         optimizer, step = member.optimizer, member.optimizer.global_step
         while optimizer.global_step < until_step:
             inputs = torch.randn(BATCH, 4)
@@ -91,7 +93,7 @@ def start_trainer(
             account.look()
             if optimizer.global_step != step:
                 step = optimizer.global_step
-                report_step(optimizer, [1.0], 1.0, account=account)
+                report_step(optimizer, [1.0, math.nan], 1.0, account=account)
         member.wait_for(until_step)
 
     swarm.start(
@@ -149,6 +151,35 @@ def test_in_a_grid_the_groups_of_the_first_round_are_credited() -> None:
     credited = {row.name: row.samples for row in watched.last.leaders}
     assert credited == {name: count.samples_used for name, count in counts.items()}
     assert watched.last.step == num_steps
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_publishing_an_account_delays_no_training_and_whatever_the_learning_rate_is() -> None:
+    swarm, waits = Swarm(seed=3), list[float]()
+    watched = start_monitor(swarm, "monitor")
+
+    def train(member: Member) -> None:
+        account, optimizer = AccountPublisher(member.optimizer, member.name), member.optimizer
+        while optimizer.global_step < 4:
+            inputs = torch.randn(BATCH, 4)
+            member.step(torch.nn.functional.mse_loss(member.model(inputs), inputs[:, :1]), 0.8)
+            optimizer.last_failure = Failure(optimizer.global_step, "the others are slow")
+            began = member.peer.time()
+            account.look()
+            account.step_made()
+            waits.append(member.peer.time() - began)
+
+    for number in range(2):
+        swarm.start(
+            f"p{number}", lambda: torch.nn.Linear(4, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.125),
+            train, begins_s=1.0, target_batch_size=TARGET, batch_size_per_step=BATCH,
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 2),
+        )  # fmt: skip
+    swarm.run(until_s=60.0)
+    assert {member.optimizer.global_step for member in swarm.members.values()} == {4}
+    assert max(waits) == 0.0
+    used = {name: member.optimizer.statistics.samples_used for name, member in swarm.members.items()}
+    assert {row.name: row.samples for row in watched.last.leaders} == used
 
 
 def state_of(picture: RunPicture, peer_id: PeerId) -> str:

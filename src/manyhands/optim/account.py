@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import struct
 from collections import deque
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from manyhands.base.structs import make_ready
 
 MAX_NAME = 32
 MAX_FAILURE = 200
+MAX_LEARNING_RATE = 1e6
 NUM_STEPS = 8
 """Committed steps in a record: a monitor that looks every few seconds misses none."""
 SHARE_BYTES = SHORT_ID_BYTES + 4
@@ -105,7 +105,7 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
         name: chosen by its owner; empty without one.
         device: for people.
         step: the last global step that it has made or loaded.
-        learning_rate: of its next step; None if unknown.
+        learning_rate: of its next step; None if unknown or out of bounds.
         bytes_sent: over the network since the global step before.
         samples_used, samples_dropped, rounds_committed, rounds_aborted, states_loaded, parameters_reloaded: as in
             :class:`manyhands.optim.health.Statistics`.
@@ -119,7 +119,7 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: Annotated[str, msgspec.Meta(max_length=32)] = ""
     device: Annotated[str, msgspec.Meta(max_length=80)] = ""
     step: Count = 0
-    learning_rate: float | None = None
+    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEARNING_RATE)] | None = None
     bytes_sent: Count = 0
     samples_used: Count = 0
     samples_dropped: Count = 0
@@ -133,8 +133,6 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
     steps: Annotated[list[CommittedStep], msgspec.Meta(max_length=NUM_STEPS)] = []
 
     def __post_init__(self) -> None:
-        if self.learning_rate is not None and not 0 <= self.learning_rate < math.inf:
-            raise ValueError("a learning rate is finite and >= 0")
         if not all(text.isprintable() for text in (self.name, self.version, self.device, self.failure)):
             raise ValueError("texts have no control characters")
         steps = [made.step for made in self.steps]
