@@ -97,6 +97,29 @@ def test_a_liar_that_publishes_first_is_corrected() -> None:
     assert [samples_of(credit, name) for name in "abc"] == [8, 8, 8]
 
 
+def test_a_liar_that_publishes_first_gets_nothing_in_a_run_of_two() -> None:
+    peers, credit = Peers("ac"), Credit()
+    reached = peers.commit({"a": 8, "c": 8}, without="c")
+    liar = {PeerId("c"): lie("c", reached, {"c": 8000}, b"")}
+    credit.look(liar, peers.positions, 0.0)
+    credit.look(peers.accounts | liar, peers.positions, 1.0)
+    assert credit.num_samples == 0
+
+
+def test_a_liar_cannot_take_steps_that_only_other_monitors_have_seen() -> None:
+    peers, liar, credit = Peers("ab"), Peers("c"), Credit()
+    for _ in range(NUM_STEPS + 1):
+        left = peers.positions[PeerId("a")]
+        reached = peers.commit({"a": 8, "b": 8})
+        liar.steps[PeerId("c")].add(left, reached, {PeerId("c"): 8000})
+        if reached.step == 1:
+            old = liar.steps[PeerId("c")].listed()
+    look(credit, peers)
+    credit.add_told([CreditedStep(1, old[0].after, 0, packed({short_id(PeerId("a")): 8}), "other")])
+    credit.look(peers.accounts | {PeerId("c"): AccountRecord(step=9, steps=old)}, peers.positions, 1.0)
+    assert (samples_of(credit, "a"), samples_of(credit, "c")) == (8 + 8 * NUM_STEPS, 0)
+
+
 def test_a_liar_cannot_take_the_step_that_another_peer_has_made_alone() -> None:
     for name in (f"liar {number}" for number in range(16)):  # whatever the order of the digests
         peers, credit = Peers(["a"]), Credit()
@@ -131,7 +154,7 @@ def test_groups_of_a_grid_are_credited_side_by_side_and_no_peer_twice() -> None:
             accounts.setdefault(peer_id, AccountRecord(step=1, steps=steps.listed()))
     credit = Credit()
     credit.look(accounts, dict.fromkeys(accounts, reached), 0.0)
-    assert {name: samples_of(credit, name) for name in "abcdefgh"} == dict.fromkeys("abcdef", 8) | {"g": 0, "h": 8}
+    assert {name: samples_of(credit, name) for name in "abcdefgh"} == dict.fromkeys("abcdef", 8) | {"g": 0, "h": 0}
 
 
 def test_credit_follows_a_run_that_goes_on_from_an_earlier_checkpoint() -> None:
