@@ -19,6 +19,7 @@ from manyhands.monitor.events import Event, Happened
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import RunPicture
 from manyhands.optim.account import Failure
+from manyhands.optim.local_steps import LocalSteps
 from manyhands.peer import Presence
 from manyhands.testing import Host, at
 from manyhands.training.report import AccountPublisher, report_step
@@ -82,13 +83,13 @@ def start_monitor(swarm: Swarm, name: str, begins_s: float = 0.0, history: Histo
 
 
 def start_trainer(
-    swarm: Swarm, name: str, until_step: int, batch_s: float, begins_s: float = 1.0, **options: Any
+    swarm: Swarm, name: str, until_step: int, batch_s: float, begins_s: float = 1.0, lr: float = 0.125, **options: Any
 ) -> None:
     def train(member: Member) -> None:
         account = AccountPublisher(member.optimizer, name, "simulated\n")
         optimizer, step = member.optimizer, member.optimizer.global_step
         while optimizer.global_step < until_step:
-            inputs = torch.randn(BATCH, 4)
+            inputs = torch.randn(options.get("batch_size_per_step", BATCH), 4)
             member.step(torch.nn.functional.mse_loss(member.model(inputs), inputs[:, :1]), batch_s)
             account.look()
             if optimizer.global_step != step:
@@ -97,8 +98,9 @@ def start_trainer(
         member.wait_for(until_step)
 
     swarm.start(
-        name, lambda: torch.nn.Linear(4, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.125), train,
-        begins_s=begins_s, **{"target_batch_size": TARGET, "batch_size_per_step": BATCH} | options,
+        name, lambda: torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1)),
+        lambda model: torch.optim.SGD(model.parameters(), lr=lr), train, begins_s=begins_s,
+        **{"target_batch_size": TARGET, "batch_size_per_step": BATCH} | options,
     )  # fmt: skip
 
 
@@ -151,6 +153,23 @@ def test_in_a_grid_the_groups_of_the_first_round_are_credited() -> None:
     credited = {row.name: row.samples for row in watched.last.leaders}
     assert credited == {name: count.samples_used for name, count in counts.items()}
     assert watched.last.step == num_steps
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_with_fragments_credit_follows_the_counts_of_the_trainers() -> None:
+    swarm, num_steps, num_fragments = Swarm(seed=4), 32, 4
+    watched = start_monitor(swarm, "monitor")
+    for name, batch_s, batch_size in (("fast", 0.5, BATCH), ("slow", 2.7, 1)):
+        start_trainer(
+            swarm, name, num_steps, batch_s, target_batch_size=TARGET, batch_size_per_step=batch_size,
+            local_steps=LocalSteps(fragments=num_fragments), lr=0.01,
+        )  # fmt: skip
+    swarm.run(until_s=120.0)
+    used = {name: member.optimizer.statistics.samples_used for name, member in swarm.members.items()}
+    credited = {row.name: row.samples for row in watched.last.leaders}
+    of_step = {name: number / num_steps for name, number in used.items()}
+    for name in used:  # the samples of the last steps are not in all fragments yet
+        assert abs(credited[name] - used[name]) <= (num_fragments - 1) / 2 * of_step[name] + 2, (credited, used)
 
 
 @pytest.mark.usefixtures("one_thread")

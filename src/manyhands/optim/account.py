@@ -29,6 +29,8 @@ SHARE_BYTES = SHORT_ID_BYTES + 4
 MAX_SAMPLES = 2**32 - 1
 """The most samples of one peer in a step that are counted."""
 DIGEST_BYTES = 16
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
+"""Without the digit before the point, as a fraction of 2^64."""
 NUM_LISTING = 16
 """Contributors to a round that publish its list; the others only publish its digest, so that a key of the DHT has room
 for the records of thousands of peers."""
@@ -165,10 +167,16 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class RecentSteps:
-    """The last global steps that a peer has made, for its :class:`AccountRecord`."""
+    """The last global steps that a peer has made, for its :class:`AccountRecord`.
 
-    def __init__(self, own_id: PeerId) -> None:
+    Args:
+        num_fragments: of local steps. Each sample then counts in so many steps, in each with this part of its weight;
+            sums are rounded up in some steps and down in others, so that those of many steps are right.
+    """
+
+    def __init__(self, own_id: PeerId, num_fragments: int = 1) -> None:
         self._own_id = short_id(own_id)
+        self._num_fragments = num_fragments
         self._steps: deque[CommittedStep] = deque(maxlen=NUM_STEPS)
 
     def add(self, left: Position, reached: Position, shares: Mapping[PeerId, float], *, is_grid: bool = False) -> None:
@@ -179,7 +187,12 @@ class RecentSteps:
             shares: the weight of each contributor; none if the step left the parameters unchanged.
             is_grid: the contributors are those of one group of several.
         """
-        counted = {short_id(peer_id): min(round(weight), MAX_SAMPLES) for peer_id, weight in shares.items()}
+        parts = self._num_fragments
+        added = (reached.step * GOLDEN_RATIO % 2**64) * parts >> 64  # from 0 to parts - 1, evenly over any steps
+        counted = {
+            short_id(peer_id): min((round(weight * parts) + added) // parts, MAX_SAMPLES)
+            for peer_id, weight in shares.items()
+        }
         lists, before, after = packed(counted), left.lineage, short_lineage(reached.lineage)
         digest = digest_of(reached.step, before, after, is_grid, lists)
         listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]

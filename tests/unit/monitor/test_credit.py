@@ -279,6 +279,20 @@ def test_what_others_tell_only_fills_gaps() -> None:
     assert credit.num_samples == 3 * NUM_STEPS + 50
 
 
+@pytest.mark.parametrize("pattern", [[1], [1, 0, 0, 0], [3], [2, 0], [5, 1, 0, 2, 7, 3]])
+def test_a_peer_that_averages_fragments_is_credited_whole_samples_without_loss(pattern: list[int]) -> None:
+    own, num_fragments, num_steps = PeerId("a"), 4, 480
+    steps, position, credited = RecentSteps(own, num_fragments), start(), 0
+    made = [pattern[number % len(pattern)] for number in range(num_steps)] + [0] * (num_fragments - 1)
+    for number in range(len(made)):
+        weight = sum(made[max(number + 1 - num_fragments, 0) : number + 1]) / num_fragments
+        reached = after(position, {}, str(number))
+        steps.add(position, reached, {own: weight} if weight else {})
+        position = reached
+        credited += sum(unpacked(steps.listed()[-1].shares).values())
+    assert abs(credited - sum(made)) <= 2
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
