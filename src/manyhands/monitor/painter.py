@@ -73,6 +73,7 @@ class Painter:
         self._credit = Credit(history.steps(), history.settled())
         self._roster = Roster(history.peers())
         self._events: deque[RunEvent] = deque(history.events(MAX_EVENTS)[::-1], maxlen=MAX_EVENTS)
+        self._known_until = self._events[-1].time if self._events else 0.0
         self._points = {point.step: point for point in history.points(limit=MAX_OPEN_POINTS)[-1:]}
         self._leaders: tuple[int, int, list[Leader]] = (-1, -1, [])
         self._num_refused = 0
@@ -94,7 +95,8 @@ class Painter:
 
     def _add_told(self, told: Told) -> None:
         self._history.add_points(told.points, told.origin)
-        self._history.add_events(told.events, told.origin)
+        missed = [event for event in told.events if event.time > self._known_until]  # others are in the history already
+        self._history.add_events(missed, told.origin)
         self._history.add_credit(self._credit.add_told(told.steps))
         self._history.add_peers(self._roster.learn({peer.peer_id: peer.name for peer in told.peers}))
 
@@ -109,9 +111,8 @@ class Painter:
             if not seen.record.is_auxiliary and look.now - seen.since <= longest_silence_s(seen.record)
         }
         changes = credit.look(accounts, positions, look.now)
-        told, self.told = self.told, []
-        for more in told:
-            self._add_told(more)
+        while self.told:  # more may be appended meanwhile
+            self._add_told(self.told.pop(0))
         events, known = self._roster.look(
             look.observed, look.accounts, now=look.now, wall_time=look.wall_time, step=look.step, credit=credit
         )

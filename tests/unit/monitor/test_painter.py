@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from manyhands.base.identity import PeerId
-from manyhands.monitor.exchange import ToldPoint
-from manyhands.monitor.history import History
+from manyhands.monitor.exchange import Told, ToldPoint
+from manyhands.monitor.history import History, open_history
 from manyhands.monitor.painter import Look, Painter
+from manyhands.monitor.picture import RunEvent
 from manyhands.monitor.steps import sum_up
 from manyhands.optim.account import AccountRecord
 from manyhands.optim.metrics import MetricsRecord
@@ -35,4 +38,24 @@ def test_numbers_of_liars_fit_into_the_history_and_are_handed_out_to_other_monit
     (point,) = history.points()
     told = ToldPoint(**{name: getattr(point, name) for name in ToldPoint.__struct_fields__})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=ToldPoint) == told
+    history.close()
+
+
+def test_a_monitor_that_was_down_takes_only_the_events_of_that_time_from_others(tmp_path: Path) -> None:
+    def event(time: float, text: str) -> RunEvent:
+        return RunEvent(time=time, kind="joined", text=text)
+
+    others = [event(1.0, "long before"), event(2.1, "seen by both"), event(3.0, "while it was down")]
+    history = open_history("run", tmp_path)
+    painter = Painter("run", history)
+    painter.told.append(Told(events=others[:1]))
+    painter.paint(look(0.0))
+    history.add_events([event(2.2, "seen by both")])
+    history.close()
+    history = open_history("run", tmp_path)
+    painter = Painter("run", history)
+    painter.told.append(Told(events=others))
+    painter.paint(look(0.0))
+    history.flush()
+    assert [found.text for found in history.events()] == ["while it was down", "seen by both", "long before"]
     history.close()
