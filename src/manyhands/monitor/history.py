@@ -206,7 +206,8 @@ class History:
             ).fetchall()
             with self._changing:
                 unwritten = dict(self._new.peers)
-        return {row[0]: KnownPeer(*row) for row in rows} | unwritten
+        found = {row[0]: KnownPeer(*row) for row in rows} | unwritten
+        return {peer: known for peer, known in found.items() if known is not None}
 
     def leaders(self) -> list[Leader]:
         """The leaderboard of what is written."""
@@ -251,6 +252,11 @@ class History:
         """Write what is known of peers."""
         with self._changing:
             self._new.peers.update({known.peer: known for known in peers})
+
+    def remove_peers(self, peers: Iterable[bytes]) -> None:
+        """Forget peers, given by their short ids."""
+        with self._changing:
+            self._new.peers.update(dict.fromkeys(peers))
 
     def add_events(self, events: Iterable[RunEvent], origin: str = "") -> None:
         """Write events."""
@@ -309,7 +315,7 @@ class _Unwritten:
         self.points_until: int | None = None  # later ones are deleted first
         self.steps: dict[int, CreditedStep | None] = {}
         self.settled: dict[int, CreditedStep] = {}
-        self.peers: dict[bytes, KnownPeer] = {}
+        self.peers: dict[bytes, KnownPeer | None] = {}  # None: to be deleted
         self.events: list[tuple[RunEvent, str]] = []
 
     @property
@@ -357,8 +363,10 @@ class _Unwritten:
             )
         connection.executemany(
             "INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?)",
-            [msgspec.structs.astuple(known) for known in self.peers.values()],
+            [msgspec.structs.astuple(known) for known in self.peers.values() if known is not None],
         )
+        forgotten = [(peer,) for peer, known in self.peers.items() if known is None]
+        connection.executemany("DELETE FROM peers WHERE peer = ?", forgotten)
         if self.events:
             connection.executemany(
                 f"INSERT INTO events ({_EVENT}, origin) VALUES (?, ?, ?, ?, ?, ?, ?)",

@@ -128,6 +128,7 @@ class Painter:
         self._events.extend(events)
         self._history.add_credit(changes)
         self._history.add_peers(known)
+        self._history.remove_peers(self._roster.forget(credit))
         self._history.add_events(events)
         points = self._changed_points(look, accounts, changes)
         self._history.add_points(points)

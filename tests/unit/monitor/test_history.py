@@ -132,6 +132,17 @@ def test_the_file_of_another_run_or_version_or_no_database_is_refused(tmp_path: 
         open_history("run", tmp_path / "a file")
 
 
+def test_forgotten_peers_are_deleted(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    history.add_peers([known(ALICE, "alice"), known(BOB, "bob")])
+    history.flush()
+    history.remove_peers([ALICE])
+    assert history.peers().keys() == {BOB}
+    history.flush()
+    assert history.peers().keys() == {BOB}
+    history.close()
+
+
 def test_run_ids_of_any_characters_have_a_file(tmp_path: Path) -> None:
     assert history_path(tmp_path, "my-run_1").name == "history-my-run_1.db"
     odd = history_path(tmp_path, "läuft:" + "x" * 50)
