@@ -178,7 +178,7 @@ class Roster:
         return news.told(), known
 
     def forget(self, credit: Credit) -> list[bytes]:
-        """If too many are known, forget those without credit that were here the longest ago; returns their short ids."""
+        """If too many are known, forget those without credit that were here longest ago; returns their short ids."""
         if len(self._known) <= MAX_KNOWN:
             return []
         here = {short_id(person.peer_id) for person in self._people.values() if person.is_here}
