@@ -16,7 +16,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -148,17 +148,26 @@ class History:
         with self._using:
             with self._changing:
                 unwritten = [point for point, _ in self._new.points.values() if point.time >= since]
-            (number,) = self._connection.execute("SELECT count(*) FROM points WHERE time >= ?", (since,)).fetchone()
-            stride = max(1, -(-(number + len(unwritten)) // limit))
             rows = self._connection.execute(
-                f"SELECT {_POINT} FROM (SELECT *, row_number() OVER (ORDER BY step DESC) AS number FROM points "
-                "WHERE time >= ?) WHERE (number - 1) % ? = 0",
-                (since, stride),
+                f"SELECT {_POINT} FROM points WHERE time >= ? ORDER BY time LIMIT ?", (since, limit + 1)
             ).fetchall()
+            if len(rows) > limit:
+                rows = self._chosen_rows(rows[0][0], since, max(limit - len(unwritten), limit // 2, 1))
         found = {row[0]: _point(row) for row in rows} | {point.step: point for point in unwritten}
         ordered = [found[step] for step in sorted(found)]
         stride = -(-len(ordered) // limit)
         return ordered[::-1][:: max(stride, 1)][::-1]
+
+    def _chosen_rows(self, first_step: int, since: float, limit: int) -> list[tuple[Any, ...]]:
+        """The last row of each of ``limit`` ranges of steps; a scan of all rows takes a second after a year."""
+        (last,) = self._connection.execute("SELECT max(step) FROM points").fetchone()
+        stride = max(1, -(-(last - first_step + 1) // limit))
+        return self._connection.execute(
+            "WITH RECURSIVE ends(step) AS (SELECT ? UNION ALL SELECT step - ? FROM ends WHERE step - ? >= ?) "
+            f"SELECT {', '.join(f'points.{name}' for name in _POINT.split(', '))} FROM ends JOIN points ON points.step = "
+            "(SELECT max(step) FROM points WHERE step <= ends.step AND step > ends.step - ?) WHERE time >= ?",
+            (last, stride, stride, first_step, stride, since),
+        ).fetchall()
 
     def points_before(self, step: int, limit: int) -> list[Point]:
         """The last ``limit`` written points below a step, in order."""

@@ -77,6 +77,28 @@ def test_points_are_chosen_evenly_with_the_last_one(tmp_path: Path) -> None:
     history.close()
 
 
+def test_the_points_of_a_year_are_chosen_without_reading_them_all(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    num_steps = 100_000
+    for begin in range(1, num_steps, 20_000):
+        history.add_points([point(step) for step in range(begin, begin + 20_000) if step % 7])
+        history.flush()
+    num_read = 0
+
+    def count() -> int:
+        nonlocal num_read
+        num_read += 1
+        return 0
+
+    history._connection.set_progress_handler(count, 100)
+    chosen = history.points(limit=50)
+    assert num_read < num_steps / 100, "fewer instructions of the database than points"
+    assert chosen[-1].step == num_steps
+    assert 40 <= len(chosen) <= 50
+    assert max(later.step - earlier.step for earlier, later in itertools.pairwise(chosen)) <= 2 * num_steps / 50
+    history.close()
+
+
 def test_a_run_that_goes_back_loses_its_later_points_and_steps(tmp_path: Path) -> None:
     history = open_history("run", tmp_path)
     history.add_points([point(step) for step in range(1, 10)])
