@@ -162,9 +162,10 @@ class History:
         """The last row of each of ``limit`` ranges of steps; a scan of all rows takes a second after a year."""
         (last,) = self._connection.execute("SELECT max(step) FROM points").fetchone()
         stride = max(1, -(-(last - first_step + 1) // limit))
+        columns = ", ".join(f"points.{name}" for name in _POINT.split(", "))
         return self._connection.execute(
             "WITH RECURSIVE ends(step) AS (SELECT ? UNION ALL SELECT step - ? FROM ends WHERE step - ? >= ?) "
-            f"SELECT {', '.join(f'points.{name}' for name in _POINT.split(', '))} FROM ends JOIN points ON points.step = "
+            f"SELECT {columns} FROM ends JOIN points ON points.step = "
             "(SELECT max(step) FROM points WHERE step <= ends.step AND step > ends.step - ?) WHERE time >= ?",
             (last, stride, stride, first_step, stride, since),
         ).fetchall()
