@@ -14,7 +14,7 @@ import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -254,9 +254,9 @@ class History:
         with self._changing:
             for number in changes.removed:
                 self._new.steps[number] = None
-            for step in (*changes.put, *changes.settled):
+            for step in changes.put:
                 self._new.steps[step.step] = step
-            self._new.settled.update({step.step: step for step in changes.settled})
+            self._new.settle(changes.settled)
 
     def add_peers(self, peers: Iterable[KnownPeer]) -> None:
         """Write what is known of peers."""
@@ -324,7 +324,8 @@ class _Unwritten:
         self.points: dict[int, tuple[Point, str]] = {}
         self.points_until: int | None = None  # later ones are deleted first
         self.steps: dict[int, CreditedStep | None] = {}
-        self.settled: dict[int, CreditedStep] = {}
+        self.settled: dict[bytes, Total] = {}  # what is added to the totals
+        self.settled_until = -1  # this step and those before it are in the totals, and are deleted
         self.peers: dict[bytes, KnownPeer | None] = {}  # None: to be deleted
         self.events: list[tuple[RunEvent, str]] = []
 
@@ -332,6 +333,25 @@ class _Unwritten:
     def is_empty(self) -> bool:
         parts = (self.points, self.steps, self.settled, self.peers, self.events)
         return self.points_until is None and not any(parts)
+
+    def settle(self, steps: Iterable[CreditedStep]) -> None:
+        """Add final steps to the totals."""
+        until = -1
+        for step in steps:
+            self._add_totals({peer: Total(samples, 1) for peer, samples in unpacked(step.shares).items()})
+            until = max(until, step.step)
+        self._settle_until(until)
+
+    def _add_totals(self, totals: Mapping[bytes, Total]) -> None:
+        for peer, more in totals.items():
+            before = self.settled.get(peer, Total(0, 0))
+            self.settled[peer] = Total(before.samples + more.samples, before.rounds + more.rounds)
+
+    def _settle_until(self, until: int) -> None:
+        if until <= self.settled_until:
+            return
+        self.settled_until = until
+        self.steps = {number: step for number, step in self.steps.items() if number > until}
 
     def followed_by(self, later: _Unwritten) -> _Unwritten:
         """This and what came later."""
@@ -341,7 +361,8 @@ class _Unwritten:
             self.points_until = until if self.points_until is None else min(until, self.points_until)
         self.points = _last(self.points | later.points)
         self.steps = _last(self.steps | later.steps)
-        self.settled |= later.settled
+        self._add_totals(later.settled)
+        self._settle_until(later.settled_until)
         self.peers = _last(self.peers | later.peers)
         self.events = [*self.events, *later.events][-MAX_UNWRITTEN:]
         return self
@@ -355,22 +376,22 @@ class _Unwritten:
                 f"INSERT OR {verb} INTO points ({_POINT}, origin) VALUES ({marks})",
                 [(*_row(point), origin) for point, origin in self.points.values() if bool(origin) == is_told],
             )
-        gone = [(number,) for number, step in self.steps.items() if step is None or number in self.settled]
+        gone = [(number,) for number, step in self.steps.items() if step is None]
         connection.executemany("DELETE FROM steps WHERE step = ?", gone)
+        connection.execute("DELETE FROM steps WHERE step <= ?", (self.settled_until,))
         connection.executemany(
             "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
             [
                 (step.step, step.after, step.num_signers, step.shares, step.origin)
-                for number, step in self.steps.items()
-                if step is not None and number not in self.settled
+                for step in self.steps.values()
+                if step is not None
             ],
         )
-        for step in self.settled.values():
-            connection.executemany(
-                "INSERT INTO settled VALUES (?, ?, 1) "
-                "ON CONFLICT (peer) DO UPDATE SET samples = samples + excluded.samples, rounds = rounds + 1",
-                list(unpacked(step.shares).items()),
-            )
+        connection.executemany(
+            "INSERT INTO settled VALUES (?, ?, ?) ON CONFLICT (peer) DO UPDATE SET "
+            "samples = samples + excluded.samples, rounds = rounds + excluded.rounds",
+            [(peer, *total) for peer, total in self.settled.items()],
+        )
         connection.executemany(
             "INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?)",
             [msgspec.structs.astuple(known) for known in self.peers.values() if known is not None],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sqlite3
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,32 @@ def test_the_file_of_another_run_or_version_or_no_database_is_refused(tmp_path: 
     (tmp_path / "a file").write_text("")
     with pytest.raises(ConfigError, match="name another one"):
         open_history("run", tmp_path / "a file")
+
+
+def test_final_steps_take_no_more_memory_the_longer_a_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 3600.0)
+    history = open_history("run", tmp_path)
+    locking = sqlite3.connect(history_path(tmp_path, "run"))
+    locking.execute("BEGIN IMMEDIATE")
+    shares = packed({number.to_bytes(8, "big"): 1 for number in range(1000)})
+    tracemalloc.start()
+    for number in range(1, 201):
+        step = CreditedStep(number, b"lineage!", 2, bytes(bytearray(shares)))
+        history.add_credit(Changes(put=[step]))
+        history.add_credit(Changes(settled=[step]))
+        assert number % 20 or not history.flush()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 100 * len(shares), "less than half of the lists"
+    locking.rollback()
+    locking.close()
+    assert history.flush()
+    assert set(history.settled().values()) == {Total(200, 200)}
+    assert history.steps() == []
+    history.close()
 
 
 def test_forgotten_peers_are_deleted(tmp_path: Path) -> None:
