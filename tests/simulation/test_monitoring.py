@@ -15,7 +15,9 @@ from manyhands.averaging import AveragingConfig
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.monitor import RunMonitor
+from manyhands.monitor import exchange as exchange_module
 from manyhands.monitor.events import Event, Happened
+from manyhands.monitor.exchange import Exchange, HistoryRequest, HistoryResponse, ToldPoint
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import RunPicture
 from manyhands.optim.account import Failure
@@ -136,6 +138,31 @@ def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_mon
     assert [kind for kind, _ in kinds[:3]] == ["joined"] * 3
     assert sorted(kinds[3:]) == [("died", "p2"), ("left", "p0"), ("left", "p1")]
     assert [event for event in late.events if isinstance(event, Happened) and event.kind == "restarted"] == []
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_monitor_that_tells_its_history_slowly_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm, num_steps, honest = Swarm(seed=5), 20, Exchange._on_history
+    monkeypatch.setattr(exchange_module, "ASK_TIMEOUT_S", 20.0)
+    start_monitor(swarm, "monitor")
+    liar = start_monitor(swarm, "liar", begins_s=0.5)
+
+    async def on_history(self: Exchange, remote: PeerId, request: HistoryRequest) -> HistoryResponse:
+        assert liar.monitor is not None
+        if self is liar.monitor._exchange and request.kind == "points" and request.before_step > 1:
+            await asyncio.sleep(9.0)
+            return HistoryResponse(points=[ToldPoint(1.0, request.before_step - 1, 1.0, None, 1, 1.0, 1, None, None)])
+        return await honest(self, remote, request)
+
+    monkeypatch.setattr(Exchange, "_on_history", on_history)
+    for number in range(2):
+        start_trainer(swarm, f"p{number}", num_steps, 0.7)
+    late = start_monitor(swarm, "late", begins_s=80.0)
+    swarm.run(until_s=125.0)
+    assert late.monitor is not None
+    points = {point.step: point for point in late.monitor.history.points()}
+    assert points.keys() == set(range(1, num_steps + 1))
+    assert points[1].samples > 1, "of the two, the one that has told more is believed"
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -18,6 +18,7 @@ import msgspec
 from manyhands.access.gate import RunGate
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, PeerIdText, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht import Schema
@@ -36,6 +37,8 @@ TTL_S = 120.0
 RENEW_S = 40.0
 MAX_ASKED = 5
 CALL_TIMEOUT_S = 10.0
+ASK_TIMEOUT_S = 600.0
+"""For the whole history of one monitor."""
 RETRY_PERIOD_S = 60.0
 MAX_POINTS = 2000
 """In one answer: 200 KB."""
@@ -238,11 +241,12 @@ class Exchange:
     async def _ask_one(self, peer_id: PeerId, before_step: int, before: float) -> Told | None:
         told = Told(origin=peer_id)
         try:
-            answer = await self._call(peer_id, HistoryRequest("events", before=before))
-            told.events = [_readable(event) for event in answer.events if event.time < before]
-            told.peers = (await self._call(peer_id, HistoryRequest("peers"))).peers
-            await self._pages(peer_id, "points", before_step, told)
-            await self._pages(peer_id, "steps", before_step, told)
+            async with time_limit(ASK_TIMEOUT_S, f"for the history that {peer_id} has"):
+                answer = await self._call(peer_id, HistoryRequest("events", before=before))
+                told.events = [_readable(event) for event in answer.events if event.time < before]
+                told.peers = (await self._call(peer_id, HistoryRequest("peers"))).peers
+                await self._pages(peer_id, "points", before_step, told)
+                await self._pages(peer_id, "steps", before_step, told)
         except ManyhandsError as error:
             logger.info("coordinator %s does not tell the history of the run: %s", peer_id, error)
             return told if told.points else None
