@@ -1,7 +1,7 @@
 """How a monitor that starts late gets the history of a run from other coordinators, and hands out its own.
 
 Monitors are found under a key of the DHT. What comes is the word of one coordinator: it only fills gaps before this
-monitor's own time, and a credited step counts if more than half of the coordinators that were asked tell the same.
+monitor's own time, and a credited step counts if more than half of those that go back as far tell the same.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ class Exchange:
 def merged(answers: Sequence[Told]) -> Told | None:
     """What to believe of several answers; None without any.
 
-    The credited steps that more than half of the coordinators tell alike; points, events and names of the one that has
-    most.
+    The credited steps that more than half tell alike of the coordinators whose history reaches back to them; points,
+    events and names of the one that has most.
     """
     if not answers:
         return None
@@ -288,10 +288,11 @@ def merged(answers: Sequence[Told]) -> Told | None:
         for step in {step.step: step for step in told.steps}.values():
             votes[step.step][step.after, step.shares] += 1
             tellers.setdefault((step.step, step.after, step.shares), told.origin)
+    begins = [min(step.step for step in told.steps) for told in answers if told.steps]
     steps = []
     for number, counts in votes.items():
         (after, shares), count = counts.most_common(1)[0]
-        if 2 * count > len(answers):
+        if 2 * count > sum(begin <= number for begin in begins):
             steps.append(CreditedStep(number, after, 0, shares, tellers[number, after, shares]))
     return Told(most.points, steps, most.events, most.peers, most.origin)
 
