@@ -2,8 +2,9 @@
 
 Each trainer publishes the lists of its last committed steps (:mod:`manyhands.optim.account`). Of these:
 
-* The *leading branch* is the position that most trainers are at or have just left; of equal ones the furthest. The
-  steps behind it are found backwards, as each published step names the lineage before it.
+* The *leading branch* is the position that most trainers are at; of equal ones the furthest. Those that are one step
+  behind a position count for it too, if at least two peers have published the step to it. The steps behind it are found
+  backwards, as each published step names the lineage before it.
 * A list is believed if more than half of the contributors that it names have published it, and it is of the leading
   branch. Of several lists of a step, the one with the most publishers comes first; in a grid of groups, further lists
   are believed if they name no peer of those before.
@@ -292,12 +293,13 @@ class _Published:
             self._next[step - 1, most][after] += len(signed)
 
     def leading(self, positions: Mapping[PeerId, Position]) -> tuple[int, bytes]:
-        """The position that most trainers are at, or have been at one step ago."""
+        """The position that most trainers are at, or one step behind if several peers have made that step."""
         there = Counter((position.step, short_lineage(position.lineage)) for position in positions.values())
 
         def support(place: tuple[int, bytes]) -> tuple[int, int, bytes]:
             before = self._before.get(place)
-            earlier = there[place[0] - 1, before] if before is not None else 0
+            is_shared = len(self._made.get(place, ())) > 1  # else one peer has gone on alone
+            earlier = there[place[0] - 1, before] if is_shared and before is not None else 0
             return (there[place] + earlier, *place)
 
         return max(there, key=support)

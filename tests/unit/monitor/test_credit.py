@@ -129,6 +129,17 @@ def test_a_liar_cannot_take_the_step_that_another_peer_has_made_alone() -> None:
         assert (samples_of(credit, "a"), samples_of(credit, name)) == (8, 0)
 
 
+def test_a_liar_that_is_one_step_ahead_of_all_others_alone_gets_nothing() -> None:
+    peers, credit = Peers("abc"), Credit()
+    for _ in range(3):
+        reached = peers.commit({"a": 8, "b": 8, "c": 8})
+    look(credit, peers)
+    ahead = Peers("x")
+    ahead.commit({"x": 10**9}, left=reached)
+    look(credit, peers, 1.0, ahead=ahead)
+    assert (credit.num_samples, credit.newest_step, samples_of(credit, "x")) == (72, 3, 0)
+
+
 def test_three_false_ids_get_nothing_for_a_round_among_themselves() -> None:
     peers, credit = Peers("abcd"), Credit()
     reached = peers.commit({"a": 8, "b": 8, "c": 8, "d": 8})
