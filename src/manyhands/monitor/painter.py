@@ -14,7 +14,7 @@ import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
-from manyhands.monitor.credit import Changes, Credit, leaders_of
+from manyhands.monitor.credit import PATIENCE_S, Changes, Credit, leaders_of
 from manyhands.monitor.events import Happened, StepMade
 from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
@@ -76,6 +76,7 @@ class Painter:
         self._known_until = self._events[-1].time if self._events else 0.0
         self._points = {point.step: point for point in history.points(limit=MAX_OPEN_POINTS)[-1:]}
         self._leaders: tuple[int, int, list[Leader]] = (-1, -1, [])
+        self._behind, self._behind_since = 0, math.inf  # step from which the run has gone back, and when
         self._num_refused = 0
         self._told_refused_at = -math.inf
         self._news: list[RunEvent] = []
@@ -87,11 +88,21 @@ class Painter:
         self.silence_due_s = math.inf
 
     def restarted(self, before: int, after: int, wall_time: float) -> None:
-        """The run was begun anew, or resumed from a checkpoint."""
+        """The run was begun anew, or resumed from a checkpoint; its later points are removed if it stays there."""
         text = f"the run has gone back from step {before} to step {after}"
         self._news.append(RunEvent(time=wall_time, kind="restarted", text=text, step=after))
         self._points = {step: point for step, point in self._points.items() if step <= after}
-        self._history.remove_points_after(after)
+        self._behind = max(self._behind, before)
+
+    def _remove_later_points(self, look: Look) -> None:
+        """Remove the points that the run no longer has, once it has been behind them for a while, as for credit."""
+        if look.step >= self._behind:
+            self._behind, self._behind_since = 0, math.inf
+            return
+        self._behind_since = min(self._behind_since, look.now)
+        if look.now - self._behind_since >= PATIENCE_S:
+            self._history.remove_points_after(look.step)
+            self._behind, self._behind_since = 0, math.inf
 
     def _add_told(self, told: Told) -> None:
         self._history.add_points(told.points, told.origin)
@@ -130,6 +141,7 @@ class Painter:
         self._history.add_peers(known)
         self._history.remove_peers(self._roster.forget(credit))
         self._history.add_events(events)
+        self._remove_later_points(look)
         points = self._changed_points(look, accounts, changes)
         self._history.add_points(points)
         if self.first_step == 0 and points:

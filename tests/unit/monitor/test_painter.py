@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 
 from manyhands.base.identity import PeerId
+from manyhands.monitor.credit import PATIENCE_S
+from manyhands.monitor.events import StepMade
 from manyhands.monitor.exchange import Told, ToldPoint
 from manyhands.monitor.history import History, open_history
 from manyhands.monitor.painter import Look, Painter
@@ -58,4 +60,32 @@ def test_a_monitor_that_was_down_takes_only_the_events_of_that_time_from_others(
     painter.paint(look(0.0))
     history.flush()
     assert [found.text for found in history.events()] == ["while it was down", "seen by both", "long before"]
+    history.close()
+
+
+def test_points_are_removed_only_when_the_run_has_stayed_behind_them() -> None:
+    def steps() -> list[int]:
+        return [point.step for point in history.points()]
+
+    history = History("run")
+    painter = Painter("run", history)
+    for step in range(1, 6):
+        painter.made.append(StepMade(step, 1.0, 1, 64, 1.0))
+        painter.paint(look(float(step), step=step))
+    painter.restarted(5, 1, WALL_S + 6)  # a newcomer is seen alone, as the others cannot be reached for a moment
+    painter.paint(look(6.0, step=1))
+    painter.paint(look(7.0, step=5))
+    painter.paint(look(7.0 + PATIENCE_S, step=5))
+    history.flush()
+    assert steps() == [1, 2, 3, 4, 5]
+    painter.restarted(5, 1, WALL_S + 100)
+    painter.made.append(StepMade(2, 2.0, 1, 64, 1.0))
+    painter.paint(look(100.0, step=2))
+    painter.paint(look(99.0 + PATIENCE_S, step=2))
+    history.flush()
+    assert steps() == [1, 2, 3, 4, 5]
+    painter.paint(look(100.0 + PATIENCE_S, step=2))
+    history.flush()
+    assert steps() == [1, 2]
+    assert history.points()[-1].loss == 2.0
     history.close()
