@@ -304,7 +304,10 @@ class History:
 
     def _write_forever(self) -> None:
         while not self._ending.wait(RETRY_PERIOD_S if self._has_failed else WRITE_PERIOD_S):
-            self.flush()
+            try:
+                self.flush()
+            except Exception:
+                logger.exception("A part of the history could not be written, and is lost")
 
     def close(self) -> None:
         """Write the rest and close the file. May be called twice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sqlite3
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -178,6 +179,23 @@ def test_final_steps_take_no_more_memory_the_longer_a_disk_is_full(
     assert history.flush()
     assert set(history.settled().values()) == {Total(200, 200)}
     assert history.steps() == []
+    history.close()
+
+
+def test_a_part_that_cannot_be_written_does_not_end_the_history(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 0.005)
+    history = open_history("run", tmp_path)
+    history.add_points([point(2**70)])  # no number of SQLite
+    deadline = time.monotonic() + 10.0
+    while "is lost" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    history.add_points([point(1)])
+    while not history.points_before(2, 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     history.close()
 
 
