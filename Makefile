@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install -q -c constraints.txt
 BUILD_TOOLS := pip hatchling editables
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long test-cuda test-faults test-step-faults test-hostile sim fuzz check bench docs constraints clean
+.PHONY: help install demo screenshots test test-long test-cuda test-faults test-step-faults test-hostile sim fuzz check bench docs constraints clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -54,6 +54,9 @@ bench: $(VENV)/.bench  ## run every script in benchmarks/
 	@for script in benchmarks/[!_]*.py; do \
 	  test -e $$script || continue; echo "== $$script"; $(PY) $$script || exit 1; \
 	done
+
+screenshots: $(VENV)/.dev  ## draw the page of a made-up run into docs/img; needs Chromium
+	$(PY) -m tests.screenshots $(ARGS)
 
 docs: $(VENV)/.docs  ## build docs/ into site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -q --strict

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.averaging.allreduce.reducer import SpanReducer
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round_outcome import CommittedRound
@@ -127,7 +128,15 @@ async def test_peers_that_do_not_come_are_waited_for_until_the_matchmaking_time(
         assert members[2][1].num_calls >= 1, "the absent peer is called to the round"
 
 
-async def test_one_member_dies_in_mid_round_and_the_others_commit_it() -> None:
+async def test_one_member_dies_in_mid_round_and_the_others_commit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_met: set[tuple[SpanReducer, int]] = set()
+    put = SpanReducer.put
+
+    def noted(self: SpanReducer, rank: int, encoded: torch.Tensor) -> None:
+        put(self, rank, encoded)
+        have_met.add((self, rank))
+
+    monkeypatch.setattr(SpanReducer, "put", noted)
     numel = 4_000_000
     values = vectors(4, numel)
     async with averagers(4, kind="tls", config=AveragingConfig(chunk_bytes=1 << 16)) as members:
@@ -137,7 +146,7 @@ async def test_one_member_dies_in_mid_round_and_the_others_commit_it() -> None:
             asyncio.ensure_future(averager.average(values[i].clone(), 1.0, refill=values[i].clone if i else None))
             for i, (averager, _, _) in enumerate(members[:3])
         ]
-        while victim_endpoint.bytes_sent < 100_000:  # in the middle of its first chunks
+        while len(have_met) < 4 * 3:  # the first chunk of 62 has come from everybody
             await asyncio.sleep(0)
         dying.cancel()
         await victim_endpoint.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import msgspec
 from cyclopts import Parameter
 
 from manyhands.base.address import parse_listen_addresses
-from manyhands.base.errors import Timeout
+from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted
 from manyhands.cli.charter_options import checked_charter, coordinate
 from manyhands.cli.event_file import EventWriter
@@ -19,6 +20,7 @@ from manyhands.cli.logs import name_in_logs
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.web_page import WebOptions, page_beside
 from manyhands.monitor.events import Listening
 from manyhands.peer import Peer
 
@@ -49,6 +51,7 @@ def first_peer(
     charter: Annotated[
         Path | None, Parameter(help="Charter of a run (manyhands run create), to publish it and to be its coordinator.")
     ] = None,
+    web: WebOptions | None = None,
     network: PeerOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
@@ -67,8 +70,16 @@ def first_peer(
     """
     network, output = network or PeerOptions(), output or OutputOptions()
     signed = checked_charter(charter, network)
-    emit = output.begin()
-    with network.connect(must_join=False) as peer:
+    web = web or WebOptions()
+    if web.web is not None and signed is None:
+        raise ConfigError(
+            "--web shows one run, and this first peer is of none: add --charter FILE, or start "
+            "manyhands monitor --run-id NAME --web"
+        )
+    with ExitStack() as cleanup:
+        bound = cleanup.enter_context(web.taken())
+        emit = output.begin()
+        peer = cleanup.enter_context(network.connect(must_join=False))
         name_in_logs(peer=str(peer.peer_id))
         logger.info("Running a first peer as peer %s", peer.peer_id)
         if changing := what_changes(network):
@@ -80,6 +91,8 @@ def first_peer(
         else:
             coordinate(peer, charter, signed, network)
         emit(Listening(peer.peer_id, peer.addresses))
+        if signed is not None:
+            cleanup.enter_context(page_beside(peer, signed.run_id, bound, network.state_dir))
         while True:
             tell_standing(peer, emit)
             threading.Event().wait(PERIOD_S)

@@ -33,6 +33,7 @@ from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.web_page import WebOptions, filler, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
 from manyhands.monitor.events import Event, Listening, StepMade
@@ -40,6 +41,8 @@ from manyhands.monitor.history import open_history
 from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
 from manyhands.monitor.picture import Point, RunPicture
+from manyhands.monitor.web import MonitorSource
+from manyhands.monitor.web.address import url_of
 from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)
@@ -197,6 +200,11 @@ def monitor(
     ] = False,
     curves: CurveOptions | None = None,
     keeping: KeepingOptions | None = None,
+    web: WebOptions | None = None,
+    playground: Annotated[
+        bool,
+        Parameter(group="Page", help="On the page, a box that fills a [MASK]; needs --web and --checkpoint-dir."),
+    ] = False,
     network: NetworkOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
@@ -214,9 +222,13 @@ def monitor(
     checked_run_id(run_id)
     checked_refresh_s(refresh_period)
     repo = keeping.check()
+    web = web or WebOptions()
+    if playground and (web.web is None or keeping.checkpoint_dir is None):
+        raise ConfigError("--playground fills masks with a checkpoint on the page: give --web and --checkpoint-dir too")
     sinks = (curves or CurveOptions()).sinks(run_id)
-    emit = output.begin()
     with ExitStack() as cleanup:
+        bound = cleanup.enter_context(web.taken())
+        emit = output.begin()
         history = open_history(run_id, network.state_dir)
         cleanup.callback(history.close)
         peer = cleanup.enter_context(network.connect())
@@ -234,12 +246,17 @@ def monitor(
         def on_event(event: Event) -> None:
             emit(event)
             drawn.add(event)
+            source.add(event)
             if keeper is not None and isinstance(event, StepMade):
                 keeper.last_step = event
 
         watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
+        source = MonitorSource(watcher)
+        fill = filler(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
+        cleanup.enter_context(page_of(source, bound, fill))
+        page = [f"The page of the run: {url_of(bound)}"] if bound is not None else []
         # made before the sinks, some of which replace standard output for a moment
-        screen = LiveScreen(Drawing(watcher, lambda: how_to_join(peer, network, signed)))
+        screen = LiveScreen(Drawing(watcher, lambda: [*how_to_join(peer, network, signed), *page]))
         drawn = Curves(sinks)
         cleanup.callback(end, drawn)
         if screen.is_possible and not plain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +26,7 @@ from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.cli.trainer_curves import TrainerCurves
 from manyhands.cli.training_view import run_in_view
+from manyhands.cli.web_page import page_beside
 from manyhands.optim.run.records import Run, declare_run
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_recipe
@@ -180,12 +182,14 @@ def take_part(
     output: OutputOptions,
     *,
     run: Run | None,
+    page: socket.socket | None = None,
 ) -> None:
     """Train in a run until it is time to stop.
 
     Args:
         given: settings of the recipe that the user named.
         run: the run as found before this peer joined; None if this peer begins it.
+        page: address at which to show the run, if it is to be shown.
     Raises:
         ConfigError: this peer does not fit the run, or has too little memory.
     """
@@ -208,6 +212,8 @@ def take_part(
         if peer.addresses:
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
+        own_dir = folders.state_dir.path if folders.state_dir is not None else None
+        cleanup.enter_context(page_beside(peer, run_id, page, network.state_dir or own_dir))
         if to_join is None and training.auxiliary:
             run = wait_for_trainers(peer, run_id)
         elif to_join is None and peer.dht.num_known_peers:  # the known peers may be of an earlier start

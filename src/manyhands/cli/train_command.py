@@ -14,6 +14,7 @@ from manyhands.cli.charter_options import run_id_of, with_charter
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data
+from manyhands.cli.web_page import WebOptions
 from manyhands.optim.run.records import Run
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.presets import model_settings
@@ -53,6 +54,7 @@ def train(
     recipe: Annotated[
         GivenRecipe | None, Parameter(name="*", group="Recipe (set by the peer that begins a run)")
     ] = None,
+    web: WebOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
     """Join a run and train its ALBERT with this machine.
@@ -76,11 +78,12 @@ def train(
     if is_further_rank(training):
         return
     run = None
-    if network.initial_peers:
-        run, network = look_for(network, run_id, start_new=start_new)
-    if run_id is None:
-        run_id = run.run_id if run is not None else DEFAULT_RUN_ID
-    take_part(run_id, network, training, given, output, run=run)
+    with (web or WebOptions()).taken() as page:
+        if network.initial_peers:
+            run, network = look_for(network, run_id, start_new=start_new)
+        if run_id is None:
+            run_id = run.run_id if run is not None else DEFAULT_RUN_ID
+        take_part(run_id, network, training, given, output, run=run, page=page)
 
 
 def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) -> tuple[Run | None, NetworkOptions]:

@@ -20,7 +20,7 @@ from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
 from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
 from manyhands.monitor.history import History
 from manyhands.monitor.painter import Look, Painter
-from manyhands.monitor.picture import RunPicture
+from manyhands.monitor.picture import Leader, RunPicture
 from manyhands.monitor.roster import longest_silence_s
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.account import AccountRecord
@@ -101,6 +101,7 @@ class RunMonitor:
         history: closed with the peer; by default one in memory.
         on_event: called on the network thread with each :class:`manyhands.monitor.events.Event`; it must not block.
         refresh_s: longest time between two reads; reads are more frequent shortly before a global step.
+        is_quiet: log warnings alone, for a process that logs the progress of the run itself.
     Raises:
         ConfigError: an argument is out of bounds.
     """
@@ -113,9 +114,11 @@ class RunMonitor:
         *,
         refresh_s: float = MAX_REFRESH_S,
         history: History | None = None,
+        is_quiet: bool = False,
     ) -> None:
         self._peer = peer
         self._run_id = checked_run_id(run_id)
+        self._told_level = logging.DEBUG if is_quiet else logging.INFO
         self._on_event = on_event
         self._refresh_s = checked_refresh_s(refresh_s)
         self._config = ProgressConfig(min_refresh_s=MIN_REFRESH_S, max_refresh_s=refresh_s, ttl_s=2 * LONGEST_REFRESH_S)
@@ -135,6 +138,14 @@ class RunMonitor:
         self._target = 0
         self._painted_at = -math.inf
         self._log = ProgressLog()
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id
+
+    def leader_of(self, peer_id: str) -> Leader | None:
+        """The row of the leaderboard with this peer, whatever its rank; None for an unknown peer. From any thread."""
+        return next((leader for leader in self._painter.all_leaders if peer_id in leader.peer_ids), None)
 
     async def start(self) -> None:
         """Start watching; ends when the peer is closed."""
@@ -165,7 +176,8 @@ class RunMonitor:
                 told = None
             if told is not None:
                 self._painter.told.append(told)
-                logger.info(
+                logger.log(
+                    self._told_level,
                     "Other monitors have told %s and %s from before", counted(len(told.points), "point"),
                     counted(len(told.steps), "credited step"),
                 )  # fmt: skip
@@ -190,7 +202,7 @@ class RunMonitor:
         trainers = {peer_id: seen.record for peer_id, seen in present.items() if not seen.record.is_auxiliary}
         if not trainers:
             if self._is_watched:
-                logger.info("Found no active peers", extra=SHOWN_LIVE)
+                logger.log(self._told_level, "Found no active peers", extra=SHOWN_LIVE)
             self._is_watched = False
             self._progress = None
             await self._report_what_was_learnt(trainers)  # metrics of the last steps, also of peers that have left
@@ -222,7 +234,8 @@ class RunMonitor:
         return signed.manifest.target_batch_size if signed is not None else 0
 
     def _report_progress(self, step: int, target: int, progress: Progress, delay_s: float) -> None:
-        self._log.tell(step, progress, delay_s, asyncio.get_running_loop().time())
+        if self._told_level == logging.INFO:
+            self._log.tell(step, progress, delay_s, asyncio.get_running_loop().time())
         eta_s = progress.eta_s if math.isfinite(progress.eta_s) else None
         self._on_event(
             ProgressMade(
@@ -273,7 +286,7 @@ class RunMonitor:
             if record.step <= self._leading_step + 1 and peer_id in self._trainers_seen
         }
         for made in self._steps.look(believed, trainers, now):
-            logger.info("Step #%d  loss = %.5f", made.step, made.loss, extra=SHOWN_LIVE)
+            logger.log(self._told_level, "Step #%d  loss = %.5f", made.step, made.loss, extra=SHOWN_LIVE)
             self._on_event(made)
             self._painter.made.append(made)
 
@@ -283,7 +296,8 @@ class RunMonitor:
         for record in sorted(measured.values(), key=lambda record: record.step):
             if self._heldout_step < record.step <= self._leading_step:
                 self._heldout_step = record.step
-                logger.info(
+                logger.log(
+                    self._told_level,
                     "Held-out loss %.4f, MLM accuracy %.1f%%, SOP accuracy %.1f%% at global step %d",
                     record.loss, 100 * record.mlm_accuracy, 100 * record.sop_accuracy, record.step, extra=SHOWN_LIVE,
                 )  # fmt: skip

@@ -14,7 +14,7 @@ import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
-from manyhands.monitor.credit import PATIENCE_S, Changes, Credit, leaders_of
+from manyhands.monitor.credit import MAX_LEADERS, PATIENCE_S, Changes, Credit, leaders_of
 from manyhands.monitor.events import Happened, StepMade
 from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
@@ -60,6 +60,7 @@ class Painter:
     """Makes the pictures of one run.
 
     Attributes:
+        all_leaders: the whole leaderboard of the last picture; replaced, never changed.
         made: steps whose metrics are complete since the last picture.
         heldout: likewise, held-out losses by step.
         told: likewise, what other coordinators have told of the time before.
@@ -75,7 +76,8 @@ class Painter:
         self._events: deque[RunEvent] = deque(history.events(MAX_EVENTS)[::-1], maxlen=MAX_EVENTS)
         self._known_until = self._events[-1].time if self._events else 0.0
         self._points = {point.step: point for point in history.points(limit=MAX_OPEN_POINTS)[-1:]}
-        self._leaders: tuple[int, int, list[Leader]] = (-1, -1, [])
+        self.all_leaders: list[Leader] = []
+        self._leaders_of = (-1, -1)  # versions
         self._behind, self._behind_since = 0, math.inf  # step from which the run has gone back, and when
         self._num_refused = 0
         self._told_refused_at = -math.inf
@@ -214,6 +216,7 @@ class Painter:
 
     def _current_leaders(self) -> list[Leader]:
         versions = (self._credit.version, self._roster.version)
-        if self._leaders[:2] != versions:
-            self._leaders = (*versions, leaders_of(self._credit.totals, self._roster.names))
-        return self._leaders[2]
+        if self._leaders_of != versions:
+            self._leaders_of = versions
+            self.all_leaders = leaders_of(self._credit.totals, self._roster.names, limit=None)
+        return self.all_leaders[:MAX_LEADERS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from manyhands.cli.demo.story import MONITOR_EVENTS, Story
 from manyhands.cli.demo.tally import Summary
 from manyhands.cli.demo.view import LiveView, PlainView, View, print_summary
 from manyhands.cli.taking_part import require_albert
+from manyhands.cli.web_page import WebOptions
 from manyhands.monitor.plot import plot
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
@@ -32,17 +34,22 @@ def demo(
     text: Annotated[tuple[Path, ...], Parameter(help="UTF-8 text files to train on.", consume_multiple=True)] = (),
     target_batch_size: Annotated[int, Parameter(help="Samples of one global step, by all trainers together.")] = 256,
     summary: Annotated[Path | None, Parameter(help="Write the outcome as JSON to this file.")] = None,
+    web: WebOptions | None = None,
 ) -> int:
     """Train one small ALBERT on several peers of this machine, and see what happens when one of them dies.
 
     Starts a training monitor and the trainers as processes on loopback. Half-way one trainer is killed and a fresh one
     joins. Exit code 0 means that the held-out loss fell, all live peers hold the identical state, and the newcomer
-    contributed. The curves are drawn into demo.png, with the extra manyhands[plot].
+    contributed. The curves are drawn into demo.png, with the extra manyhands[plot]. With --web, the page of the run
+    stays until Ctrl-C.
     """
     for name, value in (("peers", peers), ("steps", steps), ("target-batch-size", target_batch_size)):
         if value < 1:
             raise ConfigError(f"--{name} is {value}; it must be at least 1")
     require_albert()
+    web = web or WebOptions()
+    with web.taken():
+        pass  # the monitor takes it
     check_text(text)
     writer = SummaryFile(summary)
     console = Console(highlight=False)
@@ -53,24 +60,39 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="manyhands-demo-") as folder:
         story = Story(
             children, Path(folder), view,
-            num_peers=peers, num_steps=steps, target_batch_size=target_batch_size, text=text,
+            num_peers=peers, num_steps=steps, target_batch_size=target_batch_size, text=text, web=web.address,
         )  # fmt: skip
         try:
-            with view:
-                story.run()
-        except ConfigError:
-            raise
-        except ManyhandsError as error:
-            problem = str(error)
+            try:
+                with view:
+                    story.run()
+            except ConfigError:
+                raise
+            except ManyhandsError as error:
+                problem = str(error)
+            if web.address is None:
+                end_all(children, LEAVE_TIMEOUT_S)
+            about_chart = draw_chart(Path(folder), CHART) if not problem else ""
+            outcome = story.tally.summary(time.monotonic() - started, problem)
+            print_summary(console, outcome)
+            if about_chart:
+                console.print(about_chart, markup=False, soft_wrap=True)
+            writer.write(outcome)
+            if web.address is not None:
+                stay(story.tally.page, console)
         finally:
             end_all(children, LEAVE_TIMEOUT_S)
-        about_chart = draw_chart(Path(folder), CHART) if not problem else ""
-    outcome = story.tally.summary(time.monotonic() - started, problem)
-    print_summary(console, outcome)
-    if about_chart:
-        console.print(about_chart, markup=False, soft_wrap=True)
-    writer.write(outcome)
     return 1 if outcome.problems else 0
+
+
+def stay(page: str, console: Console) -> None:
+    """Keep the page up until Ctrl-C."""
+    console.print(f"The page stays until Ctrl-C: {page}", highlight=False)
+    try:
+        while True:  # an unbounded wait cannot be interrupted on every platform
+            threading.Event().wait(3600.0)
+    except KeyboardInterrupt:
+        return
 
 
 def draw_chart(folder: Path, output: Path) -> str:

@@ -17,6 +17,8 @@ from manyhands.recipes.albert.events import Event as TrainerEvent
 RUN_ID = "demo"
 MONITOR_EVENTS = "monitor.jsonl"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+PAGE = "The page of the run: "
+"""In a line of the monitor, before its address."""
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
 STALL_TIMEOUT_S = 180.0
@@ -35,6 +37,7 @@ class Story:
     Args:
         children: every started process is appended here; the owner of the list ends them.
         folder: for the event files.
+        web: address of the page, if there is to be one.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Story:
         num_steps: int,
         target_batch_size: int,
         text: Sequence[Path],
+        web: str | None,
     ) -> None:
         self.tally = Tally(planned_steps=num_steps)
         self._children = children
@@ -54,6 +58,7 @@ class Story:
         self._view = view
         self._num_peers = num_peers
         self._num_steps = num_steps
+        self._web = web
         self._stop_file = folder / "stop"
         self._trainer_arguments = [
             "--target-batch-size", str(target_batch_size), "--threads", "1", "--device", "cpu",
@@ -99,6 +104,8 @@ class Story:
     def _start_monitor(self) -> None:
         events = self._folder / MONITOR_EVENTS
         arguments = ["monitor", "--run-id", RUN_ID, "--listen", LOOPBACK, "--events", str(events)]
+        if self._web is not None:
+            arguments += ["--web", self._web]
         self._monitor = Child("monitor", arguments, self._folder)
         self._children.append(self._monitor)
         self._monitor_events: EventFollower[MonitorEvent] = EventFollower(events, MonitorEvent)
@@ -154,6 +161,8 @@ class Story:
         """Process new output and events of the processes."""
         for child in self._children:
             for line in child.new_lines():
+                if child is self._monitor and PAGE in line:
+                    self.tally.page = line.partition(PAGE)[2].strip()
                 if child is self._monitor or "Collaboration accumulated" not in line:  # the monitor logs it for all
                     self._view.say(child.name, line)
         for monitor_event in self._monitor_events.new_events():

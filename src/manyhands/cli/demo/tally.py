@@ -81,10 +81,15 @@ class TrainerTally:
 
 @dataclass
 class Tally:
-    """State of the whole demo, from the events of all processes."""
+    """State of the whole demo, from the events of all processes.
+
+    Attributes:
+        page: address of the page; empty without one.
+    """
 
     trainers: list[TrainerTally] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
+    page: str = ""
     progress: ProgressMade | None = None
     planned_steps: int = 0
     rounds: set[str] = field(default_factory=set)

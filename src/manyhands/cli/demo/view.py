@@ -82,6 +82,8 @@ class LiveView:
                 f"{progress.samples} of {progress.target_batch_size}, {eta}, {counted(progress.num_peers, 'peer')}, "
                 f"{progress.samples_per_second:.0f} samples/s",
             )
+        if tally.page:
+            grid.add_row("page", tally.page)
         return grid
 
     def __enter__(self) -> LiveView:

@@ -1,0 +1,109 @@
+"""``--web``: the page of the run, from any command that stays."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cyclopts import Parameter
+
+from manyhands.base.errors import ConfigError
+from manyhands.checkpoints.checkpoint_dir import newest_checkpoint
+from manyhands.monitor import RunMonitor
+from manyhands.monitor.history import open_history
+from manyhands.monitor.web import Fill, Filled, Guess, MonitorSource, Source, bind
+from manyhands.monitor.web.address import DEFAULT_ADDRESS
+from manyhands.peer import Peer
+
+START_TIMEOUT_S = 5.0
+MASK = "[MASK]"
+
+
+@Parameter(name="*", group="Page")
+@dataclass(frozen=True, kw_only=True)
+class WebOptions:
+    """Where to show the run."""
+
+    web: tuple[str, ...] | None = None
+    """Show the run on a page at [HOST:PORT], 127.0.0.1:8080 if none is named; needs the extra manyhands[web]."""
+
+    def __post_init__(self) -> None:
+        if self.web is not None and len(self.web) > 1:
+            raise ConfigError(f"--web takes one HOST:PORT, and got {' '.join(self.web)}")
+
+    @property
+    def address(self) -> str | None:
+        """``HOST:PORT``; None without ``--web``."""
+        if self.web is None:
+            return None
+        return self.web[0] if self.web else DEFAULT_ADDRESS
+
+    @contextmanager
+    def taken(self) -> Iterator[socket.socket | None]:
+        """The address of the page, taken before anything else is started; None without ``--web``.
+
+        Raises:
+            ConfigError: it cannot be used, or a package is not installed.
+        """
+        if self.address is None:
+            yield None
+            return
+        with bind(self.address) as bound:
+            yield bound
+
+
+@contextmanager
+def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = None) -> Iterator[None]:
+    """Serve the page while the block runs, if an address was taken."""
+    if bound is None:
+        yield
+        return
+    from manyhands.monitor.web.server import PageServer  # its packages are an extra
+
+    server = PageServer(source, bound, fill)
+    server.start()
+    try:
+        yield
+    finally:
+        server.close()
+
+
+@contextmanager
+def page_beside(peer: Peer, run_id: str, bound: socket.socket | None, state_dir: Path | None) -> Iterator[None]:
+    """Watch the run and serve its page while the block runs, for a peer that does something else.
+
+    Args:
+        state_dir: where to keep the history of the run; None keeps it in memory.
+    Raises:
+        ConfigError: the history there cannot be used.
+    """
+    if bound is None:
+        yield
+        return
+    history = open_history(run_id, state_dir)  # closed with the peer
+    watcher = RunMonitor(peer, run_id, lambda event: source.add(event), history=history, is_quiet=True)
+    source = MonitorSource(watcher)
+    peer.run(watcher.start(), START_TIMEOUT_S, "starting to watch the run")
+    with page_of(source, bound):
+        yield
+
+
+def filler(folder: Path) -> Fill:
+    """Fills masks with the newest checkpoint in a folder."""
+
+    def fill(text: str) -> Filled:
+        if MASK not in text:
+            raise ConfigError(f"the text has no {MASK} for the model to fill")
+        try:
+            path = newest_checkpoint(folder)
+            from manyhands.recipes.albert.fill import fill_masks  # imports torch, which takes seconds
+
+            filled = fill_masks(path, text)
+        except ConfigError as error:  # a page may be public, and where the folder is concerns nobody
+            raise ConfigError(str(error).replace(str(folder), folder.name)) from error
+        return Filled(filled.text, [[Guess(*guess) for guess in of_mask] for of_mask in filled.guesses])
+
+    return fill

@@ -1,0 +1,259 @@
+"""The addresses of the page: what each answers (docs/reference/web.md). Read only."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+import time
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.text import rough
+from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point
+from manyhands.monitor.web.metrics import as_metrics
+from manyhands.monitor.web.source import Fill, Source
+from manyhands.monitor.web.stream import Stream
+from manyhands.monitor.web.tables import as_csv
+from manyhands.monitor.web.updates import head_of
+
+MAX_STREAMS = 1000
+HEALTHY_S = 60.0
+DEFAULT_POINTS, MAX_POINTS = 1000, 10_000
+DEFAULT_EVENTS, MAX_EVENTS = 50, 1000
+MAX_CSV_POINTS = 1_000_000
+MAX_FILL_LENGTH = 500
+
+FOREVER = "public, max-age=31536000, immutable"
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
+SECURITY = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+LOOPBACK_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
+
+
+class BadQuery(Exception):
+    """A parameter of a request is out of bounds; the message is the answer."""
+
+
+class Api:
+    """What the addresses answer.
+
+    Args:
+        fill: fills masks; None if there is no model here.
+    """
+
+    def __init__(self, source: Source, stream: Stream, fill: Fill | None) -> None:
+        self._source = source
+        self._stream = stream
+        self._fill = fill
+        self._filling = threading.Lock()
+        self._static, self._index = _static_files(has_model=fill is not None)  # by path
+
+    def app(self, *, is_loopback: bool) -> ASGIApp:
+        """The ASGI application.
+
+        Args:
+            is_loopback: whether only this machine can connect. Then the name of the host is checked: a page of the web
+                could otherwise have its own name resolve to this machine, and read the run through the browser.
+        """
+        addresses = {
+            "/": self.index,
+            "/static/{path:path}": self.static,
+            "/events": self.events,
+            "/api/run.json": self.run_json,
+            "/api/peers.json": self.peers_json,
+            "/api/leaders.json": self.leaders_json,
+            "/api/leader.json": self.leader_json,
+            "/api/events.json": self.events_json,
+            "/api/points.json": self.points_json,
+            "/api/points.csv": self.points_csv,
+            "/api/peers.csv": self.peers_csv,
+            "/api/fill.json": self.fill_json,
+            "/metrics": self.metrics,
+            "/healthz": self.healthz,
+        }
+        app = Starlette(
+            routes=[Route(path, answer, methods=["GET"]) for path, answer in addresses.items()],
+            exception_handlers={BadQuery: _bad_query},
+        )
+        app.router.redirect_slashes = False
+        return _Guarded(app, is_loopback=is_loopback)
+
+    async def index(self, request: Request) -> Response:
+        etag = _etag(self._index)
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers={"ETag": etag})
+        return Response(self._index, media_type=TYPES["html"], headers={"Cache-Control": "no-cache", "ETag": etag})
+
+    async def static(self, request: Request) -> Response:
+        found = self._static.get(request.path_params["path"])
+        if found is None:
+            return PlainTextResponse("not found\n", 404)
+        kind = request.path_params["path"].rpartition(".")[2]
+        return Response(found, media_type=TYPES[kind], headers={"Cache-Control": FOREVER})
+
+    async def events(self, request: Request) -> Response:
+        """The stream of updates."""
+        headers = {"Cache-Control": "no-store"}
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream", headers=headers)
+        if self._stream.num_pages >= MAX_STREAMS:
+            return PlainTextResponse("too many open pages\n", 503, headers={"Retry-After": "30"})
+        return StreamingResponse(self._stream.messages(), media_type="text/event-stream", headers=headers)
+
+    async def run_json(self, request: Request) -> Response:
+        return _json(head_of(self._source.picture()))
+
+    async def peers_json(self, request: Request) -> Response:
+        return self._listed("peers", self._source.picture().peers)
+
+    async def leaders_json(self, request: Request) -> Response:
+        return self._listed("leaders", self._source.picture().leaders)
+
+    def leader_json(self, request: Request) -> Response:
+        """The place of one peer, whatever its rank."""
+        return self._listed("leader", self._source.leader_of(request.query_params.get("peer", "")))
+
+    def events_json(self, request: Request) -> Response:
+        limit = int(_number(request, "limit", DEFAULT_EVENTS, 1, MAX_EVENTS))
+        return self._listed("events", self._source.events(limit))
+
+    def points_json(self, request: Request) -> Response:
+        limit = int(_number(request, "limit", DEFAULT_POINTS, 1, MAX_POINTS))
+        return self._listed("points", self._source.points(_number(request, "since", 0.0, 0.0, math.inf), limit))
+
+    def points_csv(self, request: Request) -> Response:
+        points = self._source.points(_number(request, "since", 0.0, 0.0, math.inf), MAX_CSV_POINTS)
+        return _csv("points.csv", as_csv(Point, points))
+
+    def peers_csv(self, request: Request) -> Response:
+        return _csv("peers.csv", as_csv(PeerRow, self._source.picture().peers))
+
+    def fill_json(self, request: Request) -> Response:
+        """The best guesses for the masks of a text; one request at a time, as each computes."""
+        text = request.query_params.get("text", "")
+        if self._fill is None:
+            return _json({"error": "this monitor has no model: start it with --checkpoint-dir and --playground"}, 404)
+        if not 0 < len(text) <= MAX_FILL_LENGTH:
+            return _json({"error": f"text has {len(text)} characters; it must have 1 to {MAX_FILL_LENGTH}"}, 400)
+        if not self._filling.acquire(blocking=False):
+            return _json({"error": "the model is computing for another page; try again"}, 503)
+        try:
+            return _json(msgspec.to_builtins(self._fill(text)))
+        except ConfigError as error:
+            return _json({"error": str(error)}, 400)
+        finally:
+            self._filling.release()
+
+    async def metrics(self, request: Request) -> Response:
+        text = as_metrics(
+            self._source.picture(), num_aborted=self._source.num_aborted, num_pages=self._stream.num_pages
+        )
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def healthz(self, request: Request) -> Response:
+        """200 if the monitor has looked at the run within a minute, else 503; for supervisors."""
+        silent_s = time.time() - self._source.picture().time
+        if silent_s <= HEALTHY_S:
+            return PlainTextResponse("ok\n")
+        since = rough(silent_s) if silent_s < 1e9 else "its start"
+        return PlainTextResponse(f"the monitor has not read the records of the run for {since}\n", 503)
+
+    def _listed(self, name: str, content: Any) -> Response:
+        picture = self._source.picture()
+        return _json({"version": SCHEMA_VERSION, "run_id": picture.run_id, "time": picture.time, name: content})
+
+
+class _Guarded:
+    """Adds the security headers to all answers, and refuses names of other hosts."""
+
+    def __init__(self, app: ASGIApp, *, is_loopback: bool) -> None:
+        self._app = app
+        self._is_loopback = is_loopback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(SECURITY)
+            await send(message)
+
+        app = self._app
+        if self._is_loopback and _host(Headers(scope=scope).get("host", "")) not in LOOPBACK_HOSTS:
+            app = PlainTextResponse("this page is for this machine alone: open it as 127.0.0.1 or localhost\n", 421)
+        await app(scope, receive, send_guarded)
+
+
+def _host(header: str) -> str:
+    """The host of a Host header, without its port."""
+    name, separator, port = header.rpartition(":")
+    return (name if separator and port.isdecimal() else header).lower()
+
+
+def _number(request: Request, name: str, default: float, least: float, most: float) -> float:
+    text = request.query_params.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise BadQuery(f"{name} must be a number from {least:g} to {most:g}")
+    return value
+
+
+async def _bad_query(request: Request, error: Exception) -> Response:
+    return _json({"error": str(error)}, 400)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(
+        msgspec.json.encode(content), status, media_type="application/json", headers={"Cache-Control": "no-store"}
+    )
+
+
+def _csv(name: str, text: str) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
+    return Response(text, media_type="text/csv; charset=utf-8", headers=headers)
+
+
+def _etag(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+
+def _static_files(*, has_model: bool) -> tuple[dict[str, bytes], bytes]:
+    """The files of the page by their path below ``/static``, and its first one.
+
+    The path begins with a digest of them all, so that browsers may keep the files for good.
+    """
+    root = files("manyhands.monitor.web") / "static"
+    found = {}
+    for prefix, folder in (("", root), ("vendor/", root / "vendor")):
+        for file in folder.iterdir():
+            if file.is_file() and file.name.rpartition(".")[2] in TYPES:
+                found[prefix + file.name] = file.read_bytes()
+    index = found.pop("index.html")
+    version = hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
+    index = index.replace(b"{static}", f"/static/{version}".encode())
+    index = index.replace(b"{model}", b"yes" if has_model else b"no")
+    return {f"{version}/{name}": content for name, content in found.items()}, index

@@ -1,0 +1,41 @@
+"""The source of the page of a real run."""
+
+from __future__ import annotations
+
+from manyhands.monitor.events import Event, Happened
+from manyhands.monitor.monitor import RunMonitor
+from manyhands.monitor.picture import Leader, Point, RunEvent, RunPicture
+from manyhands.monitor.web.source import thinned
+
+FINER = 10
+"""So many times more points are read than are shown: held-out losses, which few points have, are not lost then."""
+
+
+class MonitorSource:
+    """What a :class:`manyhands.monitor.RunMonitor` knows of its run.
+
+    Attributes:
+        num_aborted: rounds that were aborted, since the start of the monitor.
+    """
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        self.num_aborted = 0
+        self._monitor = monitor
+        self._nothing = RunPicture(run_id=monitor.run_id, time=0.0)
+
+    def add(self, event: Event) -> None:
+        """Take over an event, as ``on_event`` of the monitor."""
+        if isinstance(event, Happened) and event.kind == "aborted":
+            self.num_aborted += 1
+
+    def picture(self) -> RunPicture:
+        return self._monitor.picture or self._nothing
+
+    def points(self, since: float, limit: int) -> list[Point]:
+        return thinned(self._monitor.history.points(since, FINER * limit), limit)
+
+    def events(self, limit: int) -> list[RunEvent]:
+        return self._monitor.history.events(limit)
+
+    def leader_of(self, peer_id: str) -> Leader | None:
+        return self._monitor.leader_of(peer_id)

@@ -1,0 +1,154 @@
+// The page of a run.
+
+import { Charts } from "./charts.js";
+import * as format from "./format.js";
+import { makeBar, People } from "./people.js";
+import { PeersTable } from "./peers.js";
+import { Stream } from "./stream.js";
+
+const SILENT_S = 60;
+const stream = new Stream();
+const element = (id) => document.getElementById(id);
+
+function say(id, text) {
+  const place = element(id);
+  if (place.textContent !== text) place.textContent = text;
+}
+
+// The numbers of the run
+
+stream.addEventListener("run", () => {
+  const { run } = stream;
+  say("run-id", run.run_id);
+  document.title = `${run.run_id} · step ${format.integer(run.step)} · manyhands`;
+  say("step", format.integer(run.step));
+  say("loss", format.loss(run.last?.loss));
+  say("speed", format.speed(run.samples_per_second));
+  say("num-peers", format.integer(run.num_peers));
+  say("committed", format.integer(run.committed_samples));
+  say("bytes", format.bytes(run.last?.bytes_sent));
+  say("lr", format.rate(run.last?.learning_rate));
+  move();
+});
+
+// The countdown and the bar move on their own between two updates.
+function move() {
+  const { run } = stream;
+  if (!run) return;
+  const passed = Math.max(stream.now() - run.time, 0);
+  const target = run.target_batch_size;
+  const runs = run.eta_s != null;
+  const left = runs ? run.eta_s - passed : null;
+  say("countdown-label", runs ? "Next step in" : "Next step");
+  say("countdown", runs ? format.countdown(left) : run.time ? "waiting" : format.NONE);
+  let samples = run.samples;
+  if (runs && run.eta_s > 0 && target > samples) samples += (target - samples) * Math.min(passed / run.eta_s, 1);
+  const bar = element("progress");
+  bar.max = target || 1;
+  bar.value = Math.min(samples, target || 1);
+  say("samples", target ? `${format.integer(samples)} of ${format.integer(target)} samples` : "waiting for trainers");
+  say("looked", run.time && passed > SILENT_S ? `no news of the run for ${format.duration(passed)}` : "");
+}
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+let movedAt = 0;
+function frame(now) {
+  if (now - movedAt >= (calm.matches ? 1000 : 100)) {
+    movedAt = now;
+    move();
+  }
+  requestAnimationFrame(frame);
+}
+requestAnimationFrame(frame);
+
+// The connection
+
+function connection(text, name) {
+  const place = element("connection");
+  if (place.textContent === text) return;
+  place.textContent = text;
+  place.className = `pill ${name}`;
+}
+stream.addEventListener("connected", () => connection("live", "live"));
+stream.addEventListener("lost", () => connection("connection lost, trying again", "lost"));
+
+// Events
+
+stream.addEventListener("events", () => {
+  element("events").replaceChildren(...stream.events.slice(0, 12).map((event) => {
+    const item = document.createElement("li");
+    item.className = event.kind;
+    const time = document.createElement("time");
+    time.dateTime = new Date(1000 * event.time).toISOString();
+    time.title = format.moment(event.time);
+    time.textContent = format.timeOf(event.time);
+    const text = document.createElement("p");
+    text.textContent = event.text;
+    item.append(time, text);
+    return item;
+  }));
+  element("events-empty").hidden = stream.events.length > 0;
+});
+
+// People
+
+const people = new People(stream);
+const table = new PeersTable(stream, (peerId) => choosePeer(peerId, true));
+
+function choosePeer(peerId, isNew) {
+  if (isNew) history.pushState(null, "", peerId ? `?peer=${encodeURIComponent(peerId)}` : location.pathname);
+  people.own = peerId;
+  table.own = peerId;
+  if (isNew && peerId) element("you").scrollIntoView({ behavior: calm.matches ? "auto" : "smooth", block: "nearest" });
+}
+const chosen = () => new URLSearchParams(location.search).get("peer") ?? "";
+addEventListener("popstate", () => choosePeer(chosen(), false));
+element("you-close").addEventListener("click", () => choosePeer("", true));
+choosePeer(chosen(), false);
+
+// The theme
+
+const charts = new Charts(stream);
+const themes = ["auto", "light", "dark"];
+function theme() {
+  return document.documentElement.dataset.theme ?? "auto";
+}
+function sayTheme() {
+  say("theme", `Theme: ${theme()}`);
+}
+element("theme").addEventListener("click", () => {
+  const next = themes[(themes.indexOf(theme()) + 1) % themes.length];
+  if (next === "auto") {
+    delete document.documentElement.dataset.theme;
+    localStorage.removeItem("manyhands theme");
+  } else {
+    document.documentElement.dataset.theme = next;
+    localStorage.setItem("manyhands theme", next);
+  }
+  sayTheme();
+  charts.recolour();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.recolour());
+sayTheme();
+
+// The model
+
+if (document.documentElement.dataset.model === "yes") {
+  element("model").hidden = false;
+  element("fill").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    say("fill-said", "Computing …");
+    element("fill-guesses").replaceChildren();
+    try {
+      const answer = await (await fetch(`/api/fill.json?text=${encodeURIComponent(element("fill-text").value)}`)).json();
+      say("fill-said", answer.error ?? answer.text);
+      const bars = (answer.guesses ?? []).flatMap((guesses, mask) => guesses.map((guess, place) =>
+        makeBar(answer.guesses.length > 1 && place === 0 ? String(mask + 1) : "", guess.token,
+          format.share(guess.share), guess.share)));
+      element("fill-guesses").replaceChildren(...bars);
+    } catch {
+      say("fill-said", "The server does not answer.");
+    }
+  });
+}
+
+stream.open();

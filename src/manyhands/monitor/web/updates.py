@@ -1,0 +1,180 @@
+"""The updates of the page: each is encoded once, whatever the number of browsers, and says only what has changed. Pure.
+
+The picture is sent in four parts. Each part has a version, so that a browser that was too slow for some updates gets
+the newest ones instead of all of them:
+
+- ``run``: the numbers of the run; at most 4 times a second.
+- ``leaders``, ``events``: whole lists; at most once a second.
+- ``peers``: the changed rows; at most every 2 s. A browser that lacks the rows before gets all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from manyhands.monitor.picture import Leader, PeerRow, RunPicture
+
+RUN_PERIOD_S = 0.25
+LISTS_PERIOD_S = 1.0
+PEERS_PERIOD_S = 2.0
+LOOK_STEP_S = 5.0
+"""The time of the last look is sent this often, if nothing else has changed."""
+SPEED_STEP = 0.05
+"""A change of a peer's speed is news from this share of it on: measured speeds differ a little at each look."""
+
+LISTS = ("peers", "leaders", "events")
+PEER_COLUMNS = tuple(field for field in PeerRow.__struct_fields__ if field != "share")
+"""Of a row in the stream; the page computes the share."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+def message(event: str, data: Any) -> bytes:
+    """A server-sent event with JSON data."""
+    return b"event: %s\ndata: %s\n\n" % (event.encode(), _encode(data))
+
+
+def head_of(picture: RunPicture) -> dict[str, Any]:
+    """The picture without its lists."""
+    return {name: getattr(picture, name) for name in picture.__struct_fields__ if name not in LISTS}
+
+
+class Part:
+    """A part of the picture that is sent whole.
+
+    Args:
+        content: takes it out of a picture.
+        period_s: shortest time between two versions.
+        key: two contents with equal keys are the same news; by default the content itself.
+    Attributes:
+        version: 0 before the first.
+    """
+
+    def __init__(
+        self, name: str, content: Callable[[RunPicture], Any], period_s: float, key: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.version = 0
+        self._name = name
+        self._content = content
+        self._period_s = period_s
+        self._key = key
+        self._sent: Any = None
+        self._message = b""
+        self._due_at = -math.inf
+        self._compared: RunPicture | None = None
+
+    def update(self, picture: RunPicture, now: float) -> bool:
+        """Make a new version if there is news, and it is time for it; returns whether there is one."""
+        if now < self._due_at or picture is self._compared:
+            return False
+        self._compared = picture
+        content = self._content(picture)
+        key = self._key(content) if self._key is not None else content
+        if self.version and key == self._sent:
+            return False
+        self._sent, self._message = key, message(self._name, content)
+        self.version += 1
+        self._due_at = now + self._period_s
+        return True
+
+    def since(self, version: int) -> bytes:
+        """What a browser lacks that has this version."""
+        return self._message if version != self.version else b""
+
+
+class PeersPart:
+    """The table of peers, of which only changed rows are sent.
+
+    A message is ``{"whole": bool, "columns": [...], "rows": [[...], ...], "gone": [peer_id, ...]}``; rows are in no
+    order.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._rows: dict[str, PeerRow] = {}  # as sent
+        self._changes = b""
+        self._whole = b""  # made when asked for
+        self._due_at = -math.inf
+        self._compared: RunPicture | None = None
+
+    def update(self, picture: RunPicture, now: float) -> bool:
+        """As :meth:`Part.update`."""
+        if now < self._due_at or picture is self._compared:
+            return False
+        self._compared = picture
+        rows, sent = {row.peer_id: row for row in picture.peers}, self._rows
+        news = {
+            peer_id: row
+            for peer_id, row in rows.items()
+            if (before := sent.get(peer_id)) is not row and (before is None or _is_news(before, row))
+        }
+        gone = [peer_id for peer_id in sent if peer_id not in rows]
+        if self.version and not news and not gone:
+            return False
+        for peer_id in gone:
+            del sent[peer_id]
+        sent |= news
+        self._changes, self._whole = self._message(news, gone, is_whole=False), b""
+        self.version += 1
+        self._due_at = now + PEERS_PERIOD_S
+        return True
+
+    def since(self, version: int) -> bytes:
+        """As :meth:`Part.since`."""
+        if version == self.version:
+            return b""
+        if version and version == self.version - 1:
+            return self._changes
+        self._whole = self._whole or self._message(self._rows, [], is_whole=True)
+        return self._whole
+
+    @staticmethod
+    def _message(rows: dict[str, PeerRow], gone: list[str], *, is_whole: bool) -> bytes:
+        return message(
+            "peers",
+            {
+                "whole": is_whole,
+                "columns": PEER_COLUMNS,
+                "rows": list(map(_cells, rows.values())),
+                "gone": gone,
+            },
+        )
+
+
+_cells = attrgetter(*PEER_COLUMNS)
+_strict = attrgetter(*(column for column in PEER_COLUMNS if column not in ("last_seen", "samples_per_second")))
+
+
+def _is_news(before: PeerRow, row: PeerRow) -> bool:
+    """Whether a row differs in more than the time of the last sign of life, or a small change of speed."""
+    speed, old_speed = row.samples_per_second, before.samples_per_second
+    if abs(speed - old_speed) > SPEED_STEP * max(speed, old_speed):
+        return True
+    return bool(_strict(before) != _strict(row))
+
+
+def parts_of() -> list[Part | PeersPart]:
+    """The parts of the stream, in the order in which a browser gets them."""
+    return [
+        Part("run", head_of, RUN_PERIOD_S, _run_key),
+        PeersPart(),
+        Part("leaders", _short_leaders, LISTS_PERIOD_S),
+        Part("events", lambda picture: picture.events, LISTS_PERIOD_S),
+    ]
+
+
+def _short_leaders(picture: RunPicture) -> list[Leader]:
+    """The leaderboard with one peer of each name: a name may have hundreds."""
+    return [msgspec.structs.replace(leader, peer_ids=leader.peer_ids[:1]) for leader in picture.leaders]
+
+
+def _run_key(head: dict[str, Any]) -> Any:
+    """The numbers without the time: it alone is no news, except now and then."""
+    eta_s = head["eta_s"]
+    due = None if eta_s is None else round(head["time"] + eta_s)
+    return {**head, "eta_s": due, "time": head["time"] // LOOK_STEP_S}

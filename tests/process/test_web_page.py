@@ -1,0 +1,114 @@
+"""The page of a real run: a monitor shows two trainers in a real browser, and one of them dies."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import chromium, found_chromium
+from tests.process.commands import LOOPBACK, Command, address_of, running
+from tests.process.test_monitor import text, trainer
+
+pytestmark = pytest.mark.process
+
+INTERRUPTED = 130
+URL = re.compile(r"The page of the run: (http://127\.0\.0\.1:\d+)")
+
+__all__ = ["text"]
+
+
+def url_of(command: Command) -> str:
+    found = URL.search(command.wait_for("The page of the run: "))
+    assert found is not None
+    return found[1]
+
+
+def used_by(path: Path) -> int:
+    """The samples in committed steps of a trainer, by its own count."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return int(events[-1]["counts"]["samples_used"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(found_chromium() is None, reason="there is no Chromium here")
+def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
+    with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0") as monitor, \
+            chromium() as browser:  # fmt: skip
+        address, url = address_of(monitor), url_of(monitor)
+        page = browser.new_page()
+        page.goto(url)
+        expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator("#run-id")).to_have_text("seen")
+        expect(page.locator("#countdown")).to_have_text("waiting")
+        options = ["--initial-peers", address, "--name"]
+        first = trainer(text, *options, "<img src=x>", "--events", str(tmp_path / "first"), "--max-steps", "25")
+        second = trainer(text, *options, "ada", "--events", str(tmp_path / "second"))
+        rows, curve = page.locator("#peers tbody tr"), page.locator("#loss-chart")
+        with running(*first) as staying:
+            with running(*second) as victim:
+                expect(rows.filter(has_text="ada")).to_have_class("training", timeout=120_000)
+                expect(curve).to_have_attribute("aria-label", re.compile("to .* at step"), timeout=60_000)
+                page.reload()
+                expect(curve).to_have_attribute("aria-label", re.compile("to .* at step"))
+                expect(rows.filter(has_text="<img src=x>")).to_have_count(1)
+                victim.kill()
+            expect(rows.filter(has_text="ada")).to_have_class("gone", timeout=25_000)
+            assert staying.wait(150) == 0
+        used = {"<img src=x>": used_by(tmp_path / "first"), "ada": used_by(tmp_path / "second")}
+        for name, samples in used.items():
+            row = page.locator("#leaders li").filter(has_text=name)
+            expect(row.locator(".much")).to_have_text(f"{samples:,}", timeout=30_000)
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        began = time.monotonic()
+        monitor.interrupt()
+        assert monitor.wait(10) == INTERRUPTED
+        assert time.monotonic() - began < 5.0
+        expect(page.locator("#connection")).to_have_text("connection lost, trying again")
+
+
+@pytest.mark.long
+def test_trainer_shows_its_run(text: Path) -> None:
+    with running(*trainer(text, "--web", "127.0.0.1:0")) as alone:
+        url = url_of(alone)
+        alone.wait_for("Optimizer step: done!")
+        deadline = time.monotonic() + 30.0
+        while not (points := httpx.get(f"{url}/api/points.json").json()["points"]) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert points[0]["samples"] >= 64
+        assert httpx.get(f"{url}/api/run.json").json()["num_peers"] == 1
+        alone.interrupt()
+        assert alone.wait(30) == INTERRUPTED
+        assert "Step #" not in alone.output  # the monitor in it is quiet
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_demo_keeps_the_page_until_interrupted() -> None:
+    with running("demo", "--peers", "2", "--steps", "2", "--target-batch-size", "64", "--web", "127.0.0.1:0") as demo:
+        url = demo.wait_for("The page of the run: ").split()[-1]
+        demo.wait_for("The page stays until Ctrl-C: ")
+        assert httpx.get(f"{url}/api/run.json").json()["committed_samples"] >= 64
+        demo.interrupt()
+        assert demo.wait(15) == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_playground_fills_a_mask_with_the_kept_state(text: Path, tmp_path: Path) -> None:
+    keeping = ("--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "1", "--playground")
+    with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0", *keeping) as monitor:
+        address, url = address_of(monitor), url_of(monitor)
+        with running(*trainer(text, "--initial-peers", address, "--max-steps", "30")) as alone:
+            monitor.wait_for("Saving a checkpoint at global step")
+            assert alone.wait(90) == 0  # then checkpoints come and go no more
+        answer = httpx.get(f"{url}/api/fill.json", params={"text": "the [MASK] of"}, timeout=60.0).json()
+        assert len(answer["guesses"]) == 1
+        assert all(0.0 <= guess["share"] <= 1.0 for guess in answer["guesses"][0])
+        assert answer["text"].startswith("the ")

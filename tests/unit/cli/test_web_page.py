@@ -1,0 +1,73 @@
+"""``--web`` and what is wrong with it, before anything is started."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manyhands.base.errors import ConfigError
+from manyhands.cli.main import run
+from manyhands.cli.web_page import filler
+
+USAGE = 2
+COMMANDS = ["monitor", "train"]
+
+
+@pytest.fixture
+def taken_port() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield f"127.0.0.1:{other.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_taken_port_is_one_line(
+    command: str, taken_port: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([command, "--web", taken_port]) == USAGE
+    out, err = capsys.readouterr()
+    assert err.startswith(f"manyhands: --web {taken_port}: Address already in use; name another address, for example")
+    assert err.count("\n") == 1
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["monitor", "--web", "here"], "'here' is no HOST:PORT"),
+    (["monitor", "--web", "1:2", "3:4"], "--web takes one HOST:PORT"),
+    (["monitor", "--web", "--playground"], "give --web and --checkpoint-dir too"),
+    (["monitor", "--playground", "--checkpoint-dir", "kept"], "give --web and --checkpoint-dir too"),
+    (["first-peer", "--web"], "add --charter FILE, or start manyhands monitor --run-id NAME --web"),
+    (["demo", "--web", "here"], "'here' is no HOST:PORT"),
+])  # fmt: skip
+def test_what_cannot_be_shown(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_model_that_is_not_there_yet_is_said_without_its_path(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="there is no checkpoint in kept") as caught:
+        filler(folder)("a [MASK]")
+    assert str(tmp_path) not in str(caught.value)
+    with pytest.raises(ConfigError, match="no \\[MASK\\]"):
+        filler(folder)("a text")
+
+
+def test_commands_work_without_the_extra() -> None:
+    code = (
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in ('starlette', 'uvicorn', 'prometheus_client'):\n"
+        "            raise ModuleNotFoundError(name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        "import manyhands.cli.main\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60.0)
