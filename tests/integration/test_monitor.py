@@ -13,7 +13,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Event, Happened, HeldoutSeen, StepMade
-from manyhands.optim.account import AccountRecord, RecentSteps
+from manyhands.optim.account import AccountRecord, RecentSteps, alone_lineage
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key, publish_metrics
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
@@ -65,7 +65,8 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         assert told(StepMade) == [StepMade(3, 4.5, 1, 64, 1.5)]
         assert told(HeldoutSeen) == [HeldoutSeen(3, 5.5, 0.25, 0.5)]
 
-        progress(ProgressRecord(Position(4, b"y"), 8, 2.5, 64, False, trainer.addresses, 60.0))
+        fourth = alone_lineage(b"x", trainer.peer_id)
+        progress(ProgressRecord(Position(4, fourth), 8, 2.5, 64, False, trainer.addresses, 60.0))
         wait_until(lambda: events[-1].step == 4)  # type: ignore[union-attr]
         progress(GOODBYE)
         bad = {"step": 4, "loss": 1.0, "mlm_accuracy": 7.0, "sop_accuracy": 0.5, "num_samples": 1}
@@ -79,7 +80,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         hostile = {"name": "\x1b[2J", "step": 4, "samples_used": 10**6}
         liar.store(metrics_key("run", AccountRecord), hostile, ttl_s=60, subkey=liar.peer_id)
         alone = RecentSteps(trainer.peer_id)
-        alone.add(Position(3, b"x"), Position(4, b"y"), {trainer.peer_id: 64.0})
+        alone.add(Position(3, b"x"), Position(4, fourth), {trainer.peer_id: 64.0})
         account = AccountRecord(name="<img onerror>", step=4, steps=alone.listed())
         trainer.run(publish_metrics(trainer.dht, trainer.peer_id, "run", account), 5.0, "publishing")
         wait_until(lambda: pictures[-1].leaders)

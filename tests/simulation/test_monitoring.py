@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from manyhands.averaging import AveragingConfig
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.monitor import RunMonitor
+from manyhands.monitor import exchange as exchange_module
 from manyhands.monitor.events import Event, Happened
+from manyhands.monitor.exchange import Exchange, HistoryRequest, HistoryResponse, ToldPoint
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import RunPicture
+from manyhands.optim.account import Failure
+from manyhands.optim.local_steps import LocalSteps
 from manyhands.peer import Presence
 from manyhands.testing import Host, at
 from manyhands.training.report import AccountPublisher, report_step
@@ -80,23 +85,24 @@ def start_monitor(swarm: Swarm, name: str, begins_s: float = 0.0, history: Histo
 
 
 def start_trainer(
-    swarm: Swarm, name: str, until_step: int, batch_s: float, begins_s: float = 1.0, **options: Any
+    swarm: Swarm, name: str, until_step: int, batch_s: float, begins_s: float = 1.0, lr: float = 0.125, **options: Any
 ) -> None:
     def train(member: Member) -> None:
-        account = AccountPublisher(member.optimizer, name, "simulated")
+        account = AccountPublisher(member.optimizer, name, "simulated\n")
         optimizer, step = member.optimizer, member.optimizer.global_step
         while optimizer.global_step < until_step:
-            inputs = torch.randn(BATCH, 4)
+            inputs = torch.randn(options.get("batch_size_per_step", BATCH), 4)
             member.step(torch.nn.functional.mse_loss(member.model(inputs), inputs[:, :1]), batch_s)
             account.look()
             if optimizer.global_step != step:
                 step = optimizer.global_step
-                report_step(optimizer, [1.0], 1.0, account=account)
+                report_step(optimizer, [1.0, math.nan], 1.0, account=account)
         member.wait_for(until_step)
 
     swarm.start(
-        name, lambda: torch.nn.Linear(4, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.125), train,
-        begins_s=begins_s, **{"target_batch_size": TARGET, "batch_size_per_step": BATCH} | options,
+        name, lambda: torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1)),
+        lambda model: torch.optim.SGD(model.parameters(), lr=lr), train, begins_s=begins_s,
+        **{"target_batch_size": TARGET, "batch_size_per_step": BATCH} | options,
     )  # fmt: skip
 
 
@@ -135,6 +141,31 @@ def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_mon
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_a_monitor_that_tells_its_history_slowly_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm, num_steps, honest = Swarm(seed=5), 20, Exchange._on_history
+    monkeypatch.setattr(exchange_module, "ASK_TIMEOUT_S", 20.0)
+    start_monitor(swarm, "monitor")
+    liar = start_monitor(swarm, "liar", begins_s=0.5)
+
+    async def on_history(self: Exchange, remote: PeerId, request: HistoryRequest) -> HistoryResponse:
+        assert liar.monitor is not None
+        if self is liar.monitor._exchange and request.kind == "points" and request.before_step > 1:
+            await asyncio.sleep(9.0)
+            return HistoryResponse(points=[ToldPoint(1.0, request.before_step - 1, 1.0, None, 1, 1.0, 1, None, None)])
+        return await honest(self, remote, request)
+
+    monkeypatch.setattr(Exchange, "_on_history", on_history)
+    for number in range(2):
+        start_trainer(swarm, f"p{number}", num_steps, 0.7)
+    late = start_monitor(swarm, "late", begins_s=80.0)
+    swarm.run(until_s=125.0)
+    assert late.monitor is not None
+    points = {point.step: point for point in late.monitor.history.points()}
+    assert points.keys() == set(range(1, num_steps + 1))
+    assert points[1].samples > 1, "of the two, the one that has told more is believed"
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_in_a_grid_the_groups_of_the_first_round_are_credited() -> None:
     swarm, num_steps = Swarm(seed=2), 4
     watched = start_monitor(swarm, "monitor")
@@ -149,6 +180,52 @@ def test_in_a_grid_the_groups_of_the_first_round_are_credited() -> None:
     credited = {row.name: row.samples for row in watched.last.leaders}
     assert credited == {name: count.samples_used for name, count in counts.items()}
     assert watched.last.step == num_steps
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_with_fragments_credit_follows_the_counts_of_the_trainers() -> None:
+    swarm, num_steps, num_fragments = Swarm(seed=4), 32, 4
+    watched = start_monitor(swarm, "monitor")
+    for name, batch_s, batch_size in (("fast", 0.5, BATCH), ("slow", 2.7, 1)):
+        start_trainer(
+            swarm, name, num_steps, batch_s, target_batch_size=TARGET, batch_size_per_step=batch_size,
+            local_steps=LocalSteps(fragments=num_fragments), lr=0.01,
+        )  # fmt: skip
+    swarm.run(until_s=120.0)
+    used = {name: member.optimizer.statistics.samples_used for name, member in swarm.members.items()}
+    credited = {row.name: row.samples for row in watched.last.leaders}
+    of_step = {name: number / num_steps for name, number in used.items()}
+    for name in used:  # the samples of the last steps are not in all fragments yet
+        assert abs(credited[name] - used[name]) <= (num_fragments - 1) / 2 * of_step[name] + 2, (credited, used)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_publishing_an_account_delays_no_training_and_whatever_the_learning_rate_is() -> None:
+    swarm, waits = Swarm(seed=3), list[float]()
+    watched = start_monitor(swarm, "monitor")
+
+    def train(member: Member) -> None:
+        account, optimizer = AccountPublisher(member.optimizer, member.name), member.optimizer
+        while optimizer.global_step < 4:
+            inputs = torch.randn(BATCH, 4)
+            member.step(torch.nn.functional.mse_loss(member.model(inputs), inputs[:, :1]), 0.8)
+            optimizer.last_failure = Failure(optimizer.global_step, "the others are slow")
+            began = member.peer.time()
+            account.look()
+            account.step_made()
+            waits.append(member.peer.time() - began)
+
+    for number in range(2):
+        swarm.start(
+            f"p{number}", lambda: torch.nn.Linear(4, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.125),
+            train, begins_s=1.0, target_batch_size=TARGET, batch_size_per_step=BATCH,
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 2),
+        )  # fmt: skip
+    swarm.run(until_s=60.0)
+    assert {member.optimizer.global_step for member in swarm.members.values()} == {4}
+    assert max(waits) == 0.0
+    used = {name: member.optimizer.statistics.samples_used for name, member in swarm.members.items()}
+    assert {row.name: row.samples for row in watched.last.leaders} == used
 
 
 def state_of(picture: RunPicture, peer_id: PeerId) -> str:

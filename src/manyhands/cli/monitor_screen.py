@@ -29,6 +29,8 @@ MAX_CHART_ROWS = 10
 MAX_COLUMN_WIDTH = 4
 AXIS_WIDTH = 8
 """For the numbers at the left of a chart."""
+MAX_LOSS = 1e6
+"""Larger ones are lies, or not worth a chart."""
 MAX_TEXT = 500
 """Characters of a text that are looked at."""
 MAX_MARKS = 2
@@ -66,7 +68,7 @@ def screen_of(
     """
     inner = max(width - 2 * MARGIN, 1)
     head, foot = _head(picture, inner, now), _foot(footer, inner)
-    losses = [point.loss for point in points if point.loss is not None and math.isfinite(point.loss)]
+    losses = [point.loss for point in points if point.loss is not None and abs(point.loss) < MAX_LOSS]
     num_log_rows = len(_log_rows(log, inner, MOST_LOG_ROWS, now))
     shown_events = [event for event in picture.events if event.kind != "step"]
     wants = {  # by priority: the last ones are left out first

@@ -2,13 +2,15 @@
 
 Each trainer publishes the lists of its last committed steps (:mod:`manyhands.optim.account`). Of these:
 
-* The *leading branch* is the position that most trainers are at or have just left; of equal ones the furthest. The
-  steps behind it are found backwards, as each published step names the lineage before it.
+* The *leading branch* is the position that most trainers are at; of equal ones the furthest. Those that are one step
+  behind a position count for it too, if at least two peers have published the step to it. The steps behind it are found
+  backwards, as each published step names the lineage before it.
 * A list is believed if more than half of the contributors that it names have published it, and it is of the leading
   branch. Of several lists of a step, the one with the most publishers comes first; in a grid of groups, further lists
   are believed if they name no peer of those before.
-* So nobody is credited by its own word, except for a step that it made alone, which leads to a lineage of its own: it
-  is believed only while the run is on that branch, and no list with more publishers has the step.
+* Nobody is credited by its own word alone, so a second peer must have published the list, which need not be one of its
+  contributors. The exception is a step that a peer made alone, which leads to a lineage of its own: it is believed only
+  while the run is on that branch.
 * Each peer is credited once for each step.
 
 Credit follows the leading branch. If the run restarts from an earlier checkpoint, or two parts of a split run meet, the
@@ -264,8 +266,9 @@ class _List(NamedTuple):
     digest: bytes
 
     @property
-    def is_majority(self) -> bool:
-        return 2 * self.num_signers > len(self.shares)
+    def is_believable(self) -> bool:
+        is_majority = 2 * self.num_signers > len(self.shares)
+        return self.is_proven or (is_majority and self.num_publishers > 1)
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -290,12 +293,13 @@ class _Published:
             self._next[step - 1, most][after] += len(signed)
 
     def leading(self, positions: Mapping[PeerId, Position]) -> tuple[int, bytes]:
-        """The position that most trainers are at, or have been at one step ago."""
+        """The position that most trainers are at, or one step behind if several peers have made that step."""
         there = Counter((position.step, short_lineage(position.lineage)) for position in positions.values())
 
         def support(place: tuple[int, bytes]) -> tuple[int, int, bytes]:
             before = self._before.get(place)
-            earlier = there[place[0] - 1, before] if before is not None else 0
+            is_shared = len(self._made.get(place, ())) > 1  # else one peer has gone on alone
+            earlier = there[place[0] - 1, before] if is_shared and before is not None else 0
             return (there[place] + earlier, *place)
 
         return max(there, key=support)
@@ -327,7 +331,7 @@ class _Published:
         for found in sorted(self._lists(step, after, checked), key=lambda found: found.order):
             if believed and not (found.is_grid and believed[0].is_grid):
                 break
-            if not found.is_majority:
+            if not found.is_believable:
                 if not found.is_grid:
                     break
                 continue

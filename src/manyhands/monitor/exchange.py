@@ -1,7 +1,7 @@
 """How a monitor that starts late gets the history of a run from other coordinators, and hands out its own.
 
 Monitors are found under a key of the DHT. What comes is the word of one coordinator: it only fills gaps before this
-monitor's own time, and a credited step counts if more than half of the coordinators that were asked tell the same.
+monitor's own time, and a credited step counts if more than half of those that go back as far tell the same.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 from manyhands.access.gate import RunGate
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, PeerIdText, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht import Schema
@@ -36,6 +37,8 @@ TTL_S = 120.0
 RENEW_S = 40.0
 MAX_ASKED = 5
 CALL_TIMEOUT_S = 10.0
+ASK_TIMEOUT_S = 600.0
+"""For the whole history of one monitor."""
 RETRY_PERIOD_S = 60.0
 MAX_POINTS = 2000
 """In one answer: 200 KB."""
@@ -238,11 +241,12 @@ class Exchange:
     async def _ask_one(self, peer_id: PeerId, before_step: int, before: float) -> Told | None:
         told = Told(origin=peer_id)
         try:
-            answer = await self._call(peer_id, HistoryRequest("events", before=before))
-            told.events = [_readable(event) for event in answer.events if event.time < before]
-            told.peers = (await self._call(peer_id, HistoryRequest("peers"))).peers
-            await self._pages(peer_id, "points", before_step, told)
-            await self._pages(peer_id, "steps", before_step, told)
+            async with time_limit(ASK_TIMEOUT_S, f"for the history that {peer_id} has"):
+                answer = await self._call(peer_id, HistoryRequest("events", before=before))
+                told.events = [_readable(event) for event in answer.events if event.time < before]
+                told.peers = (await self._call(peer_id, HistoryRequest("peers"))).peers
+                await self._pages(peer_id, "points", before_step, told)
+                await self._pages(peer_id, "steps", before_step, told)
         except ManyhandsError as error:
             logger.info("coordinator %s does not tell the history of the run: %s", peer_id, error)
             return told if told.points else None
@@ -272,8 +276,8 @@ class Exchange:
 def merged(answers: Sequence[Told]) -> Told | None:
     """What to believe of several answers; None without any.
 
-    The credited steps that more than half of the coordinators tell alike; points, events and names of the one that has
-    most.
+    The credited steps that more than half tell alike of the coordinators whose history reaches back to them; points,
+    events and names of the one that has most.
     """
     if not answers:
         return None
@@ -284,10 +288,11 @@ def merged(answers: Sequence[Told]) -> Told | None:
         for step in {step.step: step for step in told.steps}.values():
             votes[step.step][step.after, step.shares] += 1
             tellers.setdefault((step.step, step.after, step.shares), told.origin)
+    begins = [min(step.step for step in told.steps) for told in answers if told.steps]
     steps = []
     for number, counts in votes.items():
         (after, shares), count = counts.most_common(1)[0]
-        if 2 * count > len(answers):
+        if 2 * count > sum(begin <= number for begin in begins):
             steps.append(CreditedStep(number, after, 0, shares, tellers[number, after, shares]))
     return Told(most.points, steps, most.events, most.peers, most.origin)
 

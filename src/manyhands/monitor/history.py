@@ -14,9 +14,9 @@ import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -148,17 +148,27 @@ class History:
         with self._using:
             with self._changing:
                 unwritten = [point for point, _ in self._new.points.values() if point.time >= since]
-            (number,) = self._connection.execute("SELECT count(*) FROM points WHERE time >= ?", (since,)).fetchone()
-            stride = max(1, -(-(number + len(unwritten)) // limit))
             rows = self._connection.execute(
-                f"SELECT {_POINT} FROM (SELECT *, row_number() OVER (ORDER BY step DESC) AS number FROM points "
-                "WHERE time >= ?) WHERE (number - 1) % ? = 0",
-                (since, stride),
+                f"SELECT {_POINT} FROM points WHERE time >= ? ORDER BY time LIMIT ?", (since, limit + 1)
             ).fetchall()
+            if len(rows) > limit:
+                rows = self._chosen_rows(rows[0][0], since, max(limit - len(unwritten), limit // 2, 1))
         found = {row[0]: _point(row) for row in rows} | {point.step: point for point in unwritten}
         ordered = [found[step] for step in sorted(found)]
         stride = -(-len(ordered) // limit)
         return ordered[::-1][:: max(stride, 1)][::-1]
+
+    def _chosen_rows(self, first_step: int, since: float, limit: int) -> list[tuple[Any, ...]]:
+        """The last row of each of ``limit`` ranges of steps; a scan of all rows takes a second after a year."""
+        (last,) = self._connection.execute("SELECT max(step) FROM points").fetchone()
+        stride = max(1, -(-(last - first_step + 1) // limit))
+        columns = ", ".join(f"points.{name}" for name in _POINT.split(", "))
+        return self._connection.execute(
+            "WITH RECURSIVE ends(step) AS (SELECT ? UNION ALL SELECT step - ? FROM ends WHERE step - ? >= ?) "
+            f"SELECT {columns} FROM ends JOIN points ON points.step = "
+            "(SELECT max(step) FROM points WHERE step <= ends.step AND step > ends.step - ?) WHERE time >= ?",
+            (last, stride, stride, first_step, stride, since),
+        ).fetchall()
 
     def points_before(self, step: int, limit: int) -> list[Point]:
         """The last ``limit`` written points below a step, in order."""
@@ -206,7 +216,8 @@ class History:
             ).fetchall()
             with self._changing:
                 unwritten = dict(self._new.peers)
-        return {row[0]: KnownPeer(*row) for row in rows} | unwritten
+        found = {row[0]: KnownPeer(*row) for row in rows} | unwritten
+        return {peer: known for peer, known in found.items() if known is not None}
 
     def leaders(self) -> list[Leader]:
         """The leaderboard of what is written."""
@@ -243,14 +254,19 @@ class History:
         with self._changing:
             for number in changes.removed:
                 self._new.steps[number] = None
-            for step in (*changes.put, *changes.settled):
+            for step in changes.put:
                 self._new.steps[step.step] = step
-            self._new.settled.update({step.step: step for step in changes.settled})
+            self._new.settle(changes.settled)
 
     def add_peers(self, peers: Iterable[KnownPeer]) -> None:
         """Write what is known of peers."""
         with self._changing:
             self._new.peers.update({known.peer: known for known in peers})
+
+    def remove_peers(self, peers: Iterable[bytes]) -> None:
+        """Forget peers, given by their short ids."""
+        with self._changing:
+            self._new.peers.update(dict.fromkeys(peers))
 
     def add_events(self, events: Iterable[RunEvent], origin: str = "") -> None:
         """Write events."""
@@ -288,7 +304,10 @@ class History:
 
     def _write_forever(self) -> None:
         while not self._ending.wait(RETRY_PERIOD_S if self._has_failed else WRITE_PERIOD_S):
-            self.flush()
+            try:
+                self.flush()
+            except Exception:
+                logger.exception("A part of the history could not be written, and is lost")
 
     def close(self) -> None:
         """Write the rest and close the file. May be called twice."""
@@ -308,14 +327,34 @@ class _Unwritten:
         self.points: dict[int, tuple[Point, str]] = {}
         self.points_until: int | None = None  # later ones are deleted first
         self.steps: dict[int, CreditedStep | None] = {}
-        self.settled: dict[int, CreditedStep] = {}
-        self.peers: dict[bytes, KnownPeer] = {}
+        self.settled: dict[bytes, Total] = {}  # what is added to the totals
+        self.settled_until = -1  # this step and those before it are in the totals, and are deleted
+        self.peers: dict[bytes, KnownPeer | None] = {}  # None: to be deleted
         self.events: list[tuple[RunEvent, str]] = []
 
     @property
     def is_empty(self) -> bool:
         parts = (self.points, self.steps, self.settled, self.peers, self.events)
         return self.points_until is None and not any(parts)
+
+    def settle(self, steps: Iterable[CreditedStep]) -> None:
+        """Add final steps to the totals."""
+        until = -1
+        for step in steps:
+            self._add_totals({peer: Total(samples, 1) for peer, samples in unpacked(step.shares).items()})
+            until = max(until, step.step)
+        self._settle_until(until)
+
+    def _add_totals(self, totals: Mapping[bytes, Total]) -> None:
+        for peer, more in totals.items():
+            before = self.settled.get(peer, Total(0, 0))
+            self.settled[peer] = Total(before.samples + more.samples, before.rounds + more.rounds)
+
+    def _settle_until(self, until: int) -> None:
+        if until <= self.settled_until:
+            return
+        self.settled_until = until
+        self.steps = {number: step for number, step in self.steps.items() if number > until}
 
     def followed_by(self, later: _Unwritten) -> _Unwritten:
         """This and what came later."""
@@ -325,7 +364,8 @@ class _Unwritten:
             self.points_until = until if self.points_until is None else min(until, self.points_until)
         self.points = _last(self.points | later.points)
         self.steps = _last(self.steps | later.steps)
-        self.settled |= later.settled
+        self._add_totals(later.settled)
+        self._settle_until(later.settled_until)
         self.peers = _last(self.peers | later.peers)
         self.events = [*self.events, *later.events][-MAX_UNWRITTEN:]
         return self
@@ -339,26 +379,28 @@ class _Unwritten:
                 f"INSERT OR {verb} INTO points ({_POINT}, origin) VALUES ({marks})",
                 [(*_row(point), origin) for point, origin in self.points.values() if bool(origin) == is_told],
             )
-        gone = [(number,) for number, step in self.steps.items() if step is None or number in self.settled]
+        gone = [(number,) for number, step in self.steps.items() if step is None]
         connection.executemany("DELETE FROM steps WHERE step = ?", gone)
+        connection.execute("DELETE FROM steps WHERE step <= ?", (self.settled_until,))
         connection.executemany(
             "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
             [
                 (step.step, step.after, step.num_signers, step.shares, step.origin)
-                for number, step in self.steps.items()
-                if step is not None and number not in self.settled
+                for step in self.steps.values()
+                if step is not None
             ],
         )
-        for step in self.settled.values():
-            connection.executemany(
-                "INSERT INTO settled VALUES (?, ?, 1) "
-                "ON CONFLICT (peer) DO UPDATE SET samples = samples + excluded.samples, rounds = rounds + 1",
-                list(unpacked(step.shares).items()),
-            )
+        connection.executemany(
+            "INSERT INTO settled VALUES (?, ?, ?) ON CONFLICT (peer) DO UPDATE SET "
+            "samples = samples + excluded.samples, rounds = rounds + excluded.rounds",
+            [(peer, *total) for peer, total in self.settled.items()],
+        )
         connection.executemany(
             "INSERT OR REPLACE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?)",
-            [msgspec.structs.astuple(known) for known in self.peers.values()],
+            [msgspec.structs.astuple(known) for known in self.peers.values() if known is not None],
         )
+        forgotten = [(peer,) for peer, known in self.peers.items() if known is None]
+        connection.executemany("DELETE FROM peers WHERE peer = ?", forgotten)
         if self.events:
             connection.executemany(
                 f"INSERT INTO events ({_EVENT}, origin) VALUES (?, ?, ?, ?, ?, ?, ?)",

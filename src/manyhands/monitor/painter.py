@@ -14,20 +14,19 @@ import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
-from manyhands.monitor.credit import MAX_LEADERS, Changes, Credit, leaders_of
+from manyhands.monitor.credit import MAX_LEADERS, PATIENCE_S, Changes, Credit, leaders_of
 from manyhands.monitor.events import Happened, StepMade
 from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import Leader, Point, RunEvent, RunPicture
 from manyhands.monitor.roster import Roster, longest_silence_s, median_of
 from manyhands.optim.account import AccountRecord, unpacked
-from manyhands.optim.run.progress import Progress
+from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Progress
 from manyhands.optim.run.progress_reader import Observed
 
 MAX_EVENTS = 50
 MAX_OPEN_POINTS = 64
 """Points of the last steps, which may still change."""
-MAX_BYTES_SENT = 2**53
 REFUSED_PERIOD_S = 60.0
 """Shortest time between two events about refused records."""
 
@@ -75,9 +74,11 @@ class Painter:
         self._credit = Credit(history.steps(), history.settled())
         self._roster = Roster(history.peers())
         self._events: deque[RunEvent] = deque(history.events(MAX_EVENTS)[::-1], maxlen=MAX_EVENTS)
+        self._known_until = self._events[-1].time if self._events else 0.0
         self._points = {point.step: point for point in history.points(limit=MAX_OPEN_POINTS)[-1:]}
         self.all_leaders: list[Leader] = []
         self._leaders_of = (-1, -1)  # versions
+        self._behind, self._behind_since = 0, math.inf  # step from which the run has gone back, and when
         self._num_refused = 0
         self._told_refused_at = -math.inf
         self._news: list[RunEvent] = []
@@ -89,15 +90,26 @@ class Painter:
         self.silence_due_s = math.inf
 
     def restarted(self, before: int, after: int, wall_time: float) -> None:
-        """The run was begun anew, or resumed from a checkpoint."""
+        """The run was begun anew, or resumed from a checkpoint; its later points are removed if it stays there."""
         text = f"the run has gone back from step {before} to step {after}"
         self._news.append(RunEvent(time=wall_time, kind="restarted", text=text, step=after))
         self._points = {step: point for step, point in self._points.items() if step <= after}
-        self._history.remove_points_after(after)
+        self._behind = max(self._behind, before)
+
+    def _remove_later_points(self, look: Look) -> None:
+        """Remove the points that the run no longer has, once it has been behind them for a while, as for credit."""
+        if look.step >= self._behind:
+            self._behind, self._behind_since = 0, math.inf
+            return
+        self._behind_since = min(self._behind_since, look.now)
+        if look.now - self._behind_since >= PATIENCE_S:
+            self._history.remove_points_after(look.step)
+            self._behind, self._behind_since = 0, math.inf
 
     def _add_told(self, told: Told) -> None:
         self._history.add_points(told.points, told.origin)
-        self._history.add_events(told.events, told.origin)
+        missed = [event for event in told.events if event.time > self._known_until]  # others are in the history already
+        self._history.add_events(missed, told.origin)
         self._history.add_credit(self._credit.add_told(told.steps))
         self._history.add_peers(self._roster.learn({peer.peer_id: peer.name for peer in told.peers}))
 
@@ -112,9 +124,8 @@ class Painter:
             if not seen.record.is_auxiliary and look.now - seen.since <= longest_silence_s(seen.record)
         }
         changes = credit.look(accounts, positions, look.now)
-        told, self.told = self.told, []
-        for more in told:
-            self._add_told(more)
+        while self.told:  # more may be appended meanwhile
+            self._add_told(self.told.pop(0))
         events, known = self._roster.look(
             look.observed, look.accounts, now=look.now, wall_time=look.wall_time, step=look.step, credit=credit
         )
@@ -130,7 +141,9 @@ class Painter:
         self._events.extend(events)
         self._history.add_credit(changes)
         self._history.add_peers(known)
+        self._history.remove_peers(self._roster.forget(credit))
         self._history.add_events(events)
+        self._remove_later_points(look)
         points = self._changed_points(look, accounts, changes)
         self._history.add_points(points)
         if self.first_step == 0 and points:
@@ -157,13 +170,13 @@ class Painter:
 
         for made in self.made:
             said = [account for account in accounts.values() if account.step == made.step]
-            bytes_sent = min(sum(account.bytes_sent for account in said), MAX_BYTES_SENT) if said else None
+            bytes_sent = min(sum(account.bytes_sent for account in said), MAX_COUNT) if said else None
             before = point_of(made.step)
             changed[made.step] = msgspec.structs.replace(
                 before,
                 loss=made.loss if math.isfinite(made.loss) else None,
-                samples=before.samples or made.samples,
-                samples_per_second=made.samples_per_second,
+                samples=before.samples or min(made.samples, MAX_COUNT),
+                samples_per_second=min(made.samples_per_second, MAX_SPEED),
                 peers=made.alive_peers,
                 learning_rate=median_of(said, lambda account: account.learning_rate),
                 bytes_sent=bytes_sent,

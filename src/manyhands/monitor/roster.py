@@ -24,6 +24,10 @@ SILENT_SHARE = 0.45
 """The same as a share of the lifetime of its records, of which it publishes three in one."""
 SHOWN_S = 3600.0
 """Peers that are not there any more are listed for this long."""
+MAX_GONE = 1000
+"""The most of these that are listed."""
+MAX_KNOWN = 50_000
+"""Peers whose names are known. Of more, those without credit are forgotten: a new id costs nothing."""
 MAX_ALIKE = 5
 """Events of one kind at one look; more are told together."""
 MAX_NAMED = 3
@@ -167,12 +171,27 @@ class Roster:
         if known:
             self._known |= {entry.peer: entry for entry in known}
             self.version += 1
-        self._people = {
-            peer_id: person
-            for peer_id, person in self._people.items()
-            if person.is_here or wall_time - person.last_seen < SHOWN_S
-        }
+        away = [person for person in self._people.values() if not person.is_here]
+        for number, person in enumerate(sorted(away, key=lambda person: -person.last_seen)):
+            if number >= MAX_GONE or wall_time - person.last_seen >= SHOWN_S:
+                del self._people[person.peer_id]
         return news.told(), known
+
+    def forget(self, credit: Credit) -> list[bytes]:
+        """If too many are known, forget those without credit that were here longest ago; returns their short ids."""
+        if len(self._known) <= MAX_KNOWN:
+            return []
+        here = {short_id(person.peer_id) for person in self._people.values() if person.is_here}
+        rest = [
+            known
+            for known in self._known.values()
+            if known.peer not in here and not credit.total_of(PeerId(known.peer_id)).samples
+        ]
+        rest.sort(key=lambda known: known.last_seen)
+        forgotten = [known.peer for known in rest[: len(self._known) - MAX_KNOWN * 9 // 10]]
+        for peer in forgotten:
+            del self._known[peer]
+        return forgotten
 
     def _came(
         self,

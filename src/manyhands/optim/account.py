@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import struct
 from collections import deque
 from collections.abc import Mapping
@@ -23,12 +22,15 @@ from manyhands.base.structs import make_ready
 
 MAX_NAME = 32
 MAX_FAILURE = 200
+MAX_LEARNING_RATE = 1e6
 NUM_STEPS = 8
 """Committed steps in a record: a monitor that looks every few seconds misses none."""
 SHARE_BYTES = SHORT_ID_BYTES + 4
 MAX_SAMPLES = 2**32 - 1
 """The most samples of one peer in a step that are counted."""
 DIGEST_BYTES = 16
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
+"""Without the digit before the point, as a fraction of 2^64."""
 NUM_LISTING = 16
 """Contributors to a round that publish its list; the others only publish its digest, so that a key of the DHT has room
 for the records of thousands of peers."""
@@ -105,7 +107,7 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
         name: chosen by its owner; empty without one.
         device: for people.
         step: the last global step that it has made or loaded.
-        learning_rate: of its next step; None if unknown.
+        learning_rate: of its next step; None if unknown or out of bounds.
         bytes_sent: over the network since the global step before.
         samples_used, samples_dropped, rounds_committed, rounds_aborted, states_loaded, parameters_reloaded: as in
             :class:`manyhands.optim.health.Statistics`.
@@ -119,7 +121,7 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: Annotated[str, msgspec.Meta(max_length=32)] = ""
     device: Annotated[str, msgspec.Meta(max_length=80)] = ""
     step: Count = 0
-    learning_rate: float | None = None
+    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEARNING_RATE)] | None = None
     bytes_sent: Count = 0
     samples_used: Count = 0
     samples_dropped: Count = 0
@@ -133,8 +135,6 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
     steps: Annotated[list[CommittedStep], msgspec.Meta(max_length=NUM_STEPS)] = []
 
     def __post_init__(self) -> None:
-        if self.learning_rate is not None and not 0 <= self.learning_rate < math.inf:
-            raise ValueError("a learning rate is finite and >= 0")
         if not all(text.isprintable() for text in (self.name, self.version, self.device, self.failure)):
             raise ValueError("texts have no control characters")
         steps = [made.step for made in self.steps]
@@ -167,10 +167,16 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class RecentSteps:
-    """The last global steps that a peer has made, for its :class:`AccountRecord`."""
+    """The last global steps that a peer has made, for its :class:`AccountRecord`.
 
-    def __init__(self, own_id: PeerId) -> None:
+    Args:
+        num_fragments: of local steps. Each sample then counts in so many steps, in each with this part of its weight;
+            sums are rounded up in some steps and down in others, so that those of many steps are right.
+    """
+
+    def __init__(self, own_id: PeerId, num_fragments: int = 1) -> None:
         self._own_id = short_id(own_id)
+        self._num_fragments = num_fragments
         self._steps: deque[CommittedStep] = deque(maxlen=NUM_STEPS)
 
     def add(self, left: Position, reached: Position, shares: Mapping[PeerId, float], *, is_grid: bool = False) -> None:
@@ -181,7 +187,12 @@ class RecentSteps:
             shares: the weight of each contributor; none if the step left the parameters unchanged.
             is_grid: the contributors are those of one group of several.
         """
-        counted = {short_id(peer_id): min(round(weight), MAX_SAMPLES) for peer_id, weight in shares.items()}
+        parts = self._num_fragments
+        added = (reached.step * GOLDEN_RATIO % 2**64) * parts >> 64  # from 0 to parts - 1, evenly over any steps
+        counted = {
+            short_id(peer_id): min((round(weight * parts) + added) // parts, MAX_SAMPLES)
+            for peer_id, weight in shares.items()
+        }
         lists, before, after = packed(counted), left.lineage, short_lineage(reached.lineage)
         digest = digest_of(reached.step, before, after, is_grid, lists)
         listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]

@@ -34,16 +34,15 @@ class MetricsRecord(msgspec.Struct, frozen=True):
         mini_steps: number of micro-batches.
     """
 
-    step: int
+    step: Count
     samples_per_second: float
-    samples_accumulated: int
+    samples_accumulated: Count
     loss: float
-    mini_steps: int
+    mini_steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
     def __post_init__(self) -> None:
-        numbers = (self.step, self.samples_per_second, self.samples_accumulated, self.mini_steps - 1)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not math.isfinite(self.loss):
-            raise ValueError("counts and speeds are finite and >= 0, a loss is finite")
+        if not 0 <= self.samples_per_second < math.inf or not math.isfinite(self.loss):
+            raise ValueError("a speed is finite and >= 0, a loss is finite")
 
 
 class HeldoutRecord(msgspec.Struct, frozen=True):

@@ -155,7 +155,7 @@ class Optimizer(OptimizerWrapper):
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
-        self.recent_steps = RecentSteps(peer.peer_id)
+        self.recent_steps = RecentSteps(peer.peer_id, local_steps.fragments if local_steps is not None else 1)
         """The last global steps that this peer has made, with the samples of all peers."""
         self.last_failure: Failure | None = None
         """Why samples of this peer last did not count at once; None if they always have."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import math
 from collections.abc import Sequence
 
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.base.text import counted
-from manyhands.optim.account import MAX_FAILURE, AccountRecord, Failure
+from manyhands.optim.account import MAX_FAILURE, MAX_LEARNING_RATE, AccountRecord, Failure, checked_name
 from manyhands.optim.metrics import TTL_S, MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.run.progress import SHOWN_LIVE
 from manyhands.rpc.frames import readable
+from manyhands.runtime import TaskOwner
 from manyhands.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -28,26 +29,34 @@ LEAVE_TIMEOUT_S = 1.0
 class AccountPublisher:
     """Publishes the account of one peer for monitors: after each global step, after failures, and when it leaves.
 
+    The training thread makes the record, and waits for nothing; a task on the network thread publishes it.
+
     Args:
         name: under which the peer is shown; empty for none.
         device: what it computes on, for people.
         ttl_s: lifetime of the published record.
+    Raises:
+        ConfigError: the name cannot be shown.
     """
 
     def __init__(self, optimizer: Optimizer, name: str = "", device: str = "", ttl_s: float = TTL_S) -> None:
         self._optimizer = optimizer
-        self._name = name
+        self._name = checked_name(name) if name else ""
         self._device = readable(device)[:80]
         self._ttl_s = ttl_s
         self._bytes_before = optimizer.peer.presence.endpoint.bytes_sent
         self._bytes_of_step = 0
         self._told: Failure | None = None
         self._told_at = -FAILURE_PERIOD_S
+        self._next: AccountRecord | None = None  # on the network thread, as is the rest
+        self._is_publishing = False
+        self._tasks = TaskOwner("account")
         optimizer.peer.presence.on_close.append(self._leave)
 
     def step_made(self) -> None:
         """Publish the account after a global step."""
-        self.count_bytes()
+        sent = self._optimizer.peer.presence.endpoint.bytes_sent  # from now on, it belongs to the next step
+        self._bytes_of_step, self._bytes_before = sent - self._bytes_before, sent
         self._publish()
 
     def look(self) -> None:
@@ -56,33 +65,47 @@ class AccountPublisher:
         if not is_told and self._optimizer.peer.time() >= self._told_at + FAILURE_PERIOD_S:
             self._publish()
 
-    def count_bytes(self) -> None:
-        """A global step was made: what is sent from now on belongs to the next one."""
-        sent = self._optimizer.peer.presence.endpoint.bytes_sent
-        self._bytes_of_step, self._bytes_before = sent - self._bytes_before, sent
-
     def _publish(self) -> None:
+        peer = self._optimizer.peer
+        self._told, self._told_at = self._optimizer.last_failure, peer.time()
         try:
-            self._optimizer.peer.run(self.publication(), METRICS_TIMEOUT_S, "publishing the account of this peer")
+            peer.run(self._hand_over(self._record()), METRICS_TIMEOUT_S, "handing over the account of this peer")
         except Timeout as error:  # only monitors need it
             logger.warning("%s", error)
 
-    async def publication(self, *, has_left: bool = False) -> None:
-        """Publish the account; runs on the network thread. Errors are only logged."""
-        optimizer, presence = self._optimizer, self._optimizer.peer.presence
-        self._told, self._told_at = optimizer.last_failure, asyncio.get_running_loop().time()
-        record = self._record(has_left=has_left)
-        await publish_metrics(presence.dht, presence.peer_id, optimizer.manifest.run_id, record, self._ttl_s)
+    async def _hand_over(self, record: AccountRecord) -> None:
+        self._next = record
+        if not self._is_publishing and not self._tasks.is_closed:
+            self._is_publishing = True
+            self._tasks.spawn(self._publish_newest(), name="publishing")
 
-    def _record(self, *, has_left: bool) -> AccountRecord:
+    async def _publish_newest(self) -> None:
+        try:
+            while self._next is not None:
+                record, self._next = self._next, None
+                try:
+                    async with time_limit(METRICS_TIMEOUT_S, "publishing the account of this peer"):
+                        await self._store(record)
+                except Timeout as error:
+                    logger.warning("%s", error)
+        finally:
+            self._is_publishing = False
+
+    async def _store(self, record: AccountRecord) -> None:
+        """Errors of the DHT are only logged."""
+        presence, run_id = self._optimizer.peer.presence, self._optimizer.manifest.run_id
+        await publish_metrics(presence.dht, presence.peer_id, run_id, record, self._ttl_s)
+
+    def _record(self, *, has_left: bool = False) -> AccountRecord:
         optimizer = self._optimizer
         counts, failure, groups = optimizer.statistics, optimizer.last_failure, optimizer.param_groups
+        rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else -1.0
         return AccountRecord(
             name=self._name,
             version=__version__,
             device=self._device,
             step=optimizer.global_step,
-            learning_rate=float(groups[0]["lr"]) if groups and "lr" in groups[0] else None,
+            learning_rate=rate if 0 <= rate <= MAX_LEARNING_RATE else None,
             bytes_sent=self._bytes_of_step,
             samples_used=counts.samples_used,
             samples_dropped=counts.samples_dropped,
@@ -97,9 +120,10 @@ class AccountPublisher:
         )
 
     async def _leave(self) -> None:
+        await self._tasks.close(LEAVE_TIMEOUT_S)
         try:
             async with time_limit(LEAVE_TIMEOUT_S, "telling the monitors that this peer leaves"):
-                await self.publication(has_left=True)
+                await self._store(self._record(has_left=True))
         except ManyhandsError as error:
             logger.debug("%s", error)
 
@@ -114,7 +138,7 @@ def report_step(
     """Log the global step that was reached, and publish the metrics of this peer.
 
     Args:
-        losses: of the batches since the last step; without any, no metrics are published.
+        losses: of the batches since the last step; only finite ones count, and without any no metrics are published.
         mean_loss: their mean, weighted by samples.
         ttl_s: lifetime of the published metrics.
         account: published too.
@@ -123,22 +147,16 @@ def report_step(
     logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
     logger.info("Your current contribution: %s", counted(contribution, "sample"), extra=SHOWN_LIVE)
     logger.info("Performance: %.3f samples/sec", speed, extra=SHOWN_LIVE)
-    presence, run_id = optimizer.peer.presence, optimizer.manifest.run_id
-    publications = []
-    if losses:
-        logger.info("Local loss: %.5f", mean_loss, extra=SHOWN_LIVE)
-        record = MetricsRecord(optimizer.global_step, speed, contribution, sum(losses), len(losses))
-        publications.append(publish_metrics(presence.dht, presence.peer_id, run_id, record, ttl_s))
     if account is not None:
-        account.count_bytes()
-        publications.append(account.publication())
-    if not publications:
+        account.step_made()
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
         return
-
-    async def publish() -> None:
-        await asyncio.gather(*publications)
-
+    logger.info("Local loss: %.5f", mean_loss, extra=SHOWN_LIVE)
+    presence, run_id = optimizer.peer.presence, optimizer.manifest.run_id
+    record = MetricsRecord(optimizer.global_step, speed, contribution, sum(finite), len(finite))
+    publication = publish_metrics(presence.dht, presence.peer_id, run_id, record, ttl_s)
     try:
-        optimizer.peer.run(publish(), METRICS_TIMEOUT_S, "publishing metrics")
+        optimizer.peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
     except Timeout as error:  # metrics are optional
         logger.warning("%s", error)

@@ -250,6 +250,8 @@ class CollaborativeCallback(transformers.TrainerCallback):
         num_steps = state.global_step - self._step
         if num_steps == 0:
             control.should_log = control.should_evaluate = control.should_save = False
+            if self._account is not None:
+                self._account.look()
             return
         self._step = state.global_step
         losses, mean = self._mean_loss()

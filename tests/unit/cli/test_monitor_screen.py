@@ -192,6 +192,12 @@ def test_extreme_numbers_of_peers_stay_in_their_columns() -> None:
     assert " 1.00e+40   nan% 1.00e+300  1.00e+30 training  direct" in "\n".join(rows_of(a_picture(huge)))
 
 
+def test_losses_of_liars_do_not_end_the_screen() -> None:
+    points = [Point(time=NOW, step=number, loss=loss) for number, loss in enumerate((4.5, 1.7e308, -1.7e308, 3.5, 1e9))]
+    rows = rows_of(a_picture(a_peer(1)), points)
+    assert any("lowest 3.5000 · first 4.5000" in row for row in rows)
+
+
 def test_the_table_says_how_many_peers_are_left_out() -> None:
     rows = rows_of(a_picture(*map(a_peer, range(2000))))
     (title,) = [row for row in rows if "── Peers" in row]

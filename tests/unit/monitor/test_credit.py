@@ -97,6 +97,29 @@ def test_a_liar_that_publishes_first_is_corrected() -> None:
     assert [samples_of(credit, name) for name in "abc"] == [8, 8, 8]
 
 
+def test_a_liar_that_publishes_first_gets_nothing_in_a_run_of_two() -> None:
+    peers, credit = Peers("ac"), Credit()
+    reached = peers.commit({"a": 8, "c": 8}, without="c")
+    liar = {PeerId("c"): lie("c", reached, {"c": 8000}, b"")}
+    credit.look(liar, peers.positions, 0.0)
+    credit.look(peers.accounts | liar, peers.positions, 1.0)
+    assert credit.num_samples == 0
+
+
+def test_a_liar_cannot_take_steps_that_only_other_monitors_have_seen() -> None:
+    peers, liar, credit = Peers("ab"), Peers("c"), Credit()
+    for _ in range(NUM_STEPS + 1):
+        left = peers.positions[PeerId("a")]
+        reached = peers.commit({"a": 8, "b": 8})
+        liar.steps[PeerId("c")].add(left, reached, {PeerId("c"): 8000})
+        if reached.step == 1:
+            old = liar.steps[PeerId("c")].listed()
+    look(credit, peers)
+    credit.add_told([CreditedStep(1, old[0].after, 0, packed({short_id(PeerId("a")): 8}), "other")])
+    credit.look(peers.accounts | {PeerId("c"): AccountRecord(step=9, steps=old)}, peers.positions, 1.0)
+    assert (samples_of(credit, "a"), samples_of(credit, "c")) == (8 + 8 * NUM_STEPS, 0)
+
+
 def test_a_liar_cannot_take_the_step_that_another_peer_has_made_alone() -> None:
     for name in (f"liar {number}" for number in range(16)):  # whatever the order of the digests
         peers, credit = Peers(["a"]), Credit()
@@ -104,6 +127,17 @@ def test_a_liar_cannot_take_the_step_that_another_peer_has_made_alone() -> None:
         accounts = peers.accounts | {PeerId(name): lie(name, reached, {name: 8000}, b"")}
         credit.look(accounts, peers.positions | {PeerId(name): reached}, 0.0)
         assert (samples_of(credit, "a"), samples_of(credit, name)) == (8, 0)
+
+
+def test_a_liar_that_is_one_step_ahead_of_all_others_alone_gets_nothing() -> None:
+    peers, credit = Peers("abc"), Credit()
+    for _ in range(3):
+        reached = peers.commit({"a": 8, "b": 8, "c": 8})
+    look(credit, peers)
+    ahead = Peers("x")
+    ahead.commit({"x": 10**9}, left=reached)
+    look(credit, peers, 1.0, ahead=ahead)
+    assert (credit.num_samples, credit.newest_step, samples_of(credit, "x")) == (72, 3, 0)
 
 
 def test_three_false_ids_get_nothing_for_a_round_among_themselves() -> None:
@@ -131,7 +165,7 @@ def test_groups_of_a_grid_are_credited_side_by_side_and_no_peer_twice() -> None:
             accounts.setdefault(peer_id, AccountRecord(step=1, steps=steps.listed()))
     credit = Credit()
     credit.look(accounts, dict.fromkeys(accounts, reached), 0.0)
-    assert {name: samples_of(credit, name) for name in "abcdefgh"} == dict.fromkeys("abcdef", 8) | {"g": 0, "h": 8}
+    assert {name: samples_of(credit, name) for name in "abcdefgh"} == dict.fromkeys("abcdef", 8) | {"g": 0, "h": 0}
 
 
 def test_credit_follows_a_run_that_goes_on_from_an_earlier_checkpoint() -> None:
@@ -254,6 +288,20 @@ def test_what_others_tell_only_fills_gaps() -> None:
     changes = credit.add_told([*told, CreditedStep(0, b"x" * 8, 0, b"broken", "other")])
     assert [step.step for step in changes.put] == [1]
     assert credit.num_samples == 3 * NUM_STEPS + 50
+
+
+@pytest.mark.parametrize("pattern", [[1], [1, 0, 0, 0], [3], [2, 0], [5, 1, 0, 2, 7, 3]])
+def test_a_peer_that_averages_fragments_is_credited_whole_samples_without_loss(pattern: list[int]) -> None:
+    own, num_fragments, num_steps = PeerId("a"), 4, 480
+    steps, position, credited = RecentSteps(own, num_fragments), start(), 0
+    made = [pattern[number % len(pattern)] for number in range(num_steps)] + [0] * (num_fragments - 1)
+    for number in range(len(made)):
+        weight = sum(made[max(number + 1 - num_fragments, 0) : number + 1]) / num_fragments
+        reached = after(position, {}, str(number))
+        steps.add(position, reached, {own: weight} if weight else {})
+        position = reached
+        credited += sum(unpacked(steps.listed()[-1].shares).values())
+    assert abs(credited - sum(made)) <= 2
 
 
 @pytest.mark.parametrize(

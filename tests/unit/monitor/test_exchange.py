@@ -36,6 +36,14 @@ def test_of_several_a_majority_must_tell_the_same() -> None:
     assert merged([told("one", 5), told("two", 6)]).steps == []  # type: ignore[union-attr]
 
 
+def test_a_monitor_that_came_later_has_no_say_in_what_was_before() -> None:
+    whole = told("one", 5, 6, 7)
+    later = Told(steps=[step(2, 7, "two")], origin="two")
+    found = merged([whole, later, Told(origin="three")])
+    assert found is not None
+    assert [(entry.step, entry.origin) for entry in found.steps] == [(0, "one"), (1, "one"), (2, "one")]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import sqlite3
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,28 @@ def test_points_are_chosen_evenly_with_the_last_one(tmp_path: Path) -> None:
     history.close()
 
 
+def test_the_points_of_a_year_are_chosen_without_reading_them_all(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    num_steps = 100_000
+    for begin in range(1, num_steps, 20_000):
+        history.add_points([point(step) for step in range(begin, begin + 20_000) if step % 7])
+        history.flush()
+    num_read = 0
+
+    def count() -> int:
+        nonlocal num_read
+        num_read += 1
+        return 0
+
+    history._connection.set_progress_handler(count, 100)
+    chosen = history.points(limit=50)
+    assert num_read < num_steps / 100, "fewer instructions of the database than points"
+    assert chosen[-1].step == num_steps
+    assert 40 <= len(chosen) <= 50
+    assert max(later.step - earlier.step for earlier, later in itertools.pairwise(chosen)) <= 2 * num_steps / 50
+    history.close()
+
+
 def test_a_run_that_goes_back_loses_its_later_points_and_steps(tmp_path: Path) -> None:
     history = open_history("run", tmp_path)
     history.add_points([point(step) for step in range(1, 10)])
@@ -130,6 +154,60 @@ def test_the_file_of_another_run_or_version_or_no_database_is_refused(tmp_path: 
     (tmp_path / "a file").write_text("")
     with pytest.raises(ConfigError, match="name another one"):
         open_history("run", tmp_path / "a file")
+
+
+def test_final_steps_take_no_more_memory_the_longer_a_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 3600.0)
+    history = open_history("run", tmp_path)
+    locking = sqlite3.connect(history_path(tmp_path, "run"))
+    locking.execute("BEGIN IMMEDIATE")
+    shares = packed({number.to_bytes(8, "big"): 1 for number in range(1000)})
+    tracemalloc.start()
+    for number in range(1, 201):
+        step = CreditedStep(number, b"lineage!", 2, bytes(bytearray(shares)))
+        history.add_credit(Changes(put=[step]))
+        history.add_credit(Changes(settled=[step]))
+        assert number % 20 or not history.flush()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 100 * len(shares), "less than half of the lists"
+    locking.rollback()
+    locking.close()
+    assert history.flush()
+    assert set(history.settled().values()) == {Total(200, 200)}
+    assert history.steps() == []
+    history.close()
+
+
+def test_a_part_that_cannot_be_written_does_not_end_the_history(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 0.005)
+    history = open_history("run", tmp_path)
+    history.add_points([point(2**70)])  # no number of SQLite
+    deadline = time.monotonic() + 10.0
+    while "is lost" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    history.add_points([point(1)])
+    while not history.points_before(2, 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    history.close()
+
+
+def test_forgotten_peers_are_deleted(tmp_path: Path) -> None:
+    history = open_history("run", tmp_path)
+    history.add_peers([known(ALICE, "alice"), known(BOB, "bob")])
+    history.flush()
+    history.remove_peers([ALICE])
+    assert history.peers().keys() == {BOB}
+    history.flush()
+    assert history.peers().keys() == {BOB}
+    history.close()
 
 
 def test_run_ids_of_any_characters_have_a_file(tmp_path: Path) -> None:

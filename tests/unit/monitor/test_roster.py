@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Position, short_id
 from manyhands.base.identity import PeerId
+from manyhands.monitor import roster as roster_module
 from manyhands.monitor.credit import Credit
 from manyhands.monitor.history import KnownPeer
 from manyhands.monitor.picture import RunEvent
@@ -136,3 +138,23 @@ def test_a_row_says_why_samples_are_not_in_the_last_step() -> None:
     assert rows["e"].reason == "it had no samples in it"
     assert "publishes no account" in rows["c"].reason
     assert (rows["x"].reach, rows["x"].rounds_missed) == ("auxiliary", 0)
+
+
+def test_a_swarm_of_short_lived_ids_is_forgotten_but_not_who_has_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster_module, "MAX_GONE", 20)
+    monkeypatch.setattr(roster_module, "MAX_KNOWN", 30)
+    story, peers, forgotten = Story(), Peers("ab"), list[bytes]()
+    story.look(0.0, {"a": seen(0.0), "b": seen(0.0)}, {"a": AccountRecord(name="ann")})
+    peers.commit({"a": 8, "b": 8})
+    story.credit.look(peers.accounts, peers.positions, 0.0)
+    for number in range(10):
+        now = 1.0 + number
+        story.look(now, {f"id {number} {one}": seen(now) for one in range(10)})
+        forgotten += story.roster.forget(story.credit)
+    rows = story.roster.rows(story.credit, is_averaging=False)
+    assert sum(row.state == "gone" or row.state == "left" for row in rows) == 20
+    assert {row.peer_id for row in rows if row.state == "training"} == {f"id 9 {one}" for one in range(10)}
+    names = story.roster.names
+    assert len(names) <= 30
+    assert names[short_id(PeerId("a"))] == ("a", "ann")
+    assert len(forgotten) + len(names) == 102
