@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cli.main import app
-from manyhands.cli.monitor_command import monitor
 from manyhands.cli.old_names import Translation
 
 ROOT = Path(__file__).parents[3]
 CONTRIB = ROOT / "contrib"
-NETWORKED = inspect.signature(monitor).parameters
 
 
 def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -22,18 +20,9 @@ def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
     Raises:
         CycloptsError, ConfigError: the command line is refused.
     """
-    translation = Translation(_without_the_page(words))
+    translation = Translation(words)
     assert not translation.notes, "an old name"
     command, bound, ignored = app.parse_args(translation.words, exit_on_error=False, print_error=False)[:3]
     assert not ignored
     assert inspect.isfunction(command), words
     return command.__name__, bound.arguments
-
-
-def _without_the_page(words: Sequence[str]) -> list[str]:
-    """The words without ``--web ADDRESS``, as long as no command has that option."""
-    left = list(words)
-    if "--web" in left and "web" not in NETWORKED:
-        at = left.index("--web")
-        del left[at : at + 2]
-    return left

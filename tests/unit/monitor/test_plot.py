@@ -16,6 +16,7 @@ import pytest
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.main import run
 from manyhands.monitor.events import HeldoutSeen, Listening, ProgressMade, StepMade
+from manyhands.monitor.history import History, history_path
 from manyhands.monitor.picture import Point
 from manyhands.monitor.plot import MAX_POINTS, Curve, labels_of, read
 from manyhands.recipes.albert.events import BatchDone, Counts, Evaluated, Finished, StepDone
@@ -101,9 +102,8 @@ def test_a_history_that_a_monitor_writes_is_read_meanwhile_and_not_changed(tmp_p
 
 
 def test_the_history_of_a_monitor_is_read_while_it_runs_and_afterwards(tmp_path: Path) -> None:
-    module = pytest.importorskip("manyhands.monitor.history")
-    path = module.history_path(tmp_path, "r")
-    kept = module.History("r", path)
+    path = history_path(tmp_path, "r")
+    kept = History("r", path)
     kept.add_points([Point(time=1.0, step=1, loss=9.0, samples=256, samples_per_second=20.0, peers=2)])
     assert kept.flush()
     while_it_runs = read(path, "h")
