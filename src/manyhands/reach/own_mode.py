@@ -40,7 +40,7 @@ ASK_PERIOD_S = 5.0
 ASK_AGAIN_S = 60.0
 """How often a client asks whether its port is open by now."""
 ASK_TIMEOUT_S = 5.5
-"""The peer that is asked takes 4 s at most."""
+"""The peer that is asked takes 3 s at most."""
 NUM_ASKED = 3
 FINDING_OUT = "finding out whether others can dial this peer"
 NO_ANSWER = frozenset({NOT_ALLOWED, BAD_ADDRESS})

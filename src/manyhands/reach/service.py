@@ -27,7 +27,7 @@ from manyhands.rpc.endpoint import AGENT, Endpoint
 from manyhands.transport import tcp
 from manyhands.transport.admission import source_of
 
-DIAL_TIMEOUT_S = 4.0
+DIAL_TIMEOUT_S = 3.0
 """For the name lookup, TCP and TLS of one address; all addresses of a request are dialled concurrently."""
 
 MAX_UNDER_WAY = 4
