@@ -32,22 +32,25 @@ class Size:
     """How much one row of the table computes.
 
     Attributes:
+        name: in the rows.
         steps: inner steps of each peer.
         batch: samples of a batch.
+        rate: the highest learning rate.
         widths, layers: of each model.
     """
 
+    name: str
     steps: int
     batch: int
+    rate: float
     widths: dict[str, int]
     layers: int
 
 
 SIZES = {
-    "quick": Size(steps=500, batch=4, widths={"albert": 64, "gpt": 64}, layers=2),
-    "full": Size(steps=800, batch=4, widths={"albert": 320, "gpt": 256}, layers=2),
+    "quick": Size("quick", steps=500, batch=4, rate=2e-3, widths={"albert": 64, "gpt": 64}, layers=2),
+    "full": Size("full", steps=800, batch=4, rate=2e-3, widths={"albert": 320, "gpt": 256}, layers=2),
 }
-RATES = {"albert": 2e-3, "gpt": 2e-3}
 
 
 def new_model(kind: str, size: Size, seed: int) -> torch.nn.Module:

@@ -1,6 +1,7 @@
 """What local steps cost in quality, and what they save in traffic.
 
-    python benchmarks/local_steps.py --json FILE [--quick] [--modes one,sync,...] [--steps N] [--jobs 2]
+    python benchmarks/local_steps.py --json FILE [--quick] [--modes one,sync,...] [--jobs 2]
+                                     [--steps N] [--batch N] [--rate R]
 
 Four peers train a small ALBERT (masked words) and a tiny GPT on the text that comes with the recipe. They run in one
 process on a virtual clock; the networking code is real: DHT, progress records, matchmaking, rounds and codecs. All
@@ -23,7 +24,7 @@ gives each peer another part of the text. ``sync`` must have the loss of ``one``
 --quick has 500 steps of models of 0.1 and 0.2 million parameters, which takes minutes. ALBERT then learns little more
 than how often each token occurs: masked words need more samples before the loss falls further. So its figures say
 little about quality there; the bytes are real. The full table has 800 steps, and 1.3 and 1.9 million parameters.
---steps gives each peer another number of batches.
+--steps gives each peer another number of batches, --batch larger ones, and --rate another learning rate.
 
 A row is written as soon as it is there, and rows that are in the file are not computed again. The figures:
 
@@ -50,15 +51,15 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the simulated worlds of the tests
 
 import torch
-from _command_line import Parser, json_path, positive_int, progress_of, run
-from _local_tasks import LENGTH, MAX_GRAD_NORM, RATES, SIZES, BySamples, Shards, heldout_loss, joined, new_model
+from _command_line import Parser, json_path, positive, positive_int, progress_of, run
+from _local_tasks import LENGTH, MAX_GRAD_NORM, SIZES, BySamples, Shards, Size, heldout_loss, joined, new_model
 
 from manyhands.averaging import AveragingConfig
 from manyhands.averaging.codecs import Sparse
@@ -142,22 +143,33 @@ MODES = [
     Mode("local", 100, shards="noniid"),
 ]
 MODELS = ("albert", "gpt")
-KEY = ("size", "steps", "model", "mode", "H", "codec", "shards", "seed")
+KEY = ("size", "steps", "batch", "rate", "model", "mode", "H", "codec", "shards", "seed")
 
 
 @dataclass(frozen=True)
 class Case:
     """What one row is about."""
 
-    size: str
-    steps: int
+    size: Size
     model: str
     mode: Mode
     seed: int
 
     def key(self) -> Row:
         mode = self.mode
-        known = (self.size, self.steps, self.model, mode.name, mode.H, mode.codec, mode.shards, self.seed)
+        size = self.size
+        known = (
+            size.name,
+            size.steps,
+            size.batch,
+            size.rate,
+            self.model,
+            mode.name,
+            mode.H,
+            mode.codec,
+            mode.shards,
+            self.seed,
+        )
         return dict(zip(KEY, known, strict=True))
 
 
@@ -166,8 +178,8 @@ class Training:
 
     def __init__(self, case: Case) -> None:
         self._mode, self._model, self._seed = case.mode, case.model, case.seed
-        self._size = size = SIZES[case.size]
-        self._num_steps = case.mode.steps(case.steps)
+        self._size = size = case.size
+        self._num_steps = case.mode.steps(size.steps)
         self._shards = Shards(case.model, case.mode.shards, PEERS, size.batch, case.seed)
 
     def row(self) -> Row:
@@ -184,7 +196,7 @@ class Training:
         return new_model(self._model, self._size, self._seed)
 
     def _new_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return BySamples(model, RATES[self._model], self._num_steps)
+        return BySamples(model, self._size.rate, self._num_steps)
 
     def _alone(self) -> tuple[float, float, float]:
         model = self._new_model()
@@ -317,24 +329,25 @@ def name_of(row: Row) -> Row:
     return {name: row[name] for name in KEY}
 
 
-def table(rows: Sequence[Row], size: str, steps: int) -> list[str]:
+def table(rows: Sequence[Row], size: Size) -> list[str]:
     """Lines of text; a figure without its counterpart is left out."""
-    chosen = {tuple(name_of(row).values()): row for row in rows if (row["size"], row["steps"]) == (size, steps)}
+    these = [size.name, size.steps, size.batch, size.rate]
+    chosen = {key: row for row in rows if [*(key := tuple(name_of(row).values()))][: len(these)] == these}
     lines = [
         f"{'model':7} {'mode':10} {'H':>3} {'codec':8} {'shards':7} {'loss':>7} {'over one':>9} {'spread':>7} "
         f"{'MB/peer':>9} {'fewer':>7} {'Mbit/s':>8}  seeds"
     ]
     for model in MODELS:
         for mode in MODES:
-            *this, _ = Case(size, steps, model, mode, 0).key().values()
+            *this, _ = Case(size, model, mode, 0).key().values()
             shown = [row for (*key, _), row in chosen.items() if key == this]
             if not shown:
                 continue
-            one = {row["seed"]: chosen.get((size, steps, model, "one", 0, "none", "iid", row["seed"])) for row in shown}
+            one = {row["seed"]: chosen.get((*these, model, "one", 0, "none", "iid", row["seed"])) for row in shown}
             over = [
                 100 * (row["heldout_loss"] / base["heldout_loss"] - 1) for row in shown if (base := one[row["seed"]])
             ]
-            sync = [row for (*key, _), row in chosen.items() if key == [size, steps, model, "sync", 1, "none", "iid"]]
+            sync = [row for (*key, _), row in chosen.items() if key == [*these, model, "sync", 1, "none", "iid"]]
             mean_bytes = statistics.mean(row["bytes_per_peer"] for row in shown)
             fewer = ""
             if sync and mean_bytes:
@@ -375,9 +388,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=positive_int, help="default: 3, and 1 with --quick")
     parser.add_argument("--jobs", type=positive_int, default=min(2, os.cpu_count() or 1), help="processes (default: 2)")
     parser.add_argument("--steps", type=positive_int, metavar="N", help="batches of each peer (default: see above)")
+    parser.add_argument("--batch", type=positive_int, metavar="N", help="samples of a batch of each peer (default: 4)")
+    parser.add_argument("--rate", type=positive, metavar="R", help="the highest learning rate (default: 0.002)")
     options = parser.parse_args()
-    size = "quick" if options.quick else "full"
-    steps = options.steps or SIZES[size].steps
+    size = SIZES["quick" if options.quick else "full"]
+    size = replace(
+        size, steps=options.steps or size.steps, batch=options.batch or size.batch, rate=options.rate or size.rate
+    )
     num_seeds = options.seeds or (1 if options.quick else 3)
     rows = kept_rows(options.json)
     known = [name_of(row) for row in rows]
@@ -387,14 +404,14 @@ def main() -> None:
         for mode in MODES
         for model in options.models
         if options.modes is None or mode.name in options.modes
-        if (case := Case(size, steps, model, mode, seed)).key() not in known
+        if (case := Case(size, model, mode, seed)).key() not in known
     ]
     with progress_of(len(cases)) as shown:
         for number, row in enumerate(rows_of(cases, options.jobs), 1):
             shown.begin(f"{number} of {len(cases)}: {row['model']} {row['mode']} {row['H']}: {row['heldout_loss']:.4f}")
             rows.append(row)
             write_rows(options.json, rows)
-    print("\n".join(table(rows, size, steps)))
+    print("\n".join(table(rows, size)))
 
 
 if __name__ == "__main__":
