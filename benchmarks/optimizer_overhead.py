@@ -50,6 +50,7 @@ from _worker import Worker
 import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.optim import ProgressConfig
+from manyhands.optim.local_steps import nesterov
 
 MEGA = 1_000_000
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
@@ -70,12 +71,12 @@ MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "delay": {"delay": "gradients"},
     "offload": {"offload": True},
-    "local": {"local_steps": manyhands.LocalSteps()},
+    "local": {"local_steps": manyhands.LocalSteps(nesterov)},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "idle": {},
     "busy": {"delay": "gradients", "progress": EAGER},
-    "local": {"local_steps": manyhands.LocalSteps()},
+    "local": {"local_steps": manyhands.LocalSteps(nesterov)},
 }
 """Of the optimizer, for each overhead."""
 

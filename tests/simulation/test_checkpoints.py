@@ -16,7 +16,7 @@ import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.optim.lamb import Lamb
-from manyhands.optim.local_steps import LocalSteps
+from manyhands.optim.local_steps import LocalSteps, nesterov
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,9 +89,9 @@ def steps_of(member: Member, numbers: range, checkpoints: Checkpoints | None = N
         (torch.bfloat16, {"offload": True}),
         (torch.bfloat16, {"delay": "optimizer"}),
         (torch.float32, {"delay": "gradients"}),
-        (torch.float32, {"local_steps": LocalSteps()}),
-        (torch.bfloat16, {"local_steps": LocalSteps()}),
-        (torch.bfloat16, {"local_steps": LocalSteps(), "offload": True}),
+        (torch.float32, {"local_steps": LocalSteps(nesterov)}),
+        (torch.bfloat16, {"local_steps": LocalSteps(nesterov)}),
+        (torch.bfloat16, {"local_steps": LocalSteps(nesterov), "offload": True}),
     ],
 )
 def test_a_loop_goes_on_with_the_same_bits(
@@ -150,13 +150,18 @@ def test_local_steps_go_on_from_the_agreed_parameters_where_a_checkpoint_was_sav
             steps_of(member, range(3, 5))
             assert member.optimizer.global_step == 2
 
-    settings = {"make": OPTIMIZERS[optimizer], "offload": offload, "target_batch_size": 8, "local_steps": LocalSteps()}
+    settings = {
+        "make": OPTIMIZERS[optimizer],
+        "offload": offload,
+        "target_batch_size": 8,
+        "local_steps": LocalSteps(nesterov),
+    }
     for program in (first, second):
         alone(program, lambda: Model(dtype), scheduler=schedule, **settings)
     assert len(set(digests)) == 1, "agreed parameters, outer momentum and schedule"
 
 
-@pytest.mark.parametrize("local_steps", [None, LocalSteps()], ids=["synchronous", "local"])
+@pytest.mark.parametrize("local_steps", [None, LocalSteps(nesterov)], ids=["synchronous", "local"])
 def test_two_peers_that_resume_go_on_as_one_run(local_steps: LocalSteps | None, tmp_path: Path) -> None:
     """The one whose newest checkpoint is torn uses the one before it, and loads the state of the other."""
     logging.getLogger("manyhands").setLevel(logging.ERROR)

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 
 import manyhands
 from manyhands.base.errors import ConfigError
+from manyhands.optim.local_steps import nesterov
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_LOCAL = 3
 SETTINGS: dict[str, Any] = {
-    "target_batch_size": 2 * NUM_LOCAL * 4, "batch_size_per_step": 4, "local_steps": manyhands.LocalSteps(),
+    "target_batch_size": 2 * NUM_LOCAL * 4, "batch_size_per_step": 4, "local_steps": manyhands.LocalSteps(nesterov),
     "scheduler": lambda inner: torch.optim.lr_scheduler.StepLR(inner, 2),
 }  # fmt: skip
 

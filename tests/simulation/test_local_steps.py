@@ -11,7 +11,7 @@ import torch
 
 from manyhands.averaging.commit.recovery import Recovery
 from manyhands.base.errors import ManifestMismatch
-from manyhands.optim.local_steps import KEPT_SHARE, LocalReplica, LocalSteps
+from manyhands.optim.local_steps import KEPT_SHARE, LocalReplica, LocalSteps, nesterov
 from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, cut, together
 from tests.simulation.test_late_samples import BATCH_SIZE as MARKED_BATCH
@@ -66,7 +66,7 @@ def expected(
     return agreed
 
 
-@pytest.mark.parametrize("steps", [LocalSteps(), LocalSteps(outer=plain_averaging)], ids=["nesterov", "plain"])
+@pytest.mark.parametrize("steps", [LocalSteps(nesterov), LocalSteps(outer=plain_averaging)], ids=["nesterov", "plain"])
 def test_peers_hold_what_one_process_computes(steps: LocalSteps) -> None:
     num_local, shards = 3, [batches_of(seed, 9) for seed in range(2)]
 
@@ -140,7 +140,9 @@ def test_one_inner_step_of_sgd_and_plain_averaging_is_the_synchronous_step(split
 def test_equal_samples_in_other_splits_give_the_equal_outer_step(splits: tuple[int, ...]) -> None:
     """Also with momentum."""
     assert_equal_parameters(
-        trained_on(splits, local_steps=LocalSteps()), trained_on((4, 4), local_steps=LocalSteps()), tolerance=1e-6
+        trained_on(splits, local_steps=LocalSteps(nesterov)),
+        trained_on((4, 4), local_steps=LocalSteps(nesterov)),
+        tolerance=1e-6,
     )
 
 
@@ -159,7 +161,7 @@ def test_fragments_without_inner_steps_between_them_equal_one_whole_synchronisat
                     member.wait_for(period * num_fragments + fragment + 1)
                 member.check_samples()
 
-        swarm, steps = Swarm(seed=4), LocalSteps(fragments=num_fragments)
+        swarm, steps = Swarm(seed=4), LocalSteps(nesterov, fragments=num_fragments)
         for name in ("peer0", "peer1"):
             target = num_fragments * sum(samples)
             swarm.start(name, new_model, adam, train, target_batch_size=target, local_steps=steps)
@@ -199,13 +201,15 @@ def assert_all_agree(swarm: Swarm) -> None:
 
 
 def start_all(swarm: Swarm, names: Sequence[str], train: Callable[[Member], None], **options: Any) -> None:
-    options = {"target_batch_size": 48, "batch_size_per_step": 4, "local_steps": LocalSteps(), **options}
+    options = {"target_batch_size": 48, "batch_size_per_step": 4, "local_steps": LocalSteps(nesterov), **options}
     for name in names:
         swarm.start(name, new_model, adam, train, **options)
 
 
 @pytest.mark.parametrize(
-    "steps", [LocalSteps(), LocalSteps(fragments=2), LocalSteps(overlap_steps=2)], ids=["whole", "fragments", "overlap"]
+    "steps",
+    [LocalSteps(nesterov), LocalSteps(nesterov, fragments=2), LocalSteps(nesterov, overlap_steps=2)],
+    ids=["whole", "fragments", "overlap"],
 )
 def test_unequal_peers_have_the_same_learning_rate_after_each_outer_step(steps: LocalSteps) -> None:
     rates: dict[str, dict[int, float]] = {}
@@ -259,7 +263,7 @@ def test_with_an_overlap_training_goes_on_and_the_average_is_merged_half_way(
     swarm = Swarm(seed=7)
     swarm.world.network.default_link.latency_s = 0.15
     start_all(
-        swarm, ["peer0", "peer1"], train_until(8), local_steps=LocalSteps(overlap_steps=overlap_steps),
+        swarm, ["peer0", "peer1"], train_until(8), local_steps=LocalSteps(nesterov, overlap_steps=overlap_steps),
         target_batch_size=40,
     )  # fmt: skip
     swarm.run()
@@ -278,8 +282,8 @@ def test_with_an_overlap_training_goes_on_and_the_average_is_merged_half_way(
     [
         (None, "local_steps is None here, outer SGD"),
         (LocalSteps(outer=plain_averaging), r"local_steps is outer SGD\(lr=1.0\), 1 fragment, overlap_steps=0 here"),
-        (LocalSteps(overlap_steps=3), "1 fragment, overlap_steps=3 here, outer SGD"),
-        (LocalSteps(fragments=2), "2 fragments, overlap_steps=0 here"),
+        (LocalSteps(nesterov, overlap_steps=3), "1 fragment, overlap_steps=3 here, outer SGD"),
+        (LocalSteps(nesterov, fragments=2), "2 fragments, overlap_steps=0 here"),
     ],
     ids=["none", "outer", "overlap", "fragments"],
 )
@@ -302,7 +306,7 @@ def test_a_peer_without_local_steps_tells_one_with_them_what_is_missing() -> Non
 
 
 @pytest.mark.parametrize("helper", ["ordinary", "auxiliary"])
-@pytest.mark.parametrize("steps", few_of([LocalSteps(fragments=2, overlap_steps=1), LocalSteps()]))
+@pytest.mark.parametrize("steps", few_of([LocalSteps(nesterov, fragments=2, overlap_steps=1), LocalSteps(nesterov)]))
 def test_two_peers_in_client_mode_train_with_one_that_can_be_dialled(helper: str, steps: LocalSteps) -> None:
     swarm = Swarm(seed=9)
     swarm.start_coordinator()
@@ -332,7 +336,9 @@ def test_two_peers_in_client_mode_train_with_one_that_can_be_dialled(helper: str
         assert len(last_round.members) == 3
 
 
-@pytest.mark.parametrize("steps", [LocalSteps(), LocalSteps(fragments=4, overlap_steps=2)], ids=["whole", "fragments"])
+@pytest.mark.parametrize(
+    "steps", [LocalSteps(nesterov), LocalSteps(nesterov, fragments=4, overlap_steps=2)], ids=["whole", "fragments"]
+)
 def test_a_peer_eight_times_slower_takes_part_in_each_step(steps: LocalSteps) -> None:
     """With fragments it makes less than one inner step from one of them to the next."""
     swarm = Swarm(seed=10)
@@ -371,7 +377,8 @@ def test_buffers_travel_with_each_step() -> None:
         model = with_norm()
         swarm.start(
             name, lambda model=model: model, adam, train,  # type: ignore[misc]
-            target_batch_size=8, batch_size_per_step=4, local_steps=LocalSteps(), buffers=list(model.named_buffers()),
+            target_batch_size=8, batch_size_per_step=4, local_steps=LocalSteps(nesterov),
+            buffers=list(model.named_buffers()),
         )  # fmt: skip
     swarm.run()
     assert not torch.equal(before["peer0"], before["peer1"])
@@ -493,7 +500,7 @@ def test_a_newcomer_between_two_fragments_holds_what_the_others_hold() -> None:
             if member.optimizer.global_step >= 14:
                 break
 
-    steps = LocalSteps(fragments=4)
+    steps = LocalSteps(nesterov, fragments=4)
     start_all(swarm, ["peer0", "peer1"], train, local_steps=steps)
     start_all(swarm, ["peer2"], join_late, local_steps=steps, begins_s=12.3)
     swarm.run()

@@ -13,7 +13,7 @@ import torch
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
-from manyhands.optim.local_steps import LocalSteps
+from manyhands.optim.local_steps import LocalSteps, nesterov
 from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.step.replica import Replica
 from manyhands.testing import at, between
@@ -71,8 +71,8 @@ def assert_it_learns_and_agrees(swarm: Swarm, names: list[str]) -> None:
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "delayed": {"delay": "gradients"},
-    "local": {"local_steps": LocalSteps()},
-    "fragments": {"local_steps": LocalSteps(fragments=2, overlap_steps=1)},
+    "local": {"local_steps": LocalSteps(nesterov)},
+    "fragments": {"local_steps": LocalSteps(nesterov, fragments=2, overlap_steps=1)},
 }
 
 

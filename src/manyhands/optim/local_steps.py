@@ -56,7 +56,7 @@ AGREED = "agreed"
 
 
 def nesterov(params: Any) -> torch.optim.Optimizer:
-    """The default outer optimizer, as in DiLoCo."""
+    """The outer optimizer of DiLoCo."""
     return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -67,9 +67,9 @@ class LocalSteps:
     How many inner steps it makes between two averages follows from the target, the number of peers and their batches.
 
     Attributes:
-        outer: makes the optimizer that steps with the averaged change, from a list of parameter groups. ``SGD(lr=1.0)``
-            is plain averaging of parameters, and better below some 64 inner steps and in short runs. By default
-            ``SGD(lr=0.7, momentum=0.9, nesterov=True)``; with ``sparse`` ``SGD(lr=1.0)``.
+        outer: makes the optimizer that steps with the averaged change, from a list of parameter groups. By default
+            ``SGD(lr=1.0)``, which is plain averaging of parameters. :func:`nesterov` is that of DiLoCo, for hundreds of
+            inner steps between two averages and hundreds of averages.
         fragments: the parameters are averaged in so many parts, one after the other, which divides the peak of the
             traffic. Each part is averaged once in ``target_batch_size`` samples.
         overlap_steps: go on with up to so many inner steps while the average is computed.
@@ -91,14 +91,12 @@ class LocalSteps:
         if self.outer is not None and not callable(self.outer):
             raise ConfigError(
                 f"outer={self.outer!r} must be a function that makes an optimizer from parameters; for example "
-                "lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+                "lambda params: torch.optim.SGD(params, lr=1.0)"
             )
 
     def make_outer(self, params: Any) -> torch.optim.Optimizer:
         """The outer optimizer of these parameters or groups."""
-        if self.outer is not None:
-            return self.outer(params)
-        return nesterov(params) if self.sparse is None else torch.optim.SGD(params, lr=1.0)
+        return self.outer(params) if self.outer is not None else torch.optim.SGD(params, lr=1.0)
 
     def averaging(self, config: AveragingConfig) -> AveragingConfig:
         """The configuration of the rounds, with the encoding of sparse changes.
@@ -478,7 +476,7 @@ def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.op
         made = f"{type(outer).__name__} of others" if isinstance(outer, torch.optim.Optimizer) else repr(outer)
         raise ConfigError(
             f"outer made {made}, which is no optimizer of the given parameter groups; for example "
-            "lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)"
+            "lambda params: torch.optim.SGD(params, lr=1.0)"
         )
     return outer
 

@@ -16,7 +16,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.optim import local_steps
 from manyhands.optim.extra_tensors import ExtraTensors
-from manyhands.optim.local_steps import KEPT_SHARE, InnerSteps, LocalReplica, LocalSteps
+from manyhands.optim.local_steps import KEPT_SHARE, InnerSteps, LocalReplica, LocalSteps, nesterov
 from manyhands.optim.options import Options
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.state.state import INNER, Origin, sealed
@@ -122,7 +122,7 @@ def test_an_outer_that_makes_no_optimizer_of_the_parameters_is_refused() -> None
 
 def test_more_fragments_than_trained_tensors_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"fragments=3 is above the number of trained tensors; for example 2, or few"):
-        Trainer(steps=LocalSteps(fragments=3))
+        Trainer(steps=LocalSteps(nesterov, fragments=3))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_no_fragment_is_empty_even_where_tensors_are() -> None:
 
 def test_the_facts_of_a_run_name_what_its_peers_must_share() -> None:
     outer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.7, momentum=0.9, nesterov=True)
-    facts = LocalSteps(fragments=2, overlap_steps=5).facts(outer)
+    facts = LocalSteps(nesterov, fragments=2, overlap_steps=5).facts(outer)
     assert facts == {"local_steps": "outer SGD(lr=0.7, momentum=0.9, nesterov=True), 2 fragments, overlap_steps=5"}
 
 
@@ -482,13 +482,13 @@ def test_very_many_inner_steps_are_named_once(
 
 def test_a_newcomer_gets_agreed_parameters_outer_momentum_and_inner_statistics() -> None:
     named = {"norm.running.mean": torch.zeros(3), "inner.0.exp_avg": torch.zeros(2)}
-    donor = Trainer(adam, LocalSteps(), frozen=2.0, extra=copy.deepcopy(named))
+    donor = Trainer(adam, LocalSteps(nesterov), frozen=2.0, extra=copy.deepcopy(named))
     donor.batch(1.0)
     donor.make(donor.begin())
     donor.batch(1.0)
     donor.replica.extra.agreed[0].fill_(5.0)
     donor.replica.extra.agreed[1].fill_(6.0)
-    newcomer = Trainer(adam, LocalSteps(), start=7.0, extra=named)
+    newcomer = Trainer(adam, LocalSteps(nesterov), start=7.0, extra=named)
     newcomer.replica.restore(donor.replica.capture())
     assert newcomer.agreed == newcomer.own == donor.agreed
     assert newcomer.model[1].item() == 2.0, "frozen parameters come too"
@@ -511,7 +511,7 @@ def digest_of(trainer: Trainer) -> bytes:
 
 
 def test_the_digest_has_no_inner_part_and_does_not_change_with_inner_steps() -> None:
-    trainer = Trainer(adam, LocalSteps())
+    trainer = Trainer(adam, LocalSteps(nesterov))
     trainer.batch(1.0)
     trainer.make(trainer.begin())
     before = digest_of(trainer)
@@ -609,12 +609,12 @@ def test_the_model_shows_the_agreed_parameters_for_a_while_and_gets_its_own_back
     [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
 def test_a_checkpoint_in_mid_period_goes_on_from_the_agreed_parameters(dtype: torch.dtype, offload: bool) -> None:
-    one = Trainer(adam, LocalSteps(), dtype=dtype, offload=offload, frozen=2.0)
+    one = Trainer(adam, LocalSteps(nesterov), dtype=dtype, offload=offload, frozen=2.0)
     one.batch(1.0)
     one.make(one.begin(), mean=1 / 3)
     one.batch(1.0)
     state, place = copy.deepcopy((one.replica.inner.state_dict(), one.replica.place()))
-    two = Trainer(adam, LocalSteps(), dtype=dtype, offload=offload, start=9.0)
+    two = Trainer(adam, LocalSteps(nesterov), dtype=dtype, offload=offload, start=9.0)
     with torch.no_grad():
         for ours, theirs in zip(two.model, one.model, strict=True):
             ours.copy_(theirs)
@@ -643,7 +643,7 @@ def test_a_checkpoint_right_after_a_step_holds_the_parameters_once() -> None:
 
 
 def test_the_checkpoint_of_a_synchronous_run_begins_local_steps_from_its_model() -> None:
-    trainer = Trainer(adam, LocalSteps())
+    trainer = Trainer(adam, LocalSteps(nesterov))
     trainer.batch(1.0)
     trainer.make(trainer.begin())
     plain_state = adam(trainer.model).state_dict()
