@@ -240,6 +240,20 @@ def test_connection_that_asks_nothing_is_ended(served: Served, monkeypatch: pyte
         assert silent.recv(1) == b""  # its end
 
 
+@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"])
+def test_connection_that_asks_slowly_after_an_answer_is_ended(
+    served: Served, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    monkeypatch.setattr("manyhands.monitor.web.connections.REQUEST_TIMEOUT_S", 0.2)
+    port = int(served.server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), 5.0) as slow:
+        slow.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in slow.recv(4096)
+        slow.sendall(head)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_for(slow, 3.0)
+
+
 def test_browser_that_reads_nothing_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.monitor.web.connections.UNREAD_TIMEOUT_S", 0.1)
     lazy = socket.socket()
