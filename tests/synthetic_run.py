@@ -78,6 +78,11 @@ class SyntheticRun:
             self._picture = self._look()
             return peer.row.peer_id
 
+    def go_back(self, step: int) -> None:
+        """The run is resumed from an older step; its history still has the later points."""
+        with self._lock:
+            self._picture = msgspec.structs.replace(self._picture, step=step, last=self._points[step - 1])
+
     def set_state(self, peer_id: str, state: PeerState, text: str = "") -> None:
         """A peer dies, or leaves."""
         with self._lock:
