@@ -6,6 +6,7 @@ import hashlib
 import math
 import threading
 import time
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -30,7 +31,8 @@ MAX_STREAMS = 1000
 HEALTHY_S = 60.0
 DEFAULT_POINTS, MAX_POINTS = 1000, 10_000
 DEFAULT_EVENTS, MAX_EVENTS = 50, 1000
-MAX_CSV_POINTS = 1_000_000
+CSV_POINTS = 500
+"""Read and sent at a time: the points of a year are a large file."""
 MAX_FILL_LENGTH = 500
 
 FOREVER = "public, max-age=31536000, immutable"
@@ -40,6 +42,7 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
+    "csv": "text/csv; charset=utf-8",
 }
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -143,11 +146,17 @@ class Api:
         return self._listed("points", self._source.points(_number(request, "since", 0.0, 0.0, math.inf), limit))
 
     def points_csv(self, request: Request) -> Response:
-        points = self._source.points(_number(request, "since", 0.0, 0.0, math.inf), MAX_CSV_POINTS)
-        return _csv("points.csv", as_csv(Point, points))
+        since = _number(request, "since", 0.0, 0.0, math.inf)
+        return _csv(request, "points.csv", as_csv(Point, self._all_points(since)))
+
+    def _all_points(self, since: float) -> Iterator[list[Point]]:
+        step = -1
+        while points := self._source.points_after(step, since, CSV_POINTS):
+            yield points
+            step = points[-1].step
 
     def peers_csv(self, request: Request) -> Response:
-        return _csv("peers.csv", as_csv(PeerRow, self._source.picture().peers))
+        return _csv(request, "peers.csv", as_csv(PeerRow, [self._source.picture().peers]))
 
     def fill_json(self, request: Request) -> Response:
         """The best guesses for the masks of a text; one request at a time, as each computes."""
@@ -232,9 +241,11 @@ def _json(content: Any, status: int = 200) -> Response:
     )
 
 
-def _csv(name: str, text: str) -> Response:
+def _csv(request: Request, name: str, pieces: Iterator[str]) -> Response:
     headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
-    return Response(text, media_type="text/csv; charset=utf-8", headers=headers)
+    if request.method == "HEAD":
+        pieces = iter(())
+    return StreamingResponse(pieces, media_type=TYPES["csv"], headers=headers)
 
 
 def _etag(content: bytes) -> str:

@@ -144,6 +144,20 @@ def test_csv_gives_back_the_rows_and_disarms_formulas(served: Served) -> None:
     assert points[0]["heldout_loss"] == ""
 
 
+def test_points_of_a_long_history_are_read_when_the_browser_takes_them(served: Served) -> None:
+    served.run.repeat_points(100_000)  # 8 MB, more than the system keeps for a connection
+    with served.client.stream("GET", "/api/points.csv", timeout=5.0) as answer:
+        parts = answer.iter_bytes()
+        head = next(parts)
+        time.sleep(1.0)
+        assert served.run.num_read < 100_000
+        num_lines = head.count(b"\n") + sum(part.count(b"\n") for part in parts)
+    assert num_lines == 1 + 100_000
+    before = served.run.num_read
+    assert served.client.head("/api/points.csv").status_code == 200
+    assert served.run.num_read == before
+
+
 def test_metrics_are_read_by_the_parser_of_prometheus(served: Served) -> None:
     picture = served.run.picture()
     served.run.set_state(picture.peers[0].peer_id, "gone")
@@ -240,7 +254,10 @@ def test_connection_that_asks_nothing_is_ended(served: Served, monkeypatch: pyte
         assert silent.recv(1) == b""  # its end
 
 
-@pytest.mark.parametrize("head", [b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"])
+@pytest.mark.parametrize(
+    "head",
+    [b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"],
+)
 def test_connection_that_asks_slowly_after_an_answer_is_ended(
     served: Served, monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
