@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import math
 import threading
 import time
@@ -51,7 +52,6 @@ SECURITY = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-LOOPBACK_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
 
 class BadQuery(Exception):
@@ -117,7 +117,7 @@ class Api:
 
     async def events(self, request: Request) -> Response:
         """The stream of updates."""
-        headers = {"Cache-Control": "no-store"}
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx would hold the updates back
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=headers)
         if self._stream.num_pages >= MAX_STREAMS:
@@ -207,15 +207,19 @@ class _Guarded:
             await send(message)
 
         app = self._app
-        if self._is_loopback and _host(Headers(scope=scope).get("host", "")) not in LOOPBACK_HOSTS:
+        if self._is_loopback and not _is_loopback(Headers(scope=scope).get("host", "")):
             app = PlainTextResponse("this page is for this machine alone: open it as 127.0.0.1 or localhost\n", 421)
         await app(scope, receive, send_guarded)
 
 
-def _host(header: str) -> str:
-    """The host of a Host header, without its port."""
+def _is_loopback(header: str) -> bool:
+    """Whether a Host header names this machine."""
     name, separator, port = header.rpartition(":")
-    return (name if separator and port.isdecimal() else header).lower()
+    host = name if separator and port.isdecimal() else header
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _number(request: Request, name: str, default: float, least: float, most: float) -> float:

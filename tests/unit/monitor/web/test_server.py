@@ -295,6 +295,7 @@ def test_only_reading_is_possible_and_every_answer_is_guarded(served: Served, pa
     head = served.client.head(path)
     assert head.status_code == (404 if path == "/nothing" else 200)
     assert head.content == b""
+    assert head.headers.get("x-accel-buffering") == ("no" if path == "/events" else None)
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         answer = served.client.request(method, path)
         assert answer.status_code in (404, 405)
@@ -306,7 +307,8 @@ def test_only_reading_is_possible_and_every_answer_is_guarded(served: Served, pa
 
 
 @pytest.mark.parametrize(("host", "status"), [
-    ("127.0.0.1:9000", 200), ("localhost", 200), ("[::1]:8080", 200),
+    ("127.0.0.1:9000", 200), ("localhost", 200), ("[::1]:8080", 200), ("127.0.0.2:8080", 200),
+    ("10.0.0.1:8080", 421),
     ("rebound.example:8080", 421), ("127.0.0.1.example", 421), ("", 421),
 ])  # fmt: skip
 def test_names_of_other_hosts_are_refused_on_loopback(served: Served, host: str, status: int) -> None:
