@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import rough
-from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point
+from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point, RunPicture
 from manyhands.monitor.web.metrics import as_metrics
 from manyhands.monitor.web.source import Fill, Source
 from manyhands.monitor.web.stream import Stream
@@ -34,6 +34,8 @@ DEFAULT_POINTS, MAX_POINTS = 1000, 10_000
 DEFAULT_EVENTS, MAX_EVENTS = 50, 1000
 CSV_POINTS = 500
 """Read and sent at a time: the points of a year are a large file."""
+MAX_CURVES = 8
+"""Answers that are kept: a thousand pages that come back at once ask for the same points."""
 MAX_FILL_LENGTH = 500
 
 FOREVER = "public, max-age=31536000, immutable"
@@ -70,6 +72,9 @@ class Api:
         self._stream = stream
         self._fill = fill
         self._filling = threading.Lock()
+        self._drawing = threading.Lock()
+        self._drawn: RunPicture | None = None  # the picture to which the curves belong
+        self._curves: dict[tuple[float, int], bytes] = {}  # by since and limit
         self._static, self._index = _static_files(has_model=fill is not None)  # by path
 
     def app(self, *, is_loopback: bool) -> ASGIApp:
@@ -142,8 +147,16 @@ class Api:
         return self._listed("events", self._source.events(limit))
 
     def points_json(self, request: Request) -> Response:
+        since = _number(request, "since", 0.0, 0.0, math.inf)
         limit = int(_number(request, "limit", DEFAULT_POINTS, 1, MAX_POINTS))
-        return self._listed("points", self._source.points(_number(request, "since", 0.0, 0.0, math.inf), limit))
+        picture = self._source.picture()
+        with self._drawing:
+            if picture is not self._drawn or len(self._curves) >= MAX_CURVES:
+                self._drawn, self._curves = picture, {}
+            if (since, limit) not in self._curves:
+                answer = self._listed("points", self._source.points(since, limit))
+                self._curves[since, limit] = bytes(answer.body)
+            return _encoded(self._curves[since, limit])
 
     def points_csv(self, request: Request) -> Response:
         since = _number(request, "since", 0.0, 0.0, math.inf)
@@ -240,9 +253,11 @@ async def _bad_query(request: Request, error: Exception) -> Response:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    return Response(
-        msgspec.json.encode(content), status, media_type="application/json", headers={"Cache-Control": "no-store"}
-    )
+    return _encoded(msgspec.json.encode(content), status)
+
+
+def _encoded(content: bytes, status: int = 200) -> Response:
+    return Response(content, status, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def _csv(request: Request, name: str, pieces: Iterator[str]) -> Response:

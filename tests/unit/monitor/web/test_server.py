@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -116,6 +117,27 @@ def test_points_since_a_time_are_thinned_to_the_limit(served: Served) -> None:
     assert len(few) == 4
     assert few[-1]["step"] == 30
     assert few[-1]["heldout_loss"] == points[24].heldout_loss  # of step 25, which the last of the four stands for
+
+
+def test_points_are_read_once_for_all_pages_until_the_next_look(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, int]] = []
+    points = served.run.points
+
+    def counted(since: float, limit: int) -> list[Point]:
+        asked.append((since, limit))
+        return points(since, limit)
+
+    monkeypatch.setattr(served.run, "points", counted)
+    with ThreadPoolExecutor(10) as pages:
+        answers = list(pages.map(served.get, ["/api/points.json?limit=20"] * 10))
+    assert all(answer == answers[0] for answer in answers)
+    assert asked == [(0.0, 20)]
+    served.run.advance(STEP_S)
+    assert served.get("/api/points.json?limit=20")["points"][-1]["step"] == 31
+    for limit in range(1, 30):  # others have their own answers
+        assert len(served.get(f"/api/points.json?limit={limit}")["points"]) == limit
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=many", "limit=1e9", "since=-1", "since=nan"])

@@ -162,8 +162,9 @@ export class Charts {
     this.#drawSoon();
   }
 
+  // Of a whole minute: pages that ask at one time get one answer.
   #since() {
-    return Math.max(Math.floor(this.stream.now() - RANGES[this.#range]), 0);
+    return Math.max(Math.floor((this.stream.now() - RANGES[this.#range]) / 60) * 60, 0);
   }
 
   #drawSoon() {
