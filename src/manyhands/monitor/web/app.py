@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import logging
 import math
 import threading
 import time
@@ -20,13 +21,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manyhands.base.errors import ConfigError
-from manyhands.base.text import rough
+from manyhands.base.text import reason_of, rough
 from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point, RunPicture
 from manyhands.monitor.web.metrics import as_metrics
 from manyhands.monitor.web.source import Fill, Source
 from manyhands.monitor.web.stream import Stream
 from manyhands.monitor.web.tables import as_csv
 from manyhands.monitor.web.updates import head_of
+
+logger = logging.getLogger(__name__)
 
 MAX_STREAMS = 1000
 HEALTHY_S = 60.0
@@ -71,6 +74,7 @@ class Api:
         self._source = source
         self._stream = stream
         self._fill = fill
+        self._failure = ""  # the last one
         self._filling = threading.Lock()
         self._drawing = threading.Lock()
         self._drawn: RunPicture | None = None  # the picture to which the curves belong
@@ -102,7 +106,7 @@ class Api:
         }
         app = Starlette(
             routes=[Route(path, answer, methods=["GET"]) for path, answer in addresses.items()],
-            exception_handlers={BadQuery: _bad_query},
+            exception_handlers={BadQuery: _bad_query, Exception: self.failed},
         )
         app.router.redirect_slashes = False
         return _Guarded(app, is_loopback=is_loopback)
@@ -192,6 +196,14 @@ class Api:
             self._source.picture(), num_aborted=self._source.num_aborted, num_pages=self._stream.num_pages
         )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def failed(self, request: Request, error: Exception) -> Response:
+        """Say what is wrong here: in the log, and only once, as each page may ask again."""
+        reason = f"{request.url.path}: {reason_of(error)}"
+        if reason != self._failure:
+            self._failure = reason
+            logger.error("The page cannot answer %s", reason)
+        return PlainTextResponse("the server has a problem; its log says which\n", 500)
 
     async def healthz(self, request: Request) -> Response:
         """200 if the monitor has looked at the run within a minute, else 503; for supervisors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import socket
@@ -373,6 +374,19 @@ def test_events_are_the_last_ones(served: Served) -> None:
         served.run.tell("joined", f"peer {number}", ago_s=float(5 - number))
     events = msgspec.convert(served.get("/api/events.json?limit=2")["events"], list[RunEvent])
     assert [event.text for event in events] == ["peer 4", "peer 3"]
+
+
+def test_failure_of_the_source_is_logged_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(limit: int) -> list[RunEvent]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(served.run, "events", broken)
+    assert [served.client.get("/api/events.json").status_code for _ in range(3)] == [500] * 3
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("manyhands")]
+    assert [line.partition(":")[0] for line in told] == ["The page cannot answer /api/events.json"]
+    assert served.client.get("/api/events.json").headers["x-content-type-options"] == "nosniff"
 
 
 def test_server_that_listens_to_everybody_says_so_and_takes_any_name(caplog: pytest.LogCaptureFixture) -> None:
