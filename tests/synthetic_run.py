@@ -37,6 +37,9 @@ class SyntheticRun:
     It is a :class:`manyhands.monitor.web.Source`. Credits add up: the leaderboard, the peers and the points have the
     same samples in all.
 
+    Attributes:
+        num_read: points that :meth:`points_after` has given.
+
     Args:
         now: seconds since 1970, of its last look.
         past_steps: global steps before that, for the curves.
@@ -45,6 +48,7 @@ class SyntheticRun:
 
     def __init__(self, num_peers: int, now: float, past_steps: int = 0, *, grows: bool = False) -> None:
         self.num_aborted = 3
+        self.num_read = 0
         self._rng = random.Random(26)
         self._lock = threading.Lock()
         self._now = now - past_steps * STEP_S
@@ -78,6 +82,17 @@ class SyntheticRun:
             self._picture = self._look()
             return peer.row.peer_id
 
+    def go_back(self, step: int) -> None:
+        """The run is resumed from an older step; its history still has the later points."""
+        with self._lock:
+            self._picture = msgspec.structs.replace(self._picture, step=step, last=self._points[step - 1])
+
+    def repeat_points(self, number: int) -> None:
+        """Make the history one of so many steps."""
+        with self._lock:
+            last = self._points[-1]
+            self._points = [msgspec.structs.replace(last, step=step) for step in range(1, number + 1)]
+
     def set_state(self, peer_id: str, state: PeerState, text: str = "") -> None:
         """A peer dies, or leaves."""
         with self._lock:
@@ -96,6 +111,12 @@ class SyntheticRun:
     def points(self, since: float, limit: int) -> list[Point]:
         with self._lock:
             return thinned([point for point in self._points if point.time >= since], limit)
+
+    def points_after(self, step: int, since: float, limit: int) -> list[Point]:
+        with self._lock:
+            found = [point for point in self._points[max(step, 0) :] if point.time >= since][:limit]
+            self.num_read += len(found)
+            return found
 
     def events(self, limit: int) -> list[RunEvent]:
         with self._lock:

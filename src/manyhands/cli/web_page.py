@@ -93,6 +93,7 @@ def page_beside(peer: Peer, run_id: str, bound: socket.socket | None, state_dir:
 
 def filler(folder: Path) -> Fill:
     """Fills masks with the newest checkpoint in a folder."""
+    folder = folder.absolute()  # has a name, also if it was given as "."
 
     def fill(text: str) -> Filled:
         if MASK not in text:

@@ -178,6 +178,21 @@ class History:
             ).fetchall()
         return [_point(row) for row in reversed(rows)]
 
+    def points_after(self, step: int, since: float, limit: int) -> list[Point]:
+        """The first ``limit`` points above a step and since a time (seconds since 1970), in order."""
+        with self._using:
+            with self._changing:
+                unwritten = {
+                    number: point
+                    for number, (point, _) in self._new.points.items()
+                    if number > step and point.time >= since
+                }
+            rows = self._connection.execute(
+                f"SELECT {_POINT} FROM points WHERE step > ? AND +time >= ? ORDER BY step LIMIT ?", (step, since, limit)
+            ).fetchall()
+        found = {row[0]: _point(row) for row in rows} | unwritten
+        return [found[number] for number in sorted(found)[:limit]]
+
     def events(self, limit: int = 50, before: float = 1e12) -> list[RunEvent]:
         """The last events before a time, the newest first."""
         with self._using:

@@ -60,6 +60,15 @@ def test_model_that_is_not_there_yet_is_said_without_its_path(tmp_path: Path) ->
         filler(folder)("a text")
 
 
+def test_box_of_the_model_names_no_place_for_a_folder_given_as_a_dot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").mkdir()
+    monkeypatch.chdir(tmp_path / "kept")
+    with pytest.raises(ConfigError, match="there is no checkpoint in kept"):
+        filler(Path())("a [MASK]")
+
+
 def test_commands_work_without_the_extra() -> None:
     code = (
         "import sys\n"

@@ -280,3 +280,17 @@ def test_a_day_of_twenty_peers_is_about_a_megabyte(tmp_path: Path) -> None:
     history.add_credit(Changes(put=[CreditedStep(step, b"lineage!", 20, shares) for step in day]))
     history.close()
     assert 0.5e6 < history_path(tmp_path, "run").stat().st_size < 2e6
+
+
+def test_points_after_a_step_are_read_piece_by_piece_whether_written_or_not() -> None:
+    history = History("r")
+    try:
+        history.add_points(Point(time=float(step), step=step) for step in range(0, 20, 2))
+        assert history.flush()
+        history.add_points(Point(time=float(step), step=step) for step in range(1, 20, 2))
+        assert [point.step for point in history.points_after(-1, 0.0, 7)] == list(range(7))
+        assert [point.step for point in history.points_after(6, 0.0, 7)] == list(range(7, 14))
+        assert [point.step for point in history.points_after(-1, 15.0, 100)] == list(range(15, 20))
+        assert history.points_after(19, 0.0, 7) == []
+    finally:
+        history.close()

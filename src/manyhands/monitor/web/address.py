@@ -28,8 +28,9 @@ def bind(text: str = DEFAULT_ADDRESS) -> socket.socket:
     host, port = _parsed(text)
     try:
         (family, _, _, _, place), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"--web {text}: {host!r} is no host of this machine: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # the latter of a name with an empty or too long part
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigError(f"--web {text}: {host!r} is no host of this machine: {why}") from error
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -18,19 +21,24 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manyhands.base.errors import ConfigError
-from manyhands.base.text import rough
-from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point
+from manyhands.base.text import reason_of, rough
+from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point, RunPicture
 from manyhands.monitor.web.metrics import as_metrics
 from manyhands.monitor.web.source import Fill, Source
 from manyhands.monitor.web.stream import Stream
 from manyhands.monitor.web.tables import as_csv
 from manyhands.monitor.web.updates import head_of
 
+logger = logging.getLogger(__name__)
+
 MAX_STREAMS = 1000
 HEALTHY_S = 60.0
 DEFAULT_POINTS, MAX_POINTS = 1000, 10_000
 DEFAULT_EVENTS, MAX_EVENTS = 50, 1000
-MAX_CSV_POINTS = 1_000_000
+CSV_POINTS = 500
+"""Read and sent at a time: the points of a year are a large file."""
+MAX_CURVES = 8
+"""Answers that are kept: a thousand pages that come back at once ask for the same points."""
 MAX_FILL_LENGTH = 500
 
 FOREVER = "public, max-age=31536000, immutable"
@@ -40,6 +48,7 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
+    "csv": "text/csv; charset=utf-8",
 }
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -48,7 +57,6 @@ SECURITY = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-LOOPBACK_HOSTS = {"127.0.0.1", "localhost", "[::1]"}
 
 
 class BadQuery(Exception):
@@ -66,7 +74,11 @@ class Api:
         self._source = source
         self._stream = stream
         self._fill = fill
+        self._failure = ""  # the last one
         self._filling = threading.Lock()
+        self._drawing = threading.Lock()
+        self._drawn: RunPicture | None = None  # the picture to which the curves belong
+        self._curves: dict[tuple[float, int], bytes] = {}  # by since and limit
         self._static, self._index = _static_files(has_model=fill is not None)  # by path
 
     def app(self, *, is_loopback: bool) -> ASGIApp:
@@ -94,7 +106,7 @@ class Api:
         }
         app = Starlette(
             routes=[Route(path, answer, methods=["GET"]) for path, answer in addresses.items()],
-            exception_handlers={BadQuery: _bad_query},
+            exception_handlers={BadQuery: _bad_query, Exception: self.failed},
         )
         app.router.redirect_slashes = False
         return _Guarded(app, is_loopback=is_loopback)
@@ -114,7 +126,7 @@ class Api:
 
     async def events(self, request: Request) -> Response:
         """The stream of updates."""
-        headers = {"Cache-Control": "no-store"}
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx would hold the updates back
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=headers)
         if self._stream.num_pages >= MAX_STREAMS:
@@ -139,15 +151,29 @@ class Api:
         return self._listed("events", self._source.events(limit))
 
     def points_json(self, request: Request) -> Response:
+        since = _number(request, "since", 0.0, 0.0, math.inf)
         limit = int(_number(request, "limit", DEFAULT_POINTS, 1, MAX_POINTS))
-        return self._listed("points", self._source.points(_number(request, "since", 0.0, 0.0, math.inf), limit))
+        picture = self._source.picture()
+        with self._drawing:
+            if picture is not self._drawn or len(self._curves) >= MAX_CURVES:
+                self._drawn, self._curves = picture, {}
+            if (since, limit) not in self._curves:
+                answer = self._listed("points", self._source.points(since, limit))
+                self._curves[since, limit] = bytes(answer.body)
+            return _encoded(self._curves[since, limit])
 
     def points_csv(self, request: Request) -> Response:
-        points = self._source.points(_number(request, "since", 0.0, 0.0, math.inf), MAX_CSV_POINTS)
-        return _csv("points.csv", as_csv(Point, points))
+        since = _number(request, "since", 0.0, 0.0, math.inf)
+        return _csv(request, "points.csv", as_csv(Point, self._all_points(since)))
+
+    def _all_points(self, since: float) -> Iterator[list[Point]]:
+        step = -1
+        while points := self._source.points_after(step, since, CSV_POINTS):
+            yield points
+            step = points[-1].step
 
     def peers_csv(self, request: Request) -> Response:
-        return _csv("peers.csv", as_csv(PeerRow, self._source.picture().peers))
+        return _csv(request, "peers.csv", as_csv(PeerRow, [self._source.picture().peers]))
 
     def fill_json(self, request: Request) -> Response:
         """The best guesses for the masks of a text; one request at a time, as each computes."""
@@ -170,6 +196,14 @@ class Api:
             self._source.picture(), num_aborted=self._source.num_aborted, num_pages=self._stream.num_pages
         )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def failed(self, request: Request, error: Exception) -> Response:
+        """Say what is wrong here: in the log, and only once, as each page may ask again."""
+        reason = f"{request.url.path}: {reason_of(error)}"
+        if reason != self._failure:
+            self._failure = reason
+            logger.error("The page cannot answer %s", reason)
+        return PlainTextResponse("the server has a problem; its log says which\n", 500)
 
     async def healthz(self, request: Request) -> Response:
         """200 if the monitor has looked at the run within a minute, else 503; for supervisors."""
@@ -198,15 +232,19 @@ class _Guarded:
             await send(message)
 
         app = self._app
-        if self._is_loopback and _host(Headers(scope=scope).get("host", "")) not in LOOPBACK_HOSTS:
+        if self._is_loopback and not _is_loopback(Headers(scope=scope).get("host", "")):
             app = PlainTextResponse("this page is for this machine alone: open it as 127.0.0.1 or localhost\n", 421)
         await app(scope, receive, send_guarded)
 
 
-def _host(header: str) -> str:
-    """The host of a Host header, without its port."""
+def _is_loopback(header: str) -> bool:
+    """Whether a Host header names this machine."""
     name, separator, port = header.rpartition(":")
-    return (name if separator and port.isdecimal() else header).lower()
+    host = name if separator and port.isdecimal() else header
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _number(request: Request, name: str, default: float, least: float, most: float) -> float:
@@ -227,14 +265,18 @@ async def _bad_query(request: Request, error: Exception) -> Response:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    return Response(
-        msgspec.json.encode(content), status, media_type="application/json", headers={"Cache-Control": "no-store"}
-    )
+    return _encoded(msgspec.json.encode(content), status)
 
 
-def _csv(name: str, text: str) -> Response:
+def _encoded(content: bytes, status: int = 200) -> Response:
+    return Response(content, status, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def _csv(request: Request, name: str, pieces: Iterator[str]) -> Response:
     headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
-    return Response(text, media_type="text/csv; charset=utf-8", headers=headers)
+    if request.method == "HEAD":
+        pieces = iter(())
+    return StreamingResponse(pieces, media_type=TYPES["csv"], headers=headers)
 
 
 def _etag(content: bytes) -> str:

@@ -9,7 +9,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_CONNECTIONS = 1100
 """Open ones in all: :data:`manyhands.monitor.web.app.MAX_STREAMS`, and room for short requests beside them."""
 REQUEST_TIMEOUT_S = 10.0
-"""From the connection to the end of the head of its first request."""
+"""From the connection, or what came first after an answer, to the end of the head of the next request."""
 UNREAD_TIMEOUT_S = 30.0
 """A browser that reads nothing for this long, although there is something to read, is disconnected."""
 
@@ -22,11 +22,12 @@ FULL = (
 class BoundedProtocol(H11Protocol):
     """Uvicorn's protocol, with these bounds."""
 
-    _timer: asyncio.TimerHandle | None = None
+    _request_timer: asyncio.TimerHandle | None = None
+    _unread_timer: asyncio.TimerHandle | None = None
 
     @property
-    def _has_asked(self) -> bool:
-        return bool(self.cycle)  # None before the first request, whatever its annotation says
+    def _is_answering(self) -> bool:
+        return bool(self.cycle) and not self.cycle.response_complete  # no cycle before the first request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
@@ -34,30 +35,37 @@ class BoundedProtocol(H11Protocol):
             transport.write(FULL)
             transport.close()
             return
-        self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, self._close_if_silent)
-
-    def _close_if_silent(self) -> None:
-        if not self._has_asked:
-            self.transport.abort()
+        self._request_timer = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():  # refused
-            super().data_received(data)
+        if self.transport.is_closing():  # refused
+            return
+        super().data_received(data)
+        if self._is_answering:
+            self._end_request_timer()
+        elif self._request_timer is None:  # the first bytes after an answer
+            self._request_timer = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._end_timer()
-        self._timer = self.loop.call_later(UNREAD_TIMEOUT_S, self.transport.abort)
+        self._end_unread_timer()
+        self._unread_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._end_timer()
+        self._end_unread_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_timer()
+        self._end_request_timer()
+        self._end_unread_timer()
         super().connection_lost(exc)
 
-    def _end_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _end_request_timer(self) -> None:
+        if self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None
+
+    def _end_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None

@@ -34,6 +34,9 @@ class MonitorSource:
     def points(self, since: float, limit: int) -> list[Point]:
         return thinned(self._monitor.history.points(since, FINER * limit), limit)
 
+    def points_after(self, step: int, since: float, limit: int) -> list[Point]:
+        return self._monitor.history.points_after(step, since, limit)
+
     def events(self, limit: int) -> list[RunEvent]:
         return self._monitor.history.events(limit)
 

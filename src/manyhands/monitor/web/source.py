@@ -31,6 +31,9 @@ class Source(Protocol):
             since: seconds since 1970; 0 for all.
         """
 
+    def points_after(self, step: int, since: float, limit: int) -> list[Point]:
+        """The first ``limit`` committed steps above a step and since a time, in order."""
+
     def events(self, limit: int) -> list[RunEvent]:
         """The last events, the newest first."""
 

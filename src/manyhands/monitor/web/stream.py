@@ -61,10 +61,11 @@ class Stream:
             has = [0] * len(self._parts)
             while not self._is_closed:
                 changed = self._changed
-                news = b"".join(part.since(version) for part, version in zip(self._parts, has, strict=True))
+                news = [part.since(version) for part, version in zip(self._parts, has, strict=True)]
                 has = [part.version for part in self._parts]
-                for begin in range(0, len(news), PIECE_BYTES):
-                    yield news[begin : begin + PIECE_BYTES]
+                for one in news:  # not joined: all pages share them
+                    for begin in range(0, len(one), PIECE_BYTES):
+                        yield one[begin : begin + PIECE_BYTES]
                 if not changed.is_set():
                     await wait_at_most(changed, HEARTBEAT_S)
                 if not changed.is_set():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,17 +12,22 @@ import msgspec
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
-def as_csv(kind: type[msgspec.Struct], rows: Iterable[msgspec.Struct]) -> str:
-    """A table with a head. Text that a spreadsheet would compute gets a ``'`` in front: strangers have chosen it.
+def as_csv(kind: type[msgspec.Struct], pieces: Iterable[Iterable[msgspec.Struct]]) -> Iterator[str]:
+    """A table with a head, in pieces. Text that a spreadsheet would compute gets a ``'`` in front: strangers have
+    chosen it.
 
     Args:
         kind: the class of the rows.
+        pieces: lists of rows, each made when the one before has been taken.
     """
+    yield _lines([kind.__struct_fields__])
+    for rows in pieces:
+        yield _lines([_safe(getattr(row, name)) for name in kind.__struct_fields__] for row in rows)
+
+
+def _lines(rows: Iterable[Iterable[Any]]) -> str:
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\r\n")  # RFC 4180
-    writer.writerow(kind.__struct_fields__)
-    for row in rows:
-        writer.writerow([_safe(getattr(row, name)) for name in kind.__struct_fields__])
+    csv.writer(file, lineterminator="\r\n").writerows(rows)  # RFC 4180
     return file.getvalue()
 
 

@@ -31,6 +31,12 @@ def test_host_that_is_not_of_this_machine() -> None:
         address.bind("192.0.2.1:8080")
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 70 + ".example"])
+def test_name_that_no_host_can_have(host: str) -> None:
+    with pytest.raises(ConfigError, match="is no host of this machine"):
+        address.bind(f"{host}:8080")
+
+
 def test_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -79,7 +79,7 @@ def row_of(page: Page, peer_id: str) -> Any:
     return page.locator(f'#peers tr[data-peer="{peer_id}"]')
 
 
-def has_curve(page: Page, first: int, last: int) -> None:
+def has_curve(page: Page, first: int | str, last: int) -> None:
     """Wait for a curve, as a screen reader has it."""
     text = re.compile(f"^Loss: from .* at step {first} to .* at step {last}$")
     expect(page.locator("#loss-chart")).to_have_attribute("aria-label", text)
@@ -107,6 +107,50 @@ def test_curve_grows_outlives_a_reload_and_a_lost_connection(shown: Shown) -> No
     expect(page.locator("#connection")).to_have_text("live", timeout=20_000)
     expect(page.locator("#step")).to_have_text("63")
     has_curve(page, 1, 63)
+
+
+def test_page_of_a_run_that_has_gone_back_asks_for_its_history_now_and_then(shown: Shown) -> None:
+    page = shown.open()
+    has_curve(page, 1, 60)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    shown.run.go_back(50)
+    expect(page.locator("#step")).to_have_text("50")
+    page.wait_for_timeout(2000)
+    assert len(asked) <= 1
+
+
+def test_curve_of_an_hour_stays_one_of_an_hour(browser: Browser) -> None:
+    shown = Shown(browser, SyntheticRun(3, time.time() - 1800, past_steps=80))  # from 83 to 30 minutes ago
+    shown.page.clock.install()
+    page = shown.open()
+    page.get_by_role("button", name="Hour").click()
+    has_curve(page, "3[456]", 80)
+    page.clock.fast_forward(1700_000)
+    shown.run.advance(1800.0)
+    has_curve(page, "7[678]", 81)
+    shown.close()
+
+
+def test_page_of_a_run_without_steps_says_so_in_place_of_curves(browser: Browser) -> None:
+    shown = Shown(browser, SyntheticRun(3, time.time()))
+    page = shown.open()
+    for chart in ("loss", "speed", "peers"):
+        expect(page.locator(f"#{chart}-now")).to_have_text("no steps yet")
+    assert page.locator(".plot canvas").count() == 0
+    shown.run.advance(STEP_S)
+    has_curve(page, 1, 1)
+    expect(page.locator("#loss-chart canvas")).to_be_visible()
+    shown.close()
+
+
+def test_lost_connection_fits_a_small_phone(browser: Browser) -> None:
+    shown = Shown(browser, SyntheticRun(3, time.time()), viewport={"width": 320, "height": 640})
+    page = shown.open()
+    shown.server.close()
+    expect(page.locator("#connection")).to_have_text("connection lost, trying again")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 320
+    shown.close()
 
 
 def test_dead_peer_turns_grey_and_a_newcomer_appears(shown: Shown) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -118,6 +120,27 @@ def test_points_since_a_time_are_thinned_to_the_limit(served: Served) -> None:
     assert few[-1]["heldout_loss"] == points[24].heldout_loss  # of step 25, which the last of the four stands for
 
 
+def test_points_are_read_once_for_all_pages_until_the_next_look(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, int]] = []
+    points = served.run.points
+
+    def counted(since: float, limit: int) -> list[Point]:
+        asked.append((since, limit))
+        return points(since, limit)
+
+    monkeypatch.setattr(served.run, "points", counted)
+    with ThreadPoolExecutor(10) as pages:
+        answers = list(pages.map(served.get, ["/api/points.json?limit=20"] * 10))
+    assert all(answer == answers[0] for answer in answers)
+    assert asked == [(0.0, 20)]
+    served.run.advance(STEP_S)
+    assert served.get("/api/points.json?limit=20")["points"][-1]["step"] == 31
+    for limit in range(1, 30):  # others have their own answers
+        assert len(served.get(f"/api/points.json?limit={limit}")["points"]) == limit
+
+
 @pytest.mark.parametrize("query", ["limit=0", "limit=many", "limit=1e9", "since=-1", "since=nan"])
 def test_bad_parameter_is_refused_with_its_bounds(served: Served, query: str) -> None:
     answer = served.client.get(f"/api/points.json?{query}")
@@ -142,6 +165,20 @@ def test_csv_gives_back_the_rows_and_disarms_formulas(served: Served) -> None:
     points = list(csv.DictReader(io.StringIO(served.client.get("/api/points.csv").text)))
     assert [int(point["step"]) for point in points] == list(range(1, 31))
     assert points[0]["heldout_loss"] == ""
+
+
+def test_points_of_a_long_history_are_read_when_the_browser_takes_them(served: Served) -> None:
+    served.run.repeat_points(100_000)  # 8 MB, more than the system keeps for a connection
+    with served.client.stream("GET", "/api/points.csv", timeout=5.0) as answer:
+        parts = answer.iter_bytes()
+        head = next(parts)
+        time.sleep(1.0)
+        assert served.run.num_read < 100_000
+        num_lines = head.count(b"\n") + sum(part.count(b"\n") for part in parts)
+    assert num_lines == 1 + 100_000
+    before = served.run.num_read
+    assert served.client.head("/api/points.csv").status_code == 200
+    assert served.run.num_read == before
 
 
 def test_metrics_are_read_by_the_parser_of_prometheus(served: Served) -> None:
@@ -240,6 +277,23 @@ def test_connection_that_asks_nothing_is_ended(served: Served, monkeypatch: pyte
         assert silent.recv(1) == b""  # its end
 
 
+@pytest.mark.parametrize(
+    "head",
+    [b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"],
+)
+def test_connection_that_asks_slowly_after_an_answer_is_ended(
+    served: Served, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    monkeypatch.setattr("manyhands.monitor.web.connections.REQUEST_TIMEOUT_S", 0.2)
+    port = int(served.server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), 5.0) as slow:
+        slow.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in slow.recv(4096)
+        slow.sendall(head)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_for(slow, 3.0)
+
+
 def test_browser_that_reads_nothing_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.monitor.web.connections.UNREAD_TIMEOUT_S", 0.1)
     lazy = socket.socket()
@@ -264,6 +318,7 @@ def test_only_reading_is_possible_and_every_answer_is_guarded(served: Served, pa
     head = served.client.head(path)
     assert head.status_code == (404 if path == "/nothing" else 200)
     assert head.content == b""
+    assert head.headers.get("x-accel-buffering") == ("no" if path == "/events" else None)
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         answer = served.client.request(method, path)
         assert answer.status_code in (404, 405)
@@ -275,7 +330,8 @@ def test_only_reading_is_possible_and_every_answer_is_guarded(served: Served, pa
 
 
 @pytest.mark.parametrize(("host", "status"), [
-    ("127.0.0.1:9000", 200), ("localhost", 200), ("[::1]:8080", 200),
+    ("127.0.0.1:9000", 200), ("localhost", 200), ("[::1]:8080", 200), ("127.0.0.2:8080", 200),
+    ("10.0.0.1:8080", 421),
     ("rebound.example:8080", 421), ("127.0.0.1.example", 421), ("", 421),
 ])  # fmt: skip
 def test_names_of_other_hosts_are_refused_on_loopback(served: Served, host: str, status: int) -> None:
@@ -318,6 +374,19 @@ def test_events_are_the_last_ones(served: Served) -> None:
         served.run.tell("joined", f"peer {number}", ago_s=float(5 - number))
     events = msgspec.convert(served.get("/api/events.json?limit=2")["events"], list[RunEvent])
     assert [event.text for event in events] == ["peer 4", "peer 3"]
+
+
+def test_failure_of_the_source_is_logged_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(limit: int) -> list[RunEvent]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(served.run, "events", broken)
+    assert [served.client.get("/api/events.json").status_code for _ in range(3)] == [500] * 3
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("manyhands")]
+    assert [line.partition(":")[0] for line in told] == ["The page cannot answer /api/events.json"]
+    assert served.client.get("/api/events.json").headers["x-content-type-options"] == "nosniff"
 
 
 def test_server_that_listens_to_everybody_says_so_and_takes_any_name(caplog: pytest.LogCaptureFixture) -> None:

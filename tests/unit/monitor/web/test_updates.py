@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -10,7 +12,9 @@ import pytest
 
 from manyhands.monitor.picture import PeerRow, Point, RunPicture
 from manyhands.monitor.web.source import thinned
+from manyhands.monitor.web.stream import PIECE_BYTES, Stream
 from manyhands.monitor.web.updates import PEER_COLUMNS, PeersPart, parts_of
+from tests.synthetic_run import SyntheticRun
 
 PICTURE = RunPicture(run_id="r", time=1000.0, step=3, eta_s=10.0)
 
@@ -106,3 +110,20 @@ def test_thinned_points_keep_the_newest_and_held_out_losses() -> None:
     assert thinned(points, 10) == points
     assert [(point.step, point.heldout_loss) for point in thinned(points, 2)] == [(5, None), (10, 1.5)]
     assert thinned([], 3) == []
+
+
+async def test_pages_that_read_slowly_share_what_they_are_sent() -> None:
+    stream = Stream(SyntheticRun(2000, time.time()))
+    stream.look()
+    pages = [stream.messages() for _ in range(20)]
+    tracemalloc.start()
+    try:
+        for page in pages:
+            while not (await anext(page)).startswith(b"event: peers"):  # a piece of 500 kB
+                pass
+        per_page = (tracemalloc.get_traced_memory()[0] - len(stream._parts[1].since(0))) / len(pages)
+    finally:
+        tracemalloc.stop()
+    for page in pages:
+        await page.aclose()  # type: ignore[attr-defined]
+    assert per_page < 2 * PIECE_BYTES

@@ -5,6 +5,7 @@ import * as format from "./format.js";
 const RANGES = { hour: 3600, day: 86400, all: Infinity };
 const LIMIT = 1500;
 const DRAW_MS = 1000;
+const ANEW_MS = 10000; // between two looks at the history of a run that was begun anew
 const COLUMNS = ["time", "step", "loss", "heldout_loss", "samples_per_second", "peers"];
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -34,7 +35,7 @@ class Chart {
     };
     this.plot = new uPlot({
       ...this.#size(),
-      padding: [8, 8, 0, 0],
+      padding: [8, 16, 0, 0],
       legend: { show: false },
       cursor: { y: false, points: { size: 7 }, drag: { x: true, y: false } },
       scales: { x: { time: true }, y: { range: (_, low, high) => this.#range(low, high) } },
@@ -64,15 +65,18 @@ class Chart {
   show(points) {
     this.steps = points.step;
     this.data = [points.time, ...this.series.map(({ field }) => points[field])];
-    if (!this.plot) this.build();
-    this.plot.setData(this.data);
-    this.#say(this.plot.cursor.idx);
+    if (!this.plot && this.steps.length) this.build(); // axes of nothing would be made up
+    this.plot?.setData(this.data);
+    this.#say(this.plot?.cursor.idx);
     this.box.setAttribute("aria-label", this.#summary());
   }
 
   #say(index) {
     const number = this.steps.length;
-    if (!number) return;
+    if (!number) {
+      this.readout.textContent = "no steps yet";
+      return;
+    }
     const at = index ?? number - 1;
     const when = index == null ? "" : ` at ${format.moment(this.data[0][at])}`;
     this.readout.textContent = `${this.text(at, this.data)} · step ${format.integer(this.steps[at])}${when}`;
@@ -90,6 +94,7 @@ export class Charts {
   #points = null; // of columns
   #range = "day";
   #fetching = 0;
+  #fetchAt = 0;
   #drawAt = 0;
 
   constructor(stream) {
@@ -110,7 +115,7 @@ export class Charts {
     for (const button of document.querySelectorAll("[data-range]")) {
       button.addEventListener("click", () => this.#choose(button));
     }
-    stream.addEventListener("connected", () => this.fetch()); // steps may have passed since
+    stream.addEventListener("clock", () => this.fetch()); // the first message of a connection; steps may have passed
     stream.addEventListener("run", () => this.#add(stream.run.last));
   }
 
@@ -128,10 +133,9 @@ export class Charts {
 
   async fetch() {
     const number = ++this.#fetching;
-    const since = Math.max(Math.floor(this.stream.now() - RANGES[this.#range]), 0);
     let answer;
     try {
-      answer = await (await fetch(`/api/points.json?since=${since}&limit=${LIMIT}`)).json();
+      answer = await (await fetch(`/api/points.json?since=${this.#since()}&limit=${LIMIT}`)).json();
     } catch {
       return; // the stream says that the connection is lost, and asks again once it is back
     }
@@ -145,15 +149,22 @@ export class Charts {
     const points = this.#points;
     if (!points || !point) return;
     const last = points.step.length - 1;
-    if (last >= 0 && point.step < points.step[last]) { // the run was begun anew
-      this.#points = null;
-      this.fetch();
+    if (last >= 0 && point.step < points.step[last]) { // the run was begun anew; the server keeps its curves for a while
+      this.#fetchAt ||= setTimeout(() => { this.#fetchAt = 0; this.fetch(); }, ANEW_MS);
       return;
     }
     const isNew = last < 0 || point.step > points.step[last];
     if (!isNew && point.heldout_loss === points.heldout_loss[last] && point.loss === points.loss[last]) return;
     for (const name of COLUMNS) points[name][isNew ? last + 1 : last] = point[name];
+    const since = this.#since();
+    while (points.time.length > 1 && points.time[0] < since) for (const name of COLUMNS) points[name].shift();
+    if (points.time.length > 2 * LIMIT) this.fetch(); // thinned
     this.#drawSoon();
+  }
+
+  // Of a whole minute: pages that ask at one time get one answer.
+  #since() {
+    return Math.max(Math.floor((this.stream.now() - RANGES[this.#range]) / 60) * 60, 0);
   }
 
   #drawSoon() {
