@@ -40,6 +40,9 @@ def command_of(unit: str) -> list[str]:
     line = read(unit)["Service"]["ExecStart"]
     for name, value in VALUES.items():
         line = line.replace(name, value)
+    for setting in read(unit)["Service"].get("Environment", "").split():
+        name, _, value = setting.partition("=")
+        line = line.replace(f"${{{name}}}", value)
     assert not re.search(r"[$%]", line), "nothing is left to be replaced"
     program, *words = shlex.split(line)
     assert program == PROGRAM
@@ -105,7 +108,7 @@ def test_a_unit_may_do_little(unit: str) -> None:
 @pytest.mark.parametrize("unit", ["coordinator", "trainer"])
 def test_libraries_may_write_into_their_home_and_into_the_working_directory(unit: str) -> None:
     service = read(unit)["Service"]
-    assert service["Environment"] == f"HOME=%C/{service['CacheDirectory']}"
+    assert service["Environment"].split()[0] == f"HOME=%C/{service['CacheDirectory']}"
     assert service["WorkingDirectory"] == f"%S/{service['StateDirectory']}"
 
 

@@ -147,8 +147,10 @@ def test_page_of_a_run_without_steps_says_so_in_place_of_curves(browser: Browser
 def test_lost_connection_fits_a_small_phone(browser: Browser) -> None:
     shown = Shown(browser, SyntheticRun(3, time.time()), viewport={"width": 320, "height": 640})
     page = shown.open()
+    place = page.locator("#step").bounding_box()
     shown.server.close()
     expect(page.locator("#connection")).to_have_text("connection lost, trying again")
+    assert page.locator("#step").bounding_box() == place  # nothing jumps
     assert page.evaluate("document.documentElement.scrollWidth") <= 320
     shown.close()
 
