@@ -39,8 +39,8 @@ def log_to(path: Path | None, *, is_json: bool, verbose: bool) -> None:
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     handlers[0].setFormatter(logging.Formatter(fmt, datefmt="%b %d %H:%M:%S"))
     if path is not None:
-        handlers.append(LogFile(path))
-        handlers[1].setFormatter(JsonFormatter() if is_json else logging.Formatter(fmt, datefmt="%Y-%m-%d %H:%M:%S"))
+        handlers.insert(0, LogFile(path))  # first: what the terminal shows is in the file
+        handlers[0].setFormatter(JsonFormatter() if is_json else logging.Formatter(fmt, datefmt="%Y-%m-%d %H:%M:%S"))
     root = logging.getLogger()
     for former in root.handlers:
         if isinstance(former, LogFile):
