@@ -39,8 +39,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         Peer(here.addresses, listen=[LOOPBACK]) as trainer,
         Peer(here.addresses, listen=[LOOPBACK]) as liar,
     ):
-        monitor, pictures = RunMonitor(here, "run", events.append, refresh_s=0.5), []
-        monitor.on_picture.append(pictures.append)
+        monitor = RunMonitor(here, "run", events.append, refresh_s=0.5)
         here.run(monitor.start(), 5.0, "starting")
 
         def progress(value: Any) -> None:
@@ -83,8 +82,9 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         alone.add(Position(3, b"x"), Position(4, fourth), {trainer.peer_id: 64.0})
         account = AccountRecord(name="<img onerror>", step=4, steps=alone.listed())
         trainer.run(publish_metrics(trainer.dht, trainer.peer_id, "run", account), 5.0, "publishing")
-        wait_until(lambda: pictures[-1].leaders)
-        (leader,) = pictures[-1].leaders
+        wait_until(lambda: monitor.picture is not None and monitor.picture.leaders)
+        assert monitor.picture is not None
+        (leader,) = monitor.picture.leaders
         assert (leader.name, leader.peer_ids, leader.samples) == ("<img onerror>", [trainer.peer_id], 64)
         kinds = [event.kind for event in told(Happened)]
         assert kinds[0] == "joined"

@@ -12,6 +12,7 @@ import pytest
 
 from manyhands.cli.main import run
 from manyhands.monitor.history import open_history
+from tests.credited import leaders_in
 from tests.process.commands import LOOPBACK, running
 from tests.unit.monitor.curve_files import tensorboard_points, wandb_points
 from tests.unit.monitor.fake_hub import fake_hub
@@ -90,7 +91,7 @@ def test_the_history_credits_each_trainer_with_what_its_own_events_say(text: Pat
         monitor.interrupt()
         assert monitor.wait(20) == INTERRUPTED, monitor.output
     history = open_history("seen", state)
-    credited = {leader.name: leader.samples for leader in history.leaders()}
+    credited = {leader.name: leader.samples for leader in leaders_in(history)}
     used = {}
     for name, file in (("ann", "ann.jsonl"), ("<img>", "bob.jsonl")):
         lines = [json.loads(line) for line in (tmp_path / file).read_text().splitlines()]

@@ -53,12 +53,13 @@ class Watched:
     """What a monitor has shown."""
 
     monitor: RunMonitor | None = None
-    pictures: list[RunPicture] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     @property
     def last(self) -> RunPicture:
-        return self.pictures[-1]
+        assert self.monitor is not None
+        assert self.monitor.picture is not None
+        return self.monitor.picture
 
 
 def start_monitor(swarm: Swarm, name: str, begins_s: float = 0.0, history: History | None = None) -> Watched:
@@ -73,7 +74,6 @@ def start_monitor(swarm: Swarm, name: str, begins_s: float = 0.0, history: Histo
             await join(presence.dht, swarm._initial_peers)
             swarm._initial_peers.extend(presence.endpoint.addresses)
             monitor = RunMonitor(WatchingPeer(presence), "swarm", watched.events.append, history=history)
-            monitor.on_picture.append(watched.pictures.append)
             watched.monitor = monitor
             await monitor.start()
             await asyncio.Event().wait()
@@ -132,7 +132,7 @@ def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_mon
     assert (early.last.last.loss, early.last.last.learning_rate) == (1.0, 0.125)
     assert early.last.last.bytes_sent
     dead = swarm.members["p2"].peer.peer_id
-    gone = next(picture.time for picture in early.pictures if state_of(picture, dead) == "gone")
+    gone = next(event.time for event in early.last.events if (event.kind, event.peer_id) == ("died", dead))
     assert killed_at < gone - WALL_START_S <= killed_at + 15
     kinds = [(event.kind, event.name) for event in early.events if isinstance(event, Happened)]
     assert [kind for kind, _ in kinds[:3]] == ["joined"] * 3
@@ -226,7 +226,3 @@ def test_publishing_an_account_delays_no_training_and_whatever_the_learning_rate
     assert max(waits) == 0.0
     used = {name: member.optimizer.statistics.samples_used for name, member in swarm.members.items()}
     assert {row.name: row.samples for row in watched.last.leaders} == used
-
-
-def state_of(picture: RunPicture, peer_id: PeerId) -> str:
-    return next((row.state for row in picture.peers if row.peer_id == peer_id), "")

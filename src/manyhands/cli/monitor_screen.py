@@ -45,7 +45,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEFT_TO_RIGHT = "\N{LEFT-TO-RIGHT MARK}"
 
 STATE_STYLES = {"training": "green", "averaging": "cyan", "gone": "red", "left": "dim"}
-EVENT_STYLES = {"joined": "green", "died": "red", "aborted": "yellow", "refused": "yellow", "step": "dim"}
+EVENT_STYLES = {"joined": "green", "died": "red", "aborted": "yellow", "refused": "yellow"}
 
 
 def screen_of(
@@ -70,14 +70,13 @@ def screen_of(
     head, foot = _head(picture, inner, now), _foot(footer, inner)
     losses = [point.loss for point in points if point.loss is not None and abs(point.loss) < MAX_LOSS]
     num_log_rows = len(_log_rows(log, inner, MOST_LOG_ROWS, now))
-    shown_events = [event for event in picture.events if event.kind != "step"]
     wants = {  # by priority: the last ones are left out first
         "head": Want(min(2, height), len(head), math.inf),
         "log": Want(2, 1 + num_log_rows, 2) if num_log_rows else None,
         "peers": Want(3, 2 + len(picture.peers), 6) if picture.peers else Want(1, 1, 1),
         "loss": Want(2, 1 + min(MAX_CHART_ROWS, len(losses)), 3) if losses else Want(1, 1, 1),
         "foot": Want(len(foot), len(foot), 1) if foot else None,
-        "events": Want(2, 1 + len(shown_events), 2) if shown_events else None,
+        "events": Want(2, 1 + len(picture.events), 2) if picture.events else None,
     }
     rows = _allotted(height, {name: want for name, want in wants.items() if want is not None})
     parts: list[RenderableType] = [*head[: rows["head"]]]
@@ -87,7 +86,7 @@ def screen_of(
         parts += _peers(picture, inner, rows["peers"], now)
     if rows.get("events"):
         parts.append(_rule("Events", inner))
-        parts += [_event(event, inner, now) for event in shown_events[: rows["events"] - 1]]
+        parts += [_event(event, inner, now) for event in picture.events[: rows["events"] - 1]]
     if rows.get("log"):
         parts += [_rule("Log", inner), *_log_rows(log, inner, rows["log"] - 1, now)]
     if rows.get("foot"):

@@ -139,10 +139,6 @@ class Credit:
         """The samples of each contributor to a step, by short id; empty if the step is not credited."""
         return unpacked(self._steps[step].shares) if step in self._steps else {}
 
-    def steps_after(self, step: int) -> list[CreditedStep]:
-        """Credited steps above this number, in order; not those that are final."""
-        return [self._steps[number] for number in sorted(self._steps) if number > step]
-
     # news
 
     def look(

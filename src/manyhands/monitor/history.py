@@ -22,8 +22,8 @@ import msgspec
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import reason_of
-from manyhands.monitor.credit import Changes, CreditedStep, Total, leaders_of
-from manyhands.monitor.picture import Leader, Point, RunEvent
+from manyhands.monitor.credit import Changes, CreditedStep, Total
+from manyhands.monitor.picture import Point, RunEvent
 from manyhands.optim.account import unpacked
 
 K = TypeVar("K")
@@ -233,17 +233,6 @@ class History:
                 unwritten = dict(self._new.peers)
         found = {row[0]: KnownPeer(*row) for row in rows} | unwritten
         return {peer: known for peer, known in found.items() if known is not None}
-
-    def leaders(self) -> list[Leader]:
-        """The leaderboard of what is written."""
-        totals = {peer: [total.samples, total.rounds] for peer, total in self.settled().items()}
-        for step in self.steps():
-            for peer, samples in unpacked(step.shares).items():
-                total = totals.setdefault(peer, [0, 0])
-                total[0] += samples
-                total[1] += 1
-        names = {peer: (known.peer_id, known.name) for peer, known in self.peers().items()}
-        return leaders_of({peer: Total(*total) for peer, total in totals.items()}, names)
 
     # write
 

@@ -94,7 +94,6 @@ class RunMonitor:
 
     Attributes:
         picture: of the last look; None before the first one.
-        on_picture: functions that are called with each new picture, on the network thread; they must not block.
         history: what has happened before.
 
     Args:
@@ -125,7 +124,6 @@ class RunMonitor:
         self._tasks = TaskOwner("monitor")
         self.history = history or History(self._run_id)
         self.picture: RunPicture | None = None
-        self.on_picture: list[Callable[[RunPicture], None]] = []
         self._painter = Painter(self._run_id, self.history)
         self._is_watched = True
         self._notice = StrandedNotice(run_id)
@@ -268,12 +266,9 @@ class RunMonitor:
         )
         self._painted_at = now
         loop = asyncio.get_running_loop()  # in the executor: with thousands of peers it takes a quarter of a second
-        picture, events = await loop.run_in_executor(None, self._painter.paint, look)
-        self.picture = picture
+        self.picture, events = await loop.run_in_executor(None, self._painter.paint, look)
         for happened in events:
             self._on_event(happened)
-        for show in list(self.on_picture):
-            show(picture)
 
     async def _report_steps(self, trainers: Collection[PeerId]) -> None:
         metrics = await read_metrics(self._peer.dht, self._run_id, MetricsRecord)

@@ -75,7 +75,7 @@ class Painter:
         self._roster = Roster(history.peers())
         self._events: deque[RunEvent] = deque(history.events(MAX_EVENTS)[::-1], maxlen=MAX_EVENTS)
         self._known_until = self._events[-1].time if self._events else 0.0
-        self._points = {point.step: point for point in history.points(limit=MAX_OPEN_POINTS)[-1:]}
+        self._points = {point.step: point for point in history.points(limit=1)}
         self.all_leaders: list[Leader] = []
         self._leaders_of = (-1, -1)  # versions
         self._behind, self._behind_since = 0, math.inf  # step from which the run has gone back, and when

@@ -18,7 +18,7 @@ PeerState = Literal["training", "averaging", "gone", "left"]
 
 Reach = Literal["direct", "client", "auxiliary"]
 
-EventKind = Literal["joined", "left", "died", "aborted", "reloaded", "refused", "step", "restarted"]
+EventKind = Literal["joined", "left", "died", "aborted", "reloaded", "refused", "restarted"]
 
 
 class PeerRow(msgspec.Struct, frozen=True, kw_only=True):

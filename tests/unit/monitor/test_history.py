@@ -17,6 +17,7 @@ from manyhands.monitor.credit import Changes, CreditedStep, Total
 from manyhands.monitor.history import SCHEMA, History, KnownPeer, history_path, open_history
 from manyhands.monitor.picture import Point, RunEvent
 from manyhands.optim.account import packed
+from tests.credited import leaders_in
 
 ALICE, BOB = b"a" * 8, b"b" * 8
 
@@ -52,7 +53,7 @@ def test_all_survives_a_restart(tmp_path: Path) -> None:
     assert history.points() == [point(1, 3.5), point(2, 3.25)]
     assert history.events() == [event(2), event(1)]
     assert history.steps() == [credited(2, alice=1), credited(1, alice=5, bob=6)]
-    assert [(row.name, row.samples) for row in history.leaders()] == [("", 6), ("alice", 6)]
+    assert [(row.name, row.samples) for row in leaders_in(history)] == [("", 6), ("alice", 6)]
     history.close()
     history.close()
 
@@ -111,7 +112,7 @@ def test_a_run_that_goes_back_loses_its_later_points_and_steps(tmp_path: Path) -
     history.add_credit(Changes(put=[credited(6, alice=7)], removed=[6, 7, 8, 9]))
     history.flush()
     assert [found.step for found in history.points()] == [1, 2, 3, 4, 5, 6]
-    assert [row.samples for row in history.leaders()] == [12]
+    assert [row.samples for row in leaders_in(history)] == [12]
     history.close()
 
 
@@ -123,7 +124,7 @@ def test_final_steps_are_added_up_once(tmp_path: Path) -> None:
     history.flush()
     history.flush()
     assert history.settled() == {ALICE: Total(5, 1), BOB: Total(6, 1)}
-    assert [row.samples for row in history.leaders()] == [6, 6]
+    assert [row.samples for row in leaders_in(history)] == [6, 6]
     history.close()
 
 
