@@ -117,6 +117,7 @@ class RunMonitor:
     ) -> None:
         self._peer = peer
         self._run_id = checked_run_id(run_id)
+        self._is_quiet = is_quiet
         self._told_level = logging.DEBUG if is_quiet else logging.INFO
         self._on_event = on_event
         self._refresh_s = checked_refresh_s(refresh_s)
@@ -232,7 +233,7 @@ class RunMonitor:
         return signed.manifest.target_batch_size if signed is not None else 0
 
     def _report_progress(self, step: int, target: int, progress: Progress, delay_s: float) -> None:
-        if self._told_level == logging.INFO:
+        if not self._is_quiet:
             self._log.tell(step, progress, delay_s, asyncio.get_running_loop().time())
         eta_s = progress.eta_s if math.isfinite(progress.eta_s) else None
         self._on_event(

@@ -11,6 +11,7 @@ the newest ones instead of all of them:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -44,27 +45,18 @@ def head_of(picture: RunPicture) -> dict[str, Any]:
     return {name: getattr(picture, name) for name in picture.__struct_fields__ if name not in LISTS}
 
 
-class Part:
-    """A part of the picture that is sent whole.
+class Part(ABC):
+    """A part of the picture.
 
     Args:
-        content: takes it out of a picture.
         period_s: shortest time between two versions.
-        key: two contents with equal keys are the same news; by default the content itself.
     Attributes:
         version: 0 before the first.
     """
 
-    def __init__(
-        self, name: str, content: Callable[[RunPicture], Any], period_s: float, key: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, period_s: float) -> None:
         self.version = 0
-        self._name = name
-        self._content = content
         self._period_s = period_s
-        self._key = key
-        self._sent: Any = None
-        self._message = b""
         self._due_at = -math.inf
         self._compared: RunPicture | None = None
 
@@ -73,21 +65,52 @@ class Part:
         if now < self._due_at or picture is self._compared:
             return False
         self._compared = picture
+        if not self._take(picture):
+            return False
+        self.version += 1
+        self._due_at = now + self._period_s
+        return True
+
+    @abstractmethod
+    def _take(self, picture: RunPicture) -> bool:
+        """Take what is new out of a picture; returns whether anything is."""
+
+    @abstractmethod
+    def since(self, version: int) -> bytes:
+        """What a browser lacks that has this version."""
+
+
+class WholePart(Part):
+    """A part that is sent whole.
+
+    Args:
+        content: takes it out of a picture.
+        key: two contents with equal keys are the same news; by default the content itself.
+    """
+
+    def __init__(
+        self, name: str, content: Callable[[RunPicture], Any], period_s: float, key: Callable[[Any], Any] | None = None
+    ) -> None:
+        super().__init__(period_s)
+        self._name = name
+        self._content = content
+        self._key = key
+        self._sent: Any = None
+        self._message = b""
+
+    def _take(self, picture: RunPicture) -> bool:
         content = self._content(picture)
         key = self._key(content) if self._key is not None else content
         if self.version and key == self._sent:
             return False
         self._sent, self._message = key, message(self._name, content)
-        self.version += 1
-        self._due_at = now + self._period_s
         return True
 
     def since(self, version: int) -> bytes:
-        """What a browser lacks that has this version."""
         return self._message if version != self.version else b""
 
 
-class PeersPart:
+class PeersPart(Part):
     """The table of peers, of which only changed rows are sent.
 
     A message is ``{"whole": bool, "columns": [...], "rows": [[...], ...], "gone": [peer_id, ...]}``; rows are in no
@@ -95,18 +118,12 @@ class PeersPart:
     """
 
     def __init__(self) -> None:
-        self.version = 0
+        super().__init__(PEERS_PERIOD_S)
         self._rows: dict[str, PeerRow] = {}  # as sent
         self._changes = b""
         self._whole = b""  # made when asked for
-        self._due_at = -math.inf
-        self._compared: RunPicture | None = None
 
-    def update(self, picture: RunPicture, now: float) -> bool:
-        """As :meth:`Part.update`."""
-        if now < self._due_at or picture is self._compared:
-            return False
-        self._compared = picture
+    def _take(self, picture: RunPicture) -> bool:
         rows, sent = {row.peer_id: row for row in picture.peers}, self._rows
         news = {
             peer_id: row
@@ -120,12 +137,9 @@ class PeersPart:
             del sent[peer_id]
         sent |= news
         self._changes, self._whole = self._message(news, gone, is_whole=False), b""
-        self.version += 1
-        self._due_at = now + PEERS_PERIOD_S
         return True
 
     def since(self, version: int) -> bytes:
-        """As :meth:`Part.since`."""
         if version == self.version:
             return b""
         if version and version == self.version - 1:
@@ -158,13 +172,13 @@ def _is_news(before: PeerRow, row: PeerRow) -> bool:
     return bool(_strict(before) != _strict(row))
 
 
-def parts_of() -> list[Part | PeersPart]:
+def parts_of() -> list[Part]:
     """The parts of the stream, in the order in which a browser gets them."""
     return [
-        Part("run", head_of, RUN_PERIOD_S, _run_key),
+        WholePart("run", head_of, RUN_PERIOD_S, _run_key),
         PeersPart(),
-        Part("leaders", _short_leaders, LISTS_PERIOD_S),
-        Part("events", lambda picture: picture.events, LISTS_PERIOD_S),
+        WholePart("leaders", _short_leaders, LISTS_PERIOD_S),
+        WholePart("events", lambda picture: picture.events, LISTS_PERIOD_S),
     ]
 
 

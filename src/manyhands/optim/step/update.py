@@ -29,9 +29,8 @@ def guarded_step(
 ) -> str:
     """Clip the averaged gradient and make a step with it; if the result is not finite, undo the step.
 
-    Parameters and statistics are then as before; if the optimizer raises, only the
-    parameters are restored, where there is a copy. All peers
-    have the same vector, parameters and statistics, so all refuse the same steps.
+    Parameters and statistics are then as before; if the optimizer raises, only the parameters are restored, where there
+    is a copy. All peers have the same vector, parameters and statistics, so all refuse the same steps.
 
     Args:
         parameters: the trained ones, in the order of the vector.
