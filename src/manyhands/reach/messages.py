@@ -19,6 +19,9 @@ from manyhands.rpc.method import Method
 MAX_DIALLED = 4
 """Addresses in one request."""
 
+ASK_TIMEOUT_S = 5.5
+"""For one answer; a peer that dials back takes 3 s at most."""
+
 MAX_TEXT = 500  # characters of a detail for people
 
 MAX_WALL_TIME_S = 1e11  # the year 5138; larger numbers do not decode

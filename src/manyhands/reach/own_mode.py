@@ -18,6 +18,7 @@ from manyhands.base.errors import ConfigError, PeerError, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.node import DhtNode
 from manyhands.reach.messages import (
+    ASK_TIMEOUT_S,
     BAD_ADDRESS,
     DIAL_BACK,
     EXAMINE,
@@ -39,8 +40,6 @@ LOOK_PERIOD_S = 0.1
 ASK_PERIOD_S = 5.0
 ASK_AGAIN_S = 60.0
 """How often a client asks whether its port is open by now."""
-ASK_TIMEOUT_S = 5.5
-"""The peer that is asked takes 3 s at most."""
 NUM_ASKED = 3
 FINDING_OUT = "finding out whether others can dial this peer"
 NO_ANSWER = frozenset({NOT_ALLOWED, BAD_ADDRESS})

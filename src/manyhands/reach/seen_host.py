@@ -7,13 +7,11 @@ import logging
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, PeerError, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.reach.messages import DIAL_BACK, EXAMINE, DialBackRequest, ExamineRequest
+from manyhands.reach.messages import ASK_TIMEOUT_S, DIAL_BACK, EXAMINE, DialBackRequest, ExamineRequest
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
-
-ASK_TIMEOUT_S = 5.5
 
 
 class SeenHost:
