@@ -112,8 +112,8 @@ def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) 
         bytes(32), step.left_from, [PeerId("me"), PeerId("other")], [0.0 if is_left_out else 8.0, 8.0], bytes(32)
     )
     not_finite_N = torch.tensor([float("inf"), 2.0, 1.0])
-    contributors = [PeerId("other")] if is_left_out else [PeerId("me"), PeerId("other")]
-    averaged = Averaged(not_finite_N, b"there", 16, manifest, contributors=contributors, is_left_out=is_left_out)
+    shares = manifest.contributors()
+    averaged = Averaged(not_finite_N, b"there", 16, manifest, shares=shares, is_left_out=is_left_out)
     step.outcome = averaged
     step.advance()
     assert step.refusal

@@ -86,7 +86,6 @@ class Averaged:
         samples: of the step, by all peers together: equal on all peers that make it, as it counts for the lineage.
         manifest: of the round, in a grid of the last one that committed here; None for a step alone.
         members: the peers that make the same step.
-        contributors: the peers whose samples count in it; None in a grid, where no peer knows all groups.
         grid_rounds: the fingerprints of the rounds of a grid that committed here; None in one group.
         shares: samples of each contributor that this peer knows of; in a grid those of its first group, or none.
         averaging_s: seconds of the round, without the search for the group.
@@ -102,7 +101,6 @@ class Averaged:
     samples: int
     manifest: RoundManifest | None = None
     members: Sequence[PeerId] = ()
-    contributors: list[PeerId] | None = None
     grid_rounds: list[bytes] | None = None
     shares: Mapping[PeerId, float] = field(default_factory=dict)
     averaging_s: float = 0.0
@@ -110,6 +108,11 @@ class Averaged:
     is_left_out: bool = False
     is_outsized: bool = False
     disagreement: float | None = None
+
+    @property
+    def contributors(self) -> list[PeerId] | None:
+        """The peers whose samples count in the step; None in a grid, where no peer knows all groups."""
+        return list(self.shares) if self.grid_rounds is None else None
 
 
 class LookAhead:
@@ -281,7 +284,6 @@ class StepRounds:
             sum_of_samples(manifest.weights),
             manifest,
             manifest.members,
-            contributors=list(shares),
             shares=shares,
             averaging_s=committed.seconds - committed.matchmaking_s,
             is_left_out=weight > 0 and self._own_id not in shares,

@@ -82,7 +82,7 @@ class GlobalStep:
         lineage = alone_lineage(self.left_from.lineage, own_id)
         samples = round(self.contribution.weight)
         shares = {own_id: self.contribution.weight}
-        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, contributors=[own_id], shares=shares)
+        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, shares=shares)
 
     def advance(self) -> None:
         """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""
