@@ -59,6 +59,7 @@ def averaged(*averagers: manyhands.Averager, timeout_s: float = 10.0) -> bool:
     return all(result.committed and len(result.group) == len(averagers) for result in results)
 
 
+@pytest.mark.long
 def test_a_client_averages_with_a_peer_behind_a_tunnel_that_comes_back_elsewhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

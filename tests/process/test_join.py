@@ -124,6 +124,7 @@ def test_a_mistyped_run_id_is_told_with_the_runs_that_are_there(trainer: tuple[C
         assert re.search(r"2 runs are there: .*'run[AB]' \(1 peer\).*; choose one of them with --run-id", line)
 
 
+@pytest.mark.long
 def test_a_ticket_that_cannot_be_used(trainer: tuple[Command, str, str]) -> None:
     _, address, ticket = trainer
     place = Address.parse(address)

@@ -41,6 +41,7 @@ def arguments(text: Path, *more: str, target_batch_size: int = 64) -> tuple[str,
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no pseudo-terminals")
 @pytest.mark.timeout(240)
 def test_a_terminal_has_one_live_line_and_scrolls_events(
@@ -76,6 +77,7 @@ def test_a_terminal_has_one_live_line_and_scrolls_events(
     assert "tokens, and this model reads 16 at most" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_pipe_has_plain_lines_and_the_card(text: Path) -> None:
     with running(*arguments(text, "--no-checkpoints", "--slow-down", "3")) as trainer:

@@ -103,6 +103,7 @@ def test_a_closed_terminal_ends_the_monitor_as_ctrl_c_does() -> None:
         assert terminal.wait(15) == INTERRUPTED, terminal.screen
 
 
+@pytest.mark.long
 def test_a_terminal_that_takes_no_output_holds_nothing_up() -> None:
     with in_terminal(*MONITOR) as terminal, a_trainer_of(terminal):
         terminal.wait_until(re.escape(HOME), times=2)

@@ -109,6 +109,7 @@ def test_curve_grows_outlives_a_reload_and_a_lost_connection(shown: Shown) -> No
     has_curve(page, 1, 63)
 
 
+@pytest.mark.long
 def test_page_of_a_run_that_has_gone_back_asks_for_its_history_now_and_then(shown: Shown) -> None:
     page = shown.open()
     has_curve(page, 1, 60)
@@ -120,6 +121,7 @@ def test_page_of_a_run_that_has_gone_back_asks_for_its_history_now_and_then(show
     assert len(asked) <= 1
 
 
+@pytest.mark.long
 def test_curve_of_an_hour_stays_one_of_an_hour(browser: Browser) -> None:
     shown = Shown(browser, SyntheticRun(3, time.time() - 1800, past_steps=80))  # from 83 to 30 minutes ago
     shown.page.clock.install()
