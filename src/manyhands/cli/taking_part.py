@@ -31,7 +31,7 @@ from manyhands.optim.run.records import Run, declare_run
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_recipe
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.corpus import load_documents
+from manyhands.recipes.albert.data.corpus import load_documents
 from manyhands.recipes.albert.memory import check_memory
 from manyhands.recipes.albert.settings import TrainingSettings, own_rank
 from manyhands.state_dir import StateDir
@@ -81,10 +81,10 @@ def found_data(given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any
     named = [f"--{name}" for name in ("text", "dataset-path", "dataset-url") if given.get(name.replace("-", "_"))]
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)} are both given; give one of them")
-    from manyhands.recipes.albert.dataset import found_here
+    from manyhands.recipes.albert.data.dataset import found_here
 
     if given.get("dataset_url"):
-        from manyhands.recipes.albert.archive import with_unpacked
+        from manyhands.recipes.albert.data.archive import with_unpacked
 
         if own_rank() == 0:
             output.begin_log()  # fetching an archive takes minutes
@@ -100,16 +100,16 @@ def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     if given.get("dataset_path") is not None:
-        from manyhands.recipes.albert.dataset import open_prepared
+        from manyhands.recipes.albert.data.dataset import open_prepared
 
         settings = open_prepared(given["dataset_path"], given.get("tokenizer")).settings()
     elif given.get("dataset_url"):
-        from manyhands.recipes.albert.stream import fetch_index
+        from manyhands.recipes.albert.data.stream import fetch_index
 
         about = fetch_index(given["dataset_url"]).about
         settings = {"vocab_size": about.vocab_size, "seq_length": about.seq_length}
     elif given.get("tokenizer") is not None:
-        from manyhands.recipes.albert.tokenizer_file import read_tokenizer, vocabulary_of
+        from manyhands.recipes.albert.data.tokenizer_file import read_tokenizer, vocabulary_of
 
         settings = {"vocab_size": vocabulary_of(read_tokenizer(given["tokenizer"])).size}
     for name, value in settings.items():
@@ -129,15 +129,15 @@ def _check_data(run_id: str, given: Mapping[str, Any], found: RunRecipe) -> None
         ConfigError: it does not; the message names the file that differs.
     """
     if given.get("dataset_path") is not None:
-        from manyhands.recipes.albert.dataset import open_prepared
+        from manyhands.recipes.albert.data.dataset import open_prepared
 
         open_prepared(given["dataset_path"], given.get("tokenizer")).check_run(run_id, found.recipe, found.tokenizer)
     elif given.get("dataset_url"):
-        from manyhands.recipes.albert.stream import check_index, fetch_index
+        from manyhands.recipes.albert.data.stream import check_index, fetch_index
 
         check_index(fetch_index(given["dataset_url"]), run_id, found.recipe, found.tokenizer)
     elif given.get("tokenizer") is not None:
-        from manyhands.recipes.albert.tokenizer_file import check_run
+        from manyhands.recipes.albert.data.tokenizer_file import check_run
 
         check_run(given["tokenizer"], run_id, found.tokenizer)
 

@@ -118,7 +118,7 @@ def test_memory_for_long_records_goes_to_the_next_stream_unless_something_lies_i
     assert other._memory is memory
 
 
-def test_memory_for_records_of_64_KiB_is_not_that_of_the_longest() -> None:
+def test_memory_for_records_of_64_kib_is_not_that_of_the_longest() -> None:
     record = sealed(Sealer(SECRET), b"a" * (1 << 16))
     records, target = RecordBuffer(Opener(SECRET)), bytearray(1 << 16)
     for start in range(0, len(record), 4000):
@@ -126,7 +126,8 @@ def test_memory_for_records_of_64_KiB_is_not_that_of_the_longest() -> None:
         records.room()[: len(part)] = part
         records.added(len(part))
     assert len(records._memory) < 1.1 * len(record)
-    assert records.take_into(memoryview(target)) == len(target) and set(target) == {ord("a")}
+    assert records.take_into(memoryview(target)) == len(target)
+    assert set(target) == {ord("a")}
     records.rest()
     assert len(records._memory) == FIRST_BYTES
 
