@@ -231,9 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 if all is as promised."""
     parser = argparse.ArgumentParser(prog="make test-hostile", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--case", default="", help="only attacks with this in their name")
-    parser.add_argument(
-        "--target", type=int, default=480, help="samples of a step (default: 480, half a second)"
-    )
+    parser.add_argument("--target", type=int, default=480, help="samples of a step (default: 480, half a second)")
     parser.add_argument("--keep-logs", type=Path, help="a folder for what all processes print")
     parser.add_argument("--json", type=Path, help="write all results there")
     options = parser.parse_args(arguments)
