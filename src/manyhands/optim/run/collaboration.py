@@ -171,7 +171,6 @@ class Collaboration:
             self.tasks.spawn(self._watch_health(), name="watching this peer's health")
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
-        presence.endpoint.on_connected.append(self.tracker.can_be_asked)
 
     async def _check_new_run(self) -> None:
         """Warn that no peer trains in this run yet, or check that the user wants to begin it.
@@ -223,7 +222,6 @@ class Collaboration:
         """Leave the run. May be called twice."""
         if self.close in self._presence.on_close:
             self._presence.on_close.remove(self.close)
-            self._presence.endpoint.on_connected.remove(self.tracker.can_be_asked)
             self._lull_until = -math.inf
             await self._parts.aclose()
 

@@ -162,7 +162,7 @@ class GridAssignment:
             self._number = self._step.first_round
 
     def _step_among(self, here: Position, records: Mapping[PeerId, ProgressRecord]) -> Step | None:
-        own = PublishedSeat(*self._tracker.seat())
+        own = said_by(self._tracker.own)
         if not own.seat.layout.sides and not self._begins_grid(records):
             self.is_settled = True
             return None

@@ -6,14 +6,8 @@ different speed, or other samples than its last record leads to. Predictions onl
 global step is due when the samples that peers have *published* reach the target, and near it each peer publishes at
 once.
 
-In a crowd each peer counts for less, so less is published and read of each:
-
-* above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``, so a peer reads
-  about as many records a minute at any size of the swarm;
-* the errors of many predictions average out, so each may be larger by the square root of their number;
-* at the target not all peers need to read: the leader of the round calls the others. A peer reads ``RANK_DELAY_S``
-  later for each one that would lead before it, and not at all once it is called. Nor does it read during a round of all
-  peers, which shows their positions.
+In a crowd, above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``. So a peer
+reads about as many records a minute at any size of the swarm.
 """
 
 from __future__ import annotations
@@ -48,7 +42,6 @@ NEWS_SPEED = 0.2
 """And relative error of its speed."""
 CROWD = 40
 MAX_CROWD_FACTOR = 6.0
-RANK_DELAY_S = 0.05
 MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
 MAX_SPEED = 1e9
@@ -184,11 +177,10 @@ def is_news(
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True
-    leeway = math.sqrt(crowd_factor(num_peers))
-    if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * leeway * published.samples_per_second:
+    if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * published.samples_per_second:
         return True
     share = target_batch_size / max(num_peers, 1)
-    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * leeway * share
+    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * share
 
 
 def describe_progress(progress: Progress, refresh_s: float) -> str:

@@ -89,7 +89,6 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         self.twin: Twin | None = None
         self.company = PartitionDetector()
         self._step = 0  # this peer's step
-        self._strangers: tuple[int, Mapping[PeerId, bytes]] = (-1, {})  # and of which version
 
     def _seen_as(
         self, known: Observed | None, record: ProgressRecord, stored: StoredValue, now: float
@@ -139,34 +138,14 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
 
     # parts of a grid
 
-    def made_step(self, step: int, fingerprints: Iterable[bytes]) -> None:
-        """This peer has made the step that led to ``step``.
-
-        Args:
-            fingerprints: in a grid, of the manifests of its rounds that committed; else none, as all peers at the new
-                position have come the same way.
-        """
-        if names := list(fingerprints):
-            self.company.met(names)
-        else:
-            self.company.follow([])
-        self._go_to(step)
-
-    def loaded(self, step: int, recent_rounds: Sequence[bytes]) -> None:
-        """This peer has loaded a state of ``step``, with the rounds behind it."""
-        self.company.follow(recent_rounds)
-        self._go_to(step)
-
-    def _go_to(self, step: int) -> None:
+    def go_to(self, step: int) -> None:
+        """This peer is at another step, or has come there in other rounds."""
         self._step = step
         self._note_change()
 
     def strangers(self) -> Mapping[PeerId, bytes]:
         """In a grid, the peers whose last steps were made apart from this peer's part, each with its part."""
-        version = self.version
-        if self._strangers[0] != version:
-            self._strangers = (version, self.company.strangers(self._published_rounds()))
-        return self._strangers[1]
+        return self.company.strangers(self._published_rounds()) if self.company.recent_rounds else {}
 
     def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
         """Whether a peer at this peer's step is a stranger by its current list of steps; its record may be late."""

@@ -255,7 +255,6 @@ class StepRounds:
                 if self._assignment.begin_step():
                     averaged = await self._average_in_grid(position, mean_N, weight)
                 else:
-                    tracker.is_in_round = True
                     local = self._local
                     committed = await self._rounds.average(
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=refill
@@ -270,7 +269,7 @@ class StepRounds:
                 self._check_open()
             raise
         finally:
-            self._attempt, tracker.is_in_round = None, False
+            self._attempt = None
             self._rounds.free_buffers()  # the update needs memory now
         tracker.is_moving = averaged.mean_N is not None
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
