@@ -53,8 +53,7 @@ FAR_S = 10.0
 """Beyond this predicted time to the target no peer looks for a group yet."""
 BATCH_MARGIN = 1.25
 """A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
-PAUSE_S = 60.0
-MAX_PAUSE_S = 600.0
+PAUSE_S = 300.0
 
 
 class Decision(enum.Enum):
@@ -68,11 +67,7 @@ class Decision(enum.Enum):
 
 
 class Collaboration:
-    """One peer's part in one run: its manifest, progress, rounds and state server.
-
-    Args:
-        allow_solo: step alone if no peer can be dialled.
-    """
+    """One peer's part in one run: its manifest, progress, rounds and state server."""
 
     def __init__(
         self,
@@ -121,27 +116,19 @@ class Collaboration:
         await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
         self.tracker = ProgressTracker(
-            presence.endpoint,
-            presence.dht,
-            manifest.run_id,
-            manifest.target_batch_size,
-            self._local.position,
-            self._progress_config,
-            is_auxiliary=self._is_auxiliary,
-            began_at=presence.began_at,
-        )
+            presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self._local.position,
+            self._progress_config, is_auxiliary=self._is_auxiliary, began_at=presence.began_at,
+        )  # fmt: skip
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
         assignment = GridAssignment(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
+            members = presence.members.get(manifest.run_id)
+            charter = members.charter.charter if members is not None else None
+            limits = MemberLimits(**msgspec.structs.asdict(charter.limits)) if charter is not None else OPEN_LIMITS
             self._rounds = RoundRunner(
-                presence.endpoint,
-                manifest.run_id,
-                manifest.fingerprint(),
-                assignment,
-                self._averaging,
-                self._rng,
-                limits=_limits_of(presence, manifest.run_id),
-            )
+                presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self._averaging, self._rng,
+                limits=limits,
+            )  # fmt: skip
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self.tasks.close)
             look_ahead = LookAhead(self._rounds, self.tracker, self.tasks, self._batch_size_lead)
@@ -151,18 +138,14 @@ class Collaboration:
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
             self._server = StateServer(
-                presence.endpoint,
-                manifest.run_id,
-                self._local.capture,
-                lambda: self._local.position,
+                presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position,
                 lambda: self.tracker.reader.company.recent_rounds,
-            )
+            )  # fmt: skip
             parts.push_async_callback(self._server.close)
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
             parts.callback(self._contacts.close)
             self.tracker.on_outlook = self._on_news
-            members = presence.members.get(manifest.run_id)
-            signed = members.charter.charter.manifest if members is not None else b""
+            signed = charter.manifest if charter is not None else b""
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             await keeper.agree()
             parts.push_async_callback(keeper.close)
@@ -234,7 +217,6 @@ class Collaboration:
 
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
-
         Raises:
             ConfigError: another process with this peer's identity began earlier.
             ManyhandsError: this peer has left the run.
@@ -455,35 +437,22 @@ class Collaboration:
 class Courtesy:
     """Limits how often this peer waits for others that load the state and then miss the round. Times are loop times.
 
-    After a wait in vain this peer waits for no peer for one minute, then twice as long each further time, up to ten
-    minutes. So a peer that keeps downloading the state delays the others little, whatever identities it takes.
+    After a wait in vain it waits for nobody for ``PAUSE_S`` seconds, whatever identities the others take.
     """
 
     def __init__(self) -> None:
         self._followers: set[PeerId] = set()  # peers that this step has waited for
-        self._in_vain = 0
         self._pause_until = -math.inf
 
     def is_due(self, followers: Collection[PeerId], now: float) -> bool:
         """Whether to wait for these peers, which load the state."""
-        if not followers or now < self._pause_until:
+        if now < self._pause_until:
             return False
         self._followers |= set(followers)
-        return True
+        return bool(followers)
 
     def note_step(self, members: Collection[PeerId], now: float) -> None:
         """These peers have made the step."""
         if self._followers and self._followers.isdisjoint(members):
-            self._in_vain += 1
-            self._pause_until = now + min(PAUSE_S * 2.0 ** (self._in_vain - 1), MAX_PAUSE_S)
-        elif self._followers:
-            self._in_vain = 0
+            self._pause_until = now + PAUSE_S
         self._followers = set()
-
-
-def _limits_of(presence: Presence, run_id: str) -> MemberLimits:
-    """The limits set by the run's owner; a run without one bounds norms, and hardly any weight."""
-    members = presence.members.get(run_id)
-    if members is None:
-        return OPEN_LIMITS
-    return MemberLimits(**msgspec.structs.asdict(members.charter.charter.limits))
