@@ -89,9 +89,7 @@ class Contacts:
         for peer_id in peer_ids:
             self._tasks.spawn(self._call(peer_id, TELL, HereIAm(record)), name="telling a peer where this one is")
 
-    async def _call(
-        self, peer_id: PeerId, method: Method[Request, Response], request: Request
-    ) -> Response | None:
+    async def _call(self, peer_id: PeerId, method: Method[Request, Response], request: Request) -> Response | None:
         try:
             return await self._endpoint.call(peer_id, method, request, TIMEOUT_S)
         except ManyhandsError as error:

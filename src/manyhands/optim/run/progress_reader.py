@@ -237,7 +237,7 @@ class View:
         self.longest_batch_s = max([seen.record.batch_s for seen in self.trainers.values()], default=0.0)
         self.reachable = [peer_id for peer_id in here if peer_id not in missing]
         self._awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
-        has_host = any([not seen.record.is_client for seen in self.trainers.values()])
+        has_host = any(not seen.record.is_client for seen in self.trainers.values())
         expected = self.reachable if needs_host and not has_host else self._awaited
         self.expected = {peer_id: here[peer_id].record.is_client for peer_id in expected}
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
