@@ -180,7 +180,7 @@ class Optimizer(OptimizerWrapper):
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
         )  # fmt: skip
-        self._membership = BlockingRunClient(peer, self._collaboration, self._replica, averaging)
+        self._membership = BlockingRunClient(peer, self._collaboration, self._replica)
         self.statistics.states_loaded += self._membership.join()
         if local_steps is not None and (fault := options.fault_with(self.num_peers)):
             self._membership.leave()
@@ -393,7 +393,7 @@ class Optimizer(OptimizerWrapper):
                 self._membership.leave_to_background(step)
                 return
             try:
-                step.outcome = self._membership.average(step.contribution)
+                step.outcome = self._membership.average(step)
             except (RoundAborted, Unavailable) as error:
                 step.error = clear_tracebacks(error)
                 self._end_step(step)

@@ -86,7 +86,7 @@ class Collaboration:
         self._presence = presence
         self._manifest = manifest
         self._local = local
-        self._averaging = averaging
+        self.averaging = averaging
         self._progress_config = progress
         self._batch_size_lead = batch_size_lead
         self._is_auxiliary = is_auxiliary
@@ -120,13 +120,13 @@ class Collaboration:
             self._progress_config, is_auxiliary=self._is_auxiliary, began_at=presence.began_at,
         )  # fmt: skip
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
-        assignment = GridAssignment(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
+        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             members = presence.members.get(manifest.run_id)
             charter = members.charter.charter if members is not None else None
             limits = MemberLimits(**msgspec.structs.asdict(charter.limits)) if charter is not None else OPEN_LIMITS
             self._rounds = RoundRunner(
-                presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self._averaging, self._rng,
+                presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, self._rng,
                 limits=limits,
             )  # fmt: skip
             parts.push_async_callback(self._rounds.close)
@@ -134,7 +134,7 @@ class Collaboration:
             look_ahead = LookAhead(self._rounds, self.tracker, self.tasks, self._batch_size_lead)
             self.step_rounds = StepRounds(
                 presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self._local,
-                self._averaging,
+                self.averaging,
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
             self._server = StateServer(
@@ -287,7 +287,7 @@ class Collaboration:
         if self._waited_in_vain_at == position or batch_s <= 0:
             return False
         busy_until = tracker.view.busy_until(now)
-        if busy_until - now > min(BATCH_MARGIN * batch_s, self._averaging.matchmaking_time_s / 2):
+        if busy_until - now > min(BATCH_MARGIN * batch_s, self.averaging.matchmaking_time_s / 2):
             return False  # another batch of this peer ends before theirs, or theirs take too long
         await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
         if not tracker.is_due():
@@ -299,7 +299,7 @@ class Collaboration:
     def _has_time_for(self, batch_s: float) -> bool:
         """Whether this peer can compute another batch before the others finish theirs and come to the round."""
         now, due_at = asyncio.get_running_loop().time(), self._due_since
-        until = min(self.tracker.view.busy_until(due_at), due_at + self._averaging.matchmaking_time_s / 2)
+        until = min(self.tracker.view.busy_until(due_at), due_at + self.averaging.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
     def _is_alone(self) -> bool:
@@ -316,7 +316,7 @@ class Collaboration:
         A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
         computes, and only for those whose last download took longer than a step: they would never take part else.
         """
-        config, now = self._averaging, asyncio.get_running_loop().time()
+        config, now = self.averaging, asyncio.get_running_loop().time()
         if now - self._due_since >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
             return False
         return self._courtesy.is_due(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
@@ -333,16 +333,11 @@ class Collaboration:
         self._drift.moved(position, sketch, is_in_grid=outcome.grid_rounds is not None)
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:
-        """Record that this peer has loaded a state, of another peer or a checkpoint."""
+        """Record that this peer begins at a position, or has loaded a state, of another peer or a checkpoint."""
         self._rounds.forget_errors(keeps_unsent=state is not None)  # its former gradients are useless there
         recent_rounds, donor = (state.recent_rounds, state.donors[0]) if state is not None else ([], None)
         self.tracker.load(position, lineage_samples, recent_rounds, donor)
         self._drift.loaded()
-
-    def begin(self, position: Position, lineage_samples: int, state: State | None) -> None:
-        """Publish progress from ``position`` on, where this peer begins or has loaded a state of."""
-        self.move_elsewhere(position, lineage_samples, state)
-        self.tracker.start()
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""

@@ -133,8 +133,7 @@ class GlobalStep:
         """Do the rest of the step, with the update in the loop's executor."""
         try:
             if self.outcome is None:
-                contribution = self.contribution
-                self.outcome = await collaboration.step_rounds.average(contribution.mean_N, contribution.weight)
+                self.outcome = await collaboration.step_rounds.average(self.contribution)
             if not self.is_lost:
                 await run_to_end(self.advance)
                 self.applied_N = None
