@@ -26,7 +26,7 @@ from manyhands.averaging.codecs.sparse import Sparse
 from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import counted
-from manyhands.optim.accumulator import Contribution
+from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
@@ -337,17 +337,11 @@ class LocalReplica(Replica):
         self.options = options_of(self.inner.param_groups)
 
 
-class InnerSteps:
-    """Makes this peer's inner steps, and counts the samples behind the difference to the agreed parameters.
-
-    An :class:`manyhands.optim.accumulator.Accumulator`: the difference itself is in the model. Belongs to the training
-    thread.
-
-    Attributes:
-        samples, since_step, was_out: as for every accumulator.
-    """
+class InnerSteps(Accumulator):
+    """Makes this peer's inner steps, and counts the samples behind the difference in the model that they make."""
 
     def __init__(self, replica: LocalReplica) -> None:
+        super().__init__()
         self._replica = replica
         self._spare_N: torch.Tensor | None = None
         self._num_steps = 0
@@ -357,10 +351,8 @@ class InnerSteps:
         self._must_end_at = 0  # inner steps after which the average is waited for
         self._weights = [0.0] * replica.num_fragments  # behind the difference in each fragment
         self._has_told: set[str] = set()
-        self.samples, self.since_step, self.was_out = 0, 0, False
 
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
-        """Make an inner step with the current ``.grad``; False, and no step, when one is not finite."""
         weight = float(samples) if weight is None else weight
         gradients = [parameter.grad for parameter in self._replica.model_parameters if parameter.grad is not None]
         if not are_finite(_values_of(gradients)):
@@ -373,7 +365,6 @@ class InnerSteps:
         return True
 
     def fault(self) -> str:
-        """Why this peer's own parameters cannot be averaged; then they become the agreed ones."""
         if self._out is not None or self._replica.own_is_finite():  # what is out is found out when it has ended
             return ""
         self._replica.forget_inner()
@@ -393,7 +384,7 @@ class InnerSteps:
         contribution = Contribution(mean_N, self.samples, weight, self.since_step, refill)
         self._plan_overlap()
         self._frozen_at = self._num_steps
-        self._forget_samples()
+        super().drop()
         return contribution
 
     def _plan_overlap(self) -> None:
@@ -421,7 +412,6 @@ class InnerSteps:
         return self._num_steps >= self._must_end_at
 
     def take_back(self, contribution: Contribution) -> None:
-        """Count the samples of a contribution again: the difference is still in the parameters."""
         self._out = None
         if contribution.refill is None:  # else a round that was broken off may still write to it
             self._spare_N = contribution.mean_N
@@ -453,18 +443,14 @@ class InnerSteps:
             self._spare_N = contribution.mean_N
 
     def drop(self) -> None:
-        """Move all own parameters to the agreed ones."""
+        super().drop()
         for fragment in range(self._replica.num_fragments):
             self._replica.follow(fragment)
         self._weights = [0.0] * self._replica.num_fragments
-        self._forget_samples()
 
     def _count(self, samples: int, since_step: int) -> None:
         self.since_step = min(self.since_step, since_step) if self.samples else since_step
         self.samples += samples
-
-    def _forget_samples(self) -> None:
-        self.samples, self.since_step, self.was_out = 0, 0, False
 
 
 def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
