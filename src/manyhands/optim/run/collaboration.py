@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -103,6 +103,8 @@ class Collaboration:
         self._waited_in_vain_at: Position | None = None
         self._parts = AsyncExitStack()
         self.tasks = TaskOwner("collaboration")
+        self.on_leaving: Callable[[], None] | None = None
+        """Called as this peer leaves the run."""
         self.run_id = manifest.run_id
 
     async def start(self) -> None:
@@ -206,6 +208,8 @@ class Collaboration:
         if self.close in self._presence.on_close:
             self._presence.on_close.remove(self.close)
             self._lull_until = -math.inf
+            if self.on_leaving is not None:
+                self.on_leaving()
             await self._parts.aclose()
 
     # after a micro-batch
