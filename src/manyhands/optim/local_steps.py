@@ -133,7 +133,6 @@ class LocalReplica(Replica):
     agreed parameters, one for the momentum of the outer optimizer.
 
     Args:
-        inner: of the model's parameters.
         scheduler: of ``inner``; it moves once for each ``target_batch_size`` samples of the run.
         max_grad_norm: bound of the norm of each batch's gradient.
         offload: keep the inner optimizer's parameters and statistics on the host.
@@ -186,28 +185,24 @@ class LocalReplica(Replica):
 
     @property
     def part(self) -> int:
-        """The fragment of the next step."""
         return self.position.step % self.num_fragments
 
     @property
     def trained(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
-        """The agreed parameters that the next step changes, and the layout of their pseudo-gradients."""
         return self._parts[self.part]
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]:
-        """As for :class:`Replica`; a sparse change is one tensor, whose chunks may lie across parameters."""
         if not self._is_sparse:
             return super().shapes
-        _, layout = self.trained
+        _, layout = self.trained  # one tensor, whose chunks may lie across parameters
         return [(layout.num_values, 1), *([size] for size in layout.sizes_of_rest)]
 
-    def _advance_schedule(self, *, is_alone: bool) -> None:
+    def _advance_schedule(self, *, has_stepped: bool) -> None:
         if (self.position.step + 1) % self.num_fragments == 0:
-            super()._advance_schedule(is_alone=True)  # this peer may have made no inner step
+            super()._advance_schedule(has_stepped=False)  # this peer may have made no inner step
 
     def capture(self) -> State:
-        """As for :class:`Replica`, with the inner optimizer's statistics."""
         return self._capture(functools.partial(self._begin_capture, self.inner))
 
     def _restore(self, state: State) -> None:
@@ -261,11 +256,7 @@ class LocalReplica(Replica):
 
     @torch.no_grad()
     def pseudo_gradient(self, flat_N: torch.Tensor | None) -> torch.Tensor:
-        """The agreed parameters of the next step minus this peer's own, as a vector on the host; see ``shapes``.
-
-        Args:
-            flat_N: memory to write it to, if it has the size.
-        """
+        """The agreed parameters of the next step minus this peer's own, in ``flat_N`` if that has the size."""
         parameters, layout = self.trained
         if flat_N is None or flat_N.numel() != layout.numel:
             flat_N = torch.empty(layout.numel)
@@ -299,7 +290,6 @@ class LocalReplica(Replica):
 
     @contextmanager
     def agreed_in_model(self) -> Iterator[None]:
-        """Within the block, the model has the agreed parameters instead of this peer's own."""
         own = [parameter.detach().clone() for parameter in self.model_parameters]
         try:  # an interrupt may come between two parameters
             _copy(self._parameters, self.model_parameters)
@@ -317,7 +307,6 @@ class LocalReplica(Replica):
     # checkpoints
 
     def place(self) -> dict[str, Any]:
-        """As for :class:`Replica`, with the outer optimizer, and the agreed parameters where the model has others."""
         pairs = zip(self.model_parameters, self._parameters, strict=True)
         agreed = {f"{i}": value for i, (own, value) in enumerate(pairs) if not torch.equal(own.to(value), value)}
         place = super().place() | {OUTER: self.optimizer.state_dict()}
@@ -420,10 +409,7 @@ class InnerSteps(Accumulator):
             self.was_out = True
 
     def carry(self, contribution: Contribution) -> None:
-        """Move to the agreed parameters, and keep the difference that the others have left out.
-
-        If further inner steps were made meanwhile, half of it is kept, as after every step.
-        """
+        """Move to the agreed parameters, and keep what was left out: half of it after further inner steps."""
         assert self._out is not None
         if self._num_steps == self._frozen_at:
             self._replica.differ_by(self._out[0], contribution.mean_N)
