@@ -148,7 +148,7 @@ class BlockingRunClient:
             RoundAborted, Unavailable: it failed; nothing has changed.
         """
         timeout_s = longest_attempt_s(self._averaging) + BLOCKED_S
-        return self._run(self._collaboration.step_rounds.average(step.contribution), "averaging", timeout_s)
+        return self._peer.run(self._collaboration.step_rounds.average(step.contribution), timeout_s, "averaging")
 
     def leave_to_background(self, step: GlobalStep) -> None:
         """Have the network thread make a step."""
