@@ -417,9 +417,12 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         return word.result
 
     def _fitting(
-        self, peer: BlockingPeer | None, optimizer: OptimizerMaker, params: Iterable[Any] | None,
+        self,
+        peer: BlockingPeer | None,
+        optimizer: OptimizerMaker,
+        params: Iterable[Any] | None,
         extra: Sequence[ParameterSpec],
-    ) -> torch.optim.Optimizer:  # fmt: skip
+    ) -> torch.optim.Optimizer:
         """The optimizer to wrap, once all ranks know that they fit together."""
         rank, inner, problem = self._ranks.rank, None, ""
         try:

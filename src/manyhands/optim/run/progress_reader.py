@@ -243,17 +243,18 @@ class View:
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 
-    def progress(self, own: ProgressRecord | None, target_batch_size: int) -> Progress:
-        """The published progress of all trainers together, with this peer if it trains; None if it only watches."""
-        return self._progress(self._samples, own, target_batch_size)
-
     def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
-        """Their progress predicted for now."""
+        """The progress of all trainers together, as predicted for now; see :meth:`progress`."""
         reckoned = sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()])
-        return self._progress(int(reckoned), own, target_batch_size)
+        return self.progress(own, target_batch_size, int(reckoned))
 
-    def _progress(self, samples: int, own: ProgressRecord | None, target_batch_size: int) -> Progress:
-        num_peers, speed = len(self.trainers), self._speed
+    def progress(self, own: ProgressRecord | None, target_batch_size: int, of_others: int | None = None) -> Progress:
+        """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
+
+        Args:
+            of_others: samples of the other trainers; by default those that they have published.
+        """
+        num_peers, speed, samples = len(self.trainers), self._speed, self._samples if of_others is None else of_others
         if own is not None and not own.is_auxiliary:
             num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
         missing = max(target_batch_size - samples, 0)

@@ -43,10 +43,6 @@ class ProgressTracker:
     """Tracks the progress of all peers of a run. Lives on the network thread; any thread may read :attr:`progress` and
     :attr:`outlook`.
 
-    Args:
-        began_at: when this process began, by the wall clock.
-        is_auxiliary: this peer has no data; it is expected in a round only if no other peer can be dialled.
-
     Attributes:
         on_outlook: called whenever the outlook may have changed, also by a step.
         progress: of the collaboration, as published by the peers; it decides whether a global step is due.
@@ -142,11 +138,10 @@ class ProgressTracker:
         sketch: bytes = b"",
         grid_rounds: Iterable[bytes] = (),
     ) -> None:
-        """This peer has made a step to ``position``, with the others of its round.
+        """This peer has made a step to ``position``.
 
         Args:
             together_with: the members of the round, also this one; none after a step alone.
-            sketch: of this peer's parameters.
             grid_rounds: in a grid, the fingerprints of its rounds that committed.
         """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
@@ -156,11 +151,7 @@ class ProgressTracker:
         self._go_to(position, lineage_samples, sketch)
 
     def load(
-        self,
-        position: Position,
-        lineage_samples: int,
-        recent_rounds: Sequence[bytes] = (),
-        donor: PeerId | None = None,
+        self, position: Position, lineage_samples: int, recent_rounds: Sequence[bytes] = (), donor: PeerId | None = None
     ) -> None:
         """This peer has loaded the state of ``position`` from a donor, with its recent rounds; or begins there."""
         self.num_together, self._donor = 0, donor
@@ -235,11 +226,7 @@ class ProgressTracker:
             logger.debug("the progress of the others cannot be read: %s", error)
 
     async def refresh(self, *, quickly: bool = False) -> None:
-        """Read the records of the others now.
-
-        Args:
-            quickly: from one holder; the next read is soon.
-        """
+        """Read the records of the others now; with ``quickly`` from one holder only."""
         try:
             await self.reader.refresh(quickly=quickly)
         finally:
@@ -318,10 +305,7 @@ class ProgressTracker:
         return self.view.expected
 
     def is_due(self) -> bool:
-        """Whether the collaboration has reached its target.
-
-        Where possible, another peer that says so is believed: this peer's own estimate may be slightly wrong.
-        """
+        """Whether the run has reached its target, by the published samples, or by a call that may be right."""
         if self.progress.samples >= self.target_batch_size:
             return True
         return self.is_called and self.outlook.samples >= CALLED_SHARE * self.target_batch_size
@@ -337,8 +321,7 @@ class ProgressTracker:
     def is_arriving(self) -> bool:
         """Whether the target is reached once each of the others has finished its current batch.
 
-        Never in a crowd, where each peer counts for little and would have to tell many, nor in a grid; nor while the
-        target is more than two batches away.
+        Never in a crowd, where each peer would have to tell many, in a grid, or more than two batches from the target.
         """
         view = self.view
         if self._crowd_factor > 1.0 or self.own.seat.layout.sides:
