@@ -158,11 +158,7 @@ class Collaboration:
         presence.on_close.append(self.close)
 
     async def _check_new_run(self) -> None:
-        """Warn that no peer trains in this run yet, or check that the user wants to begin it.
-
-        Raises:
-            RunNotFound: other peers are there, none of them knows the run, and it must not be begun.
-        """
+        """Warn that no peer trains in this run yet, or raise ``RunNotFound`` if it must not be begun."""
         dht = self._presence.dht
         if self._start_new or not dht.num_known_peers:
             return
@@ -217,7 +213,7 @@ class Collaboration:
     async def decide(
         self, samples: int, samples_per_second: float, batch_s: float = 0.0, *, may_wait: bool = False
     ) -> Decision:
-        """Report what this peer has accumulated and the duration of a batch; returns what to do next.
+        """Report what this peer has accumulated and the seconds for a batch; returns what to do next.
 
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
@@ -284,8 +280,7 @@ class Collaboration:
     async def _reaches_target(self, batch_s: float) -> bool:
         """Wait for the others' current batches, which reach the target; returns whether they did.
 
-        Otherwise each peer would compute one more batch, and a step would have that many samples too many. A wait in
-        vain is not repeated before the next step.
+        A wait in vain is not repeated before the next step.
         """
         now, tracker, position = asyncio.get_running_loop().time(), self.tracker, self.tracker.position()
         if self._waited_in_vain_at == position or batch_s <= 0:
@@ -361,11 +356,7 @@ class Collaboration:
         return [peer_id for peer_id in holders if peer_id in records and can_hand_out(peer_id)]
 
     async def download(self) -> State:
-        """Download the state of the leading branch from one of its holders.
-
-        Raises:
-            Unavailable: no holder could send it.
-        """
+        """Download the state of the leading branch; raises ``Unavailable`` if none of its holders could send it."""
         donors = self._donors()
         if not donors:  # their records have expired since they were read
             await self.tracker.look()
@@ -379,7 +370,6 @@ class Collaboration:
             )
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
         donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
-        donors = self._drift.ordered(donors, branch.position)
         loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
         started = loop.time()
         try:

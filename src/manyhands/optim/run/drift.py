@@ -208,11 +208,6 @@ class Drift:
             return False  # in a grid groups differ by more than rounding
         return self._distances_at(position, sketch).get(self._own_id, 0.0) > self._bound
 
-    def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
-        """Order donors: first those that hold the majority's parameters, then the unknown ones."""
-        apart = self._distances_at(position)
-        return sorted(donors, key=lambda peer_id: apart[peer_id] > self._bound if peer_id in apart else 0.5)
-
     def _distances_at(self, position: Position, own: Sketch | None = None) -> dict[PeerId, float]:
         if own is None:
             own = self._sketch if position == self._position else Sketch()

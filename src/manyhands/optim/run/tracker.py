@@ -83,7 +83,6 @@ class ProgressTracker:
             dht, progress_key(run_id), endpoint.peer_id, self._record_to_publish, self._ttl_s, config.min_refresh_s
         )
         self._counted_at = 0.0  # loop time, when the samples were counted
-        self._batch_s = 0.0
         self._read_at = self._wholly_read_at = -math.inf  # loop time
         self._missing = UntilFresh(self.reader)
         self._without_state = UntilFresh(self.reader)
@@ -189,7 +188,7 @@ class ProgressTracker:
         now, before = asyncio.get_running_loop().time(), self.own
         self.own = own = msgspec.structs.replace(before, is_client=self._endpoint.client_mode, **changes)
         if (own.samples, own.position) != (before.samples, before.position):
-            self._batch_s, self._counted_at = now - self._counted_at, now
+            self._counted_at = now
 
     # publishing
 
@@ -198,7 +197,7 @@ class ProgressTracker:
         if self.publisher.published is not None:
             published, published_at = self.publisher.published
             age_s = asyncio.get_running_loop().time() - published_at
-            margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
+            margin_s = max(self.own.batch_s, 2 * self._config.min_refresh_s)
             is_near = not margin_s < self.outlook.eta_s < math.inf
             target, num_peers = self.target_batch_size, self.outlook.num_peers
             if not is_news(published, age_s, self.own, target, num_peers, is_near):
