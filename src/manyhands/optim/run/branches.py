@@ -240,13 +240,15 @@ class BranchChoice:
 
     def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
-        self._own, self._records, self._strangers = own, records, strangers
+        old, self._own, self._records, self._strangers = self._records, own, records, strangers
         self.belief.been_at(own.position)
         self._majority = self.belief.other_majority(own, records, now)
         doubted = self.belief.doubted(own, records)
-        self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted}
-        for peer_id, since in self._doubted_since.items():
-            if now >= since + DOUBT_S:
+        # one whose record this peer has caught up with may say more in its next one
+        unread = {peer for peer in self._doubted_since if peer in records and records[peer] is old.get(peer)}
+        self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted | unread}
+        for peer_id in doubted:
+            if now >= self._doubted_since[peer_id] + DOUBT_S:
                 self._doubted_since[peer_id] = math.inf
                 logger.warning("Peer %s says that the run is at step %d, and too few others do: it is not followed",
                                peer_id, records[peer_id].position.step)  # fmt: skip
