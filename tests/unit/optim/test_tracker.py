@@ -405,6 +405,18 @@ async def test_a_look_is_worth_it_when_the_target_must_be_reached() -> None:
         assert not run.tracker.is_worth_a_look()
 
 
+@pytest.mark.parametrize(("are_clients", "is_first"), [(True, True), (False, False)])
+async def test_in_a_crowd_who_would_lead_looks_first(are_clients: bool, is_first: bool) -> None:
+    async with run_of_one(ProgressConfig(min_refresh_s=0.001)) as run:
+        for number in range(2 * CROWD):  # no id is lower than this
+            await run.hears(PeerId(f"0{number}"), samples=1, samples_per_second=100.0, is_client=are_clients)
+        run.tracker.target_batch_size = 2 * CROWD + 10
+        await asyncio.sleep(0.01)
+        run.tracker.report(1, 1.0)
+        assert run.tracker.outlook.samples >= run.tracker.target_batch_size > run.tracker.progress.samples
+        assert run.tracker.is_worth_a_look() == is_first
+
+
 async def test_at_the_target_reading_gets_rare() -> None:
     config = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0)
     async with run_of_one(config) as run:

@@ -415,12 +415,20 @@ class ProgressTracker:
         if self.is_stranded:  # a peer that can be dialled is wanted soon
             return config.default_refresh_s * self._crowd_factor
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
-            return min(max(2 * last_s, config.min_refresh_s), config.max_refresh_s * self._crowd_factor)
+            first_s = config.max_refresh_s if self._is_led else config.min_refresh_s
+            return min(max(2 * last_s, first_s), config.max_refresh_s * self._crowd_factor)
         return next_refresh_s(self.outlook, config)
 
     def is_worth_a_look(self) -> bool:
         """Whether to read now: the target should be reached, although the last records did not say so."""
         since_s = asyncio.get_running_loop().time() - self._read_at
-        if self.is_due() or since_s < self._config.min_refresh_s * self._crowd_factor:
+        if self.is_due() or since_s < self._config.min_refresh_s:
             return False
-        return self.is_called or self.outlook.samples >= self.target_batch_size
+        return self.is_called or (self.outlook.samples >= self.target_batch_size and not self._is_led)
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether another peer reads at the target and calls this one: in a crowd, the leader of all others does."""
+        leader, own_id = self.view.leader, self._endpoint.peer_id
+        is_other = leader is not None and (self.own.is_client or leader < own_id)
+        return is_other and self._crowd_factor > 1.0 and not self.own.seat.layout.sides
