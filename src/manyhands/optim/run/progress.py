@@ -6,8 +6,8 @@ different speed, or other samples than its last record leads to. Predictions onl
 global step is due when the samples that peers have *published* reach the target, and near it each peer publishes at
 once.
 
-In a crowd, above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``: a peer
-reads about as many records a minute at any size of the swarm. At the target only the leader reads, and calls the others.
+In a crowd, above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``, so a peer
+reads about as many records a minute at any size of the run. At the target the leader alone reads; it calls the others.
 """
 
 from __future__ import annotations
