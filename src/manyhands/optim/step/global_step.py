@@ -90,21 +90,13 @@ class GlobalStep:
         assert outcome is not None
         assert outcome.mean_N is not None, "a step follows a round that committed"
         self.applied_N, outcome.mean_N = outcome.mean_N, None
-        parameters_N, outcome.parameters_N = outcome.parameters_N, None
         is_same = self.applied_N.data_ptr() == self.contribution.mean_N.data_ptr()
         if outcome.is_left_out and self.contribution.refill is not None:  # the round may have overwritten it
             self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
         is_free = outcome.manifest is not None and not outcome.is_left_out and not is_same
         self.is_spoiled = not outcome.is_left_out
         try:
-            self.refusal = self._replica.advance(
-                self.applied_N,
-                outcome.lineage,
-                outcome.samples,
-                self.contribution.mean_N if is_free else None,
-                parameters_N,
-                outcome.contributors,
-            )
+            self.refusal = self._replica.advance(self.applied_N, outcome, self.contribution.mean_N if is_free else None)
         finally:
             self.has_moved = self._replica.position != self.left_from
             self.is_spoiled = self.is_spoiled and not self.has_moved

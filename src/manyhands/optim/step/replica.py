@@ -19,13 +19,13 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.tensor_list import overlapping
 from manyhands.base.errors import ConfigError
-from manyhands.base.identity import PeerId
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.options import check_unchanged, options_of
 from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
 from manyhands.optim.run.progress import sum_of_samples
+from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.serializable import is_plain, merged, plain_part
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import (
@@ -120,15 +120,7 @@ class Replica:
         """Of the tensors in the vector of the next step, in order."""
         return self.trained[1].shapes
 
-    def advance(
-        self,
-        averaged_N: torch.Tensor,
-        lineage: bytes,
-        samples: int,
-        spare_N: torch.Tensor | None,
-        parameters_N: torch.Tensor | None = None,
-        contributors: list[PeerId] | None = None,
-    ) -> str:
+    def advance(self, averaged_N: torch.Tensor, outcome: Averaged, spare_N: torch.Tensor | None = None) -> str:
         """Make the next global step; returns why the update was refused, which leaves the parameters as they were.
 
         If the wrapped optimizer raises, the exception passes through and nothing has moved. If the schedule raises, the
@@ -136,19 +128,17 @@ class Replica:
 
         Args:
             averaged_N: the averaged gradient; it is changed.
-            lineage: of the position after the step.
-            samples: behind the step, of all peers.
-            spare_N: free memory of the same size.
-            parameters_N: averaged parameters to start from, in the layout of :meth:`flat_parameters`.
-            contributors: the peers whose samples count in the step; None if not all are known.
+            outcome: of the averaging; averaged parameters to start from are taken out.
+            spare_N: free memory of the size of the gradient.
         Raises:
             ConfigError: an option of the groups was changed; nothing has moved.
         """
         with self._lock:
             self._num_changes += 1
             check_unchanged(self.options, self._guarded_groups)  # since :meth:`check_options` has, in background
-            if parameters_N is not None:
-                assign_flat(self._parameters, parameters_N)
+            if outcome.parameters_N is not None:
+                assign_flat(self._parameters, outcome.parameters_N)
+                outcome.parameters_N = None  # the update needs memory
             move_statistics(self.optimizer)
             parameters, layout = self.trained
             extra_N = layout.extra(averaged_N).clone()
@@ -161,9 +151,9 @@ class Replica:
             try:
                 self._advance_schedule(has_stepped=not reason)
             finally:  # the parameters have moved, also if it raises
-                self.lineage_samples = sum_of_samples([self.lineage_samples, samples])
-                self.origin = Origin(self.position, contributors)
-                self.position = Position(self.position.step + 1, lineage)
+                self.lineage_samples = sum_of_samples([self.lineage_samples, outcome.samples])
+                self.origin = Origin(self.position, outcome.contributors)
+                self.position = Position(self.position.step + 1, outcome.lineage)
                 self.options = options_of(self._guarded_groups)
         return reason
 
