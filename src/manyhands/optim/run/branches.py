@@ -272,30 +272,26 @@ class BranchChoice:
 
     def leading(self, without_state: Container[PeerId]) -> Branch:
         """The branch that this peer should be on, among those whose state others than these can send."""
-        if (branch := self._overruling()) is not None:
-            return branch
         reachable = self._within_reach().items()
-        return self._leading_among({peer_id: record for peer_id, record in reachable if peer_id not in without_state})
+        return self._chosen({peer_id: record for peer_id, record in reachable if peer_id not in without_state})
 
     def best(self) -> Branch:
         """The best known branch, whether or not its state is available now.
 
         Clients can never get it from each other: they follow the peers that can be dialled.
         """
-        if (branch := self._overruling()) is not None:
-            return branch
         is_within_reach = self._own.is_client or self._has_waited
-        return self._leading_among(self._within_reach() if is_within_reach else self.believed)
+        return self._chosen(self._within_reach() if is_within_reach else self.believed)
 
-    def _overruling(self) -> Branch | None:
-        """The branch of most peers, if they do not follow the one that this peer is on."""
-        if self._majority is None:
-            return None
+    def _chosen(self, others: Records) -> Branch:
+        """The branch of most peers, if they do not follow the one that this peer is on; else the leading one."""
         holders = [
             peer_id for peer_id, record in sorted(self._records.items())
             if record.position == self._majority and peer_id not in self._shunned and self.can_hand_out(peer_id)
         ]  # fmt: skip
-        return Branch(self._majority, tuple(holders)) if holders else None
+        if self._majority is not None and holders:
+            return Branch(self._majority, tuple(holders))
+        return leading_branch(others, self._own_id, self._own, self._strangers)
 
     def _within_reach(self) -> Records:
         """The believed records, without peers on other branches whose state is not available."""
@@ -310,8 +306,5 @@ class BranchChoice:
         reachable = self._within_reach()
         if self._own.is_client or len(reachable) == len(self.believed):
             return False
-        best = self._leading_among(self.believed)
+        best = leading_branch(self.believed, self._own_id, self._own, self._strangers)
         return best.is_elsewhere(self._own.position) and reachable.keys().isdisjoint(best.holders)
-
-    def _leading_among(self, others: Records) -> Branch:
-        return leading_branch(others, self._own_id, self._own, self._strangers)

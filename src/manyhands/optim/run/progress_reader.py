@@ -216,7 +216,7 @@ class View:
 
     Attributes:
         trainers: records of the peers that train at the position.
-        leader: the first of the trainers that can be dialled; None without one.
+        leader: the lowest id of the trainers that can be dialled and are not missing; None without one.
         longest_batch_s: of the trainers that have published it.
         reachable: the peers at the position, auxiliary ones too, that are not missing.
         expected: the peers that should come to the next round, and whether each is in client mode.
@@ -239,8 +239,8 @@ class View:
         self.reachable = [peer_id for peer_id in here if peer_id not in missing]
         self._awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
         hosts = [peer_id for peer_id, seen in self.trainers.items() if not seen.record.is_client]
-        self.leader = min(hosts, default=None)
-        expected = self.reachable if needs_host and self.leader is None else self._awaited
+        self.leader = min((peer_id for peer_id in hosts if peer_id not in missing), default=None)
+        expected = self.reachable if needs_host and not hosts else self._awaited
         self.expected = {peer_id: here[peer_id].record.is_client for peer_id in expected}
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
