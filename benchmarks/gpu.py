@@ -30,6 +30,7 @@ from _command_line import Parser, json_path, positive_int, progress_of, run, wri
 
 import manyhands
 from manyhands.averaging.tensor_list import TensorList
+from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.replica import Replica
 
 Row = dict[str, Any]
@@ -110,7 +111,7 @@ def copies(mb: int) -> Row:
     spare_N = torch.empty_like(averaged_N)
 
     def advance() -> None:
-        replica.advance(averaged_N, b"next", 1, spare_N)
+        replica.advance(averaged_N, Averaged(None, b"next", 1), spare_N)
 
     advance()
     before = torch.cuda.memory_allocated()

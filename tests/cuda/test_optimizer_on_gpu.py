@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 import manyhands
 from manyhands.optim.accumulator import GradientAccumulator
+from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.replica import Replica
 from tests.trainers import AVERAGING, FAST, in_threads, peers
 
@@ -365,7 +366,7 @@ def test_statistics_of_a_loaded_state_go_where_the_model_goes(make: Make) -> Non
         model.to(device)
         averaged_N = torch.cat([torch.randn(numel, generator=generator), torch.ones(4)])
         for replica in replicas:
-            assert not replica.advance(averaged_N.clone(), b"next", 1, None)
+            assert not replica.advance(averaged_N.clone(), Averaged(None, b"next", 1))
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from manyhands.optim import Lamb
+from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.replica import Replica
 
 NUM_STEPS = 1000
@@ -24,7 +25,7 @@ def parameters_after(make: Any, dtype: torch.dtype, device: str) -> torch.Tensor
     numel = sum(parameter.numel() for parameter in parameters)
     for _ in range(NUM_STEPS):
         averaged_N = torch.cat([0.01 * torch.randn(numel, generator=generator), torch.ones(len(SHAPES))])
-        assert not replica.advance(averaged_N, b"next", 1, None)
+        assert not replica.advance(averaged_N, Averaged(None, b"next", 1))
     return torch.cat([parameter.detach().double().cpu().flatten() for parameter in parameters])
 
 

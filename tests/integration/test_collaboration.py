@@ -269,7 +269,7 @@ def test_closing_the_optimizer_in_mid_round_ends_the_round_and_loses_no_sample(d
         assert (counts.rounds_aborted, counts.rounds_committed) == (1, 0)
         assert counts.samples_dropped == 0
         assert leaving.optimizer.samples_accumulated == counts.samples_computed > 0
-        assert leaving.optimizer._look_no_more not in leaving.peer.presence.on_close
+        assert leaving.optimizer._collaboration.close not in leaving.peer.presence.on_close
 
 
 class InOrder(random.Random):

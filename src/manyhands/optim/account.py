@@ -146,11 +146,7 @@ make_ready(AccountRecord)
 
 
 def checked_name(name: str) -> str:
-    """Check the name under which a peer is shown.
-
-    Raises:
-        ConfigError: it is empty, too long, or has characters that cannot be shown.
-    """
+    """The name under which a peer is shown; raises ``ConfigError`` if it is empty, too long or cannot be shown."""
     if not 1 <= len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
         raise ConfigError(
             f"name {name[:40]!r} cannot be used; it must have 1 to {MAX_NAME} printable characters and no space at "
@@ -180,10 +176,9 @@ class RecentSteps:
         self._steps: deque[CommittedStep] = deque(maxlen=NUM_STEPS)
 
     def add(self, left: Position, reached: Position, shares: Mapping[PeerId, float], *, is_grid: bool = False) -> None:
-        """A step was made.
+        """A step was made, from one position to another.
 
         Args:
-            left, reached: the positions before and after it.
             shares: the weight of each contributor; none if the step left the parameters unchanged.
             is_grid: the contributors are those of one group of several.
         """

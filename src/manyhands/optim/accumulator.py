@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -35,7 +35,7 @@ class Contribution:
     refill: Callable[[], torch.Tensor] | None = None
 
 
-class Accumulator(Protocol):
+class Accumulator(ABC):
     """What one peer has computed since the last global step. Belongs to the training thread.
 
     Attributes:
@@ -44,37 +44,45 @@ class Accumulator(Protocol):
         was_out: some of them were handed out before, for a step that failed.
     """
 
-    samples: int
-    since_step: int
-    was_out: bool
+    def __init__(self) -> None:
+        self.samples, self.since_step, self.was_out = 0, 0, False
 
+    @abstractmethod
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
-        """Add the current ``.grad`` of all parameters; False, and nothing is added, when one is not finite."""
+        """Add the current ``.grad`` of all parameters; False, and nothing is added, when one is not finite.
+
+        Args:
+            weight: what the loss is a mean over; by default the samples.
+            grad_scale: factor of the loss.
+            at_step: global step of the parameters that it was computed on.
+        """
 
     def fault(self) -> str:
         """Why what was added cannot be used, in words; empty if it can."""
+        return ""
 
+    @abstractmethod
     def freeze(self) -> Contribution:
         """Return what was added so far as a contribution, and begin anew."""
 
+    @abstractmethod
     def take_back(self, contribution: Contribution) -> None:
         """Add back a contribution whose step was not made; it counts in the next attempt."""
 
     def carry(self, contribution: Contribution) -> None:
         """Add back a contribution that the others made a step without; this peer has made it, too."""
+        self.take_back(contribution)
 
+    @abstractmethod
     def count(self, contribution: Contribution, *, is_free: bool) -> None:
-        """Forget a contribution whose step was made.
-
-        Args:
-            is_free: nobody else holds its memory.
-        """
+        """Forget a contribution whose step was made; reuse its memory if nobody else holds it."""
 
     def drop(self) -> None:
         """Forget what was added so far."""
+        self.samples, self.since_step, self.was_out = 0, 0, False
 
 
-class GradientAccumulator:
+class GradientAccumulator(Accumulator):
     """The gradients of one peer since the last global step.
 
     Holds the gradient of the mean loss over all samples so far, so batches of different sizes count by their weight.
@@ -83,32 +91,23 @@ class GradientAccumulator:
     more is added while a contribution is out, so with a delay there are two.
 
     Attributes:
-        samples, weight: added so far.
-        since_step: the global step of the parameters behind the oldest samples.
-        was_out: some of them were handed out before, for a step that failed.
+        weight: added so far.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], extra: ExtraTensors | None = None) -> None:
+        super().__init__()
         self._parameters = list(parameters)
         self._extra = ExtraTensors() if extra is None else extra
         self.layout = GradientLayout(self._parameters, self._extra.numel)
+        self.weight = 0.0
         self._device = HOST
         self._mean: FlatGradients | None = None  # of the loss; undefined while the weight is 0
         self._spare_N: torch.Tensor | None = None  # its values are undefined
         self._last_used: tuple[list[bool], torch.Tensor] | None = None
         self._follow_model()
-        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
 
     @torch.no_grad()
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
-        """Add the current ``.grad`` of all parameters, the gradient of a mean over ``weight``, by default the samples.
-
-        Returns False, and adds nothing, when a gradient is not finite.
-
-        Args:
-            grad_scale: factor of the loss.
-            at_step: global step of the parameters that it was computed on.
-        """
         weight = float(samples) if weight is None else weight
         if weight == 0:
             self._count(samples, 0.0, at_step)
@@ -157,7 +156,6 @@ class GradientAccumulator:
         return self._last_used[1]
 
     def freeze(self) -> Contribution:
-        """Return the gradients added so far as a contribution, and begin anew."""
         mean_N = self._buffer().flat_N
         if self.weight == 0:
             mean_N.zero_()
@@ -171,7 +169,6 @@ class GradientAccumulator:
         return contribution
 
     def take_back(self, contribution: Contribution) -> None:
-        """Add back a contribution whose step was not made; it counts in the next attempt."""
         weight = contribution.weight
         if weight > 0 and self.weight == 0 and self._device == HOST:
             before, self._mean = self._mean, FlatGradients(self.layout, contribution.mean_N)
@@ -185,22 +182,13 @@ class GradientAccumulator:
             self._count(contribution.samples, weight, contribution.since_step)
             self.was_out = True
 
-    def fault(self) -> str:
-        """Nothing: what is not finite was never added."""
-        return ""
-
-    def carry(self, contribution: Contribution) -> None:
-        """Add back a contribution that the others made a step without."""
-        self.take_back(contribution)
-
     def count(self, contribution: Contribution, *, is_free: bool) -> None:
-        """Reuse the memory of a contribution whose step was made, if it is free."""
         if is_free:
             self._spare_N = contribution.mean_N
 
     def drop(self) -> None:
-        """Forget the gradients added so far."""
-        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
+        super().drop()
+        self.weight = 0.0
 
     def _follow_model(self) -> None:
         """Move to the parameters' device: a model may move to a GPU after its optimizer was made."""

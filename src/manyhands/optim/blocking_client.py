@@ -7,9 +7,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import Timeout, Unavailable
-from manyhands.optim.accumulator import Contribution
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
@@ -25,6 +23,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 15.0
+TELL_TIMEOUT_S = 60.0
 BLOCKED_S = 5.0
 """For a blocked network thread, beyond the limit of what it does."""
 JOIN_ATTEMPTS = 3
@@ -35,23 +34,16 @@ Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which
 """
 NEWS_PERIOD_S = 1.0
 WAIT_PERIOD_S = 0.25
-TELL_TIMEOUT_S = 60.0
 
 
 class BlockingRunClient:
-    """One peer's place in a run, for blocking code.
+    """One peer's place in a run, for the thread that trains its replica."""
 
-    Args:
-        replica: this peer's parameters, optimizer and schedule.
-    """
-
-    def __init__(
-        self, peer: BlockingPeer, collaboration: Collaboration, replica: Replica, averaging: AveragingConfig
-    ) -> None:
+    def __init__(self, peer: BlockingPeer, collaboration: Collaboration, replica: Replica) -> None:
         self._peer = peer
         self._collaboration = collaboration
         self._replica = replica
-        self._averaging = averaging
+        self._averaging = collaboration.averaging
         self._untold: Callable[[], None] | None = None
         self._report_at = 0.0  # beside a step in the background
 
@@ -65,8 +57,9 @@ class BlockingRunClient:
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
             state = self._catch_up()
-            place = self._replica.position, self._replica.lineage_samples
-            self._call("joining the run", self._collaboration.begin, *place, state)
+            self.moved_elsewhere(state)
+            self.tell()
+            self._call("joining the run", self._collaboration.tracker.start)
         except BaseException:
             self.leave()
             raise
@@ -110,6 +103,8 @@ class BlockingRunClient:
             self._peer.sleep(WAIT_PERIOD_S)
         return True
 
+    # after a micro-batch; a machine that was blocked goes on with the next one
+
     def decide(self, samples: int, speed: SpeedMeter, *, may_wait: bool) -> Decision:
         """Report what this peer has accumulated; returns what to do next."""
         try:
@@ -119,7 +114,7 @@ class BlockingRunClient:
                 return Decision.ACCUMULATE
             deciding = collaboration.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
             return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
-        except Timeout as error:  # this machine was blocked; training goes on
+        except Timeout as error:
             logger.warning("%s; going on with the next batch", error)
             return Decision.ACCUMULATE
 
@@ -127,7 +122,7 @@ class BlockingRunClient:
         """Rest for this time, or until a step becomes due."""
         try:
             self._run(self._collaboration.rest(seconds), "resting")
-        except Timeout as error:  # this machine was blocked
+        except Timeout as error:
             logger.warning("%s; going on", error)
 
     def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
@@ -144,17 +139,16 @@ class BlockingRunClient:
         waiting = 0 if step.has_moved else step.contribution.samples
         self._collaboration.tracker.report(samples + waiting, speed.samples_per_second, speed.batch_s)
 
-    def average(self, contribution: Contribution) -> Averaged:
-        """Make one attempt to average a gradient.
+    # a step
+
+    def average(self, step: GlobalStep) -> Averaged:
+        """Make one attempt to average the contribution to a step.
 
         Raises:
             RoundAborted, Unavailable: it failed; nothing has changed.
         """
         timeout_s = longest_attempt_s(self._averaging) + BLOCKED_S
-        averaging = self._collaboration.step_rounds.average(
-            contribution.mean_N, contribution.weight, contribution.refill
-        )
-        return self._peer.run(averaging, timeout_s, "averaging")
+        return self._peer.run(self._collaboration.step_rounds.average(step.contribution), timeout_s, "averaging")
 
     def leave_to_background(self, step: GlobalStep) -> None:
         """Have the network thread make a step."""
@@ -166,7 +160,7 @@ class BlockingRunClient:
         self._untold = partial(step.announce, self._collaboration)
 
     def moved_elsewhere(self, state: State | None = None) -> None:
-        """Queue this peer's position for the network thread, where it has loaded a state; see :meth:`tell`."""
+        """Queue this peer's position for the network thread, where it begins or loaded a state; see :meth:`tell`."""
         replica = self._replica
         self._untold = partial(self._collaboration.move_elsewhere, replica.position, replica.lineage_samples, state)
 
@@ -175,6 +169,8 @@ class BlockingRunClient:
         if self._untold is not None:
             self._call("moving on", self._untold, timeout_s=TELL_TIMEOUT_S)
             self._untold = None
+
+    # the others' state
 
     def downloaded(self) -> State | None:
         """Download the state of the leading branch of the run; None if it is not available."""

@@ -26,7 +26,7 @@ from manyhands.averaging.codecs.sparse import Sparse
 from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import counted
-from manyhands.optim.accumulator import Contribution
+from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
@@ -133,7 +133,6 @@ class LocalReplica(Replica):
     agreed parameters, one for the momentum of the outer optimizer.
 
     Args:
-        inner: of the model's parameters.
         scheduler: of ``inner``; it moves once for each ``target_batch_size`` samples of the run.
         max_grad_norm: bound of the norm of each batch's gradient.
         offload: keep the inner optimizer's parameters and statistics on the host.
@@ -186,28 +185,24 @@ class LocalReplica(Replica):
 
     @property
     def part(self) -> int:
-        """The fragment of the next step."""
         return self.position.step % self.num_fragments
 
     @property
     def trained(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
-        """The agreed parameters that the next step changes, and the layout of their pseudo-gradients."""
         return self._parts[self.part]
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]:
-        """As for :class:`Replica`; a sparse change is one tensor, whose chunks may lie across parameters."""
         if not self._is_sparse:
             return super().shapes
-        _, layout = self.trained
+        _, layout = self.trained  # one tensor, whose chunks may lie across parameters
         return [(layout.num_values, 1), *([size] for size in layout.sizes_of_rest)]
 
-    def _advance_schedule(self, *, is_alone: bool) -> None:
+    def _advance_schedule(self, *, has_stepped: bool) -> None:
         if (self.position.step + 1) % self.num_fragments == 0:
-            super()._advance_schedule(is_alone=True)  # this peer may have made no inner step
+            super()._advance_schedule(has_stepped=False)  # this peer may have made no inner step
 
     def capture(self) -> State:
-        """As for :class:`Replica`, with the inner optimizer's statistics."""
         return self._capture(functools.partial(self._begin_capture, self.inner))
 
     def _restore(self, state: State) -> None:
@@ -261,11 +256,7 @@ class LocalReplica(Replica):
 
     @torch.no_grad()
     def pseudo_gradient(self, flat_N: torch.Tensor | None) -> torch.Tensor:
-        """The agreed parameters of the next step minus this peer's own, as a vector on the host; see ``shapes``.
-
-        Args:
-            flat_N: memory to write it to, if it has the size.
-        """
+        """The agreed parameters of the next step minus this peer's own, in ``flat_N`` if that has the size."""
         parameters, layout = self.trained
         if flat_N is None or flat_N.numel() != layout.numel:
             flat_N = torch.empty(layout.numel)
@@ -299,7 +290,6 @@ class LocalReplica(Replica):
 
     @contextmanager
     def agreed_in_model(self) -> Iterator[None]:
-        """Within the block, the model has the agreed parameters instead of this peer's own."""
         own = [parameter.detach().clone() for parameter in self.model_parameters]
         try:  # an interrupt may come between two parameters
             _copy(self._parameters, self.model_parameters)
@@ -317,7 +307,6 @@ class LocalReplica(Replica):
     # checkpoints
 
     def place(self) -> dict[str, Any]:
-        """As for :class:`Replica`, with the outer optimizer, and the agreed parameters where the model has others."""
         pairs = zip(self.model_parameters, self._parameters, strict=True)
         agreed = {f"{i}": value for i, (own, value) in enumerate(pairs) if not torch.equal(own.to(value), value)}
         place = super().place() | {OUTER: self.optimizer.state_dict()}
@@ -337,17 +326,11 @@ class LocalReplica(Replica):
         self.options = options_of(self.inner.param_groups)
 
 
-class InnerSteps:
-    """Makes this peer's inner steps, and counts the samples behind the difference to the agreed parameters.
-
-    An :class:`manyhands.optim.accumulator.Accumulator`: the difference itself is in the model. Belongs to the training
-    thread.
-
-    Attributes:
-        samples, since_step, was_out: as for every accumulator.
-    """
+class InnerSteps(Accumulator):
+    """Makes this peer's inner steps, and counts the samples behind the difference in the model that they make."""
 
     def __init__(self, replica: LocalReplica) -> None:
+        super().__init__()
         self._replica = replica
         self._spare_N: torch.Tensor | None = None
         self._num_steps = 0
@@ -357,10 +340,8 @@ class InnerSteps:
         self._must_end_at = 0  # inner steps after which the average is waited for
         self._weights = [0.0] * replica.num_fragments  # behind the difference in each fragment
         self._has_told: set[str] = set()
-        self.samples, self.since_step, self.was_out = 0, 0, False
 
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
-        """Make an inner step with the current ``.grad``; False, and no step, when one is not finite."""
         weight = float(samples) if weight is None else weight
         gradients = [parameter.grad for parameter in self._replica.model_parameters if parameter.grad is not None]
         if not are_finite(_values_of(gradients)):
@@ -373,7 +354,6 @@ class InnerSteps:
         return True
 
     def fault(self) -> str:
-        """Why this peer's own parameters cannot be averaged; then they become the agreed ones."""
         if self._out is not None or self._replica.own_is_finite():  # what is out is found out when it has ended
             return ""
         self._replica.forget_inner()
@@ -393,7 +373,7 @@ class InnerSteps:
         contribution = Contribution(mean_N, self.samples, weight, self.since_step, refill)
         self._plan_overlap()
         self._frozen_at = self._num_steps
-        self._forget_samples()
+        super().drop()
         return contribution
 
     def _plan_overlap(self) -> None:
@@ -421,7 +401,6 @@ class InnerSteps:
         return self._num_steps >= self._must_end_at
 
     def take_back(self, contribution: Contribution) -> None:
-        """Count the samples of a contribution again: the difference is still in the parameters."""
         self._out = None
         if contribution.refill is None:  # else a round that was broken off may still write to it
             self._spare_N = contribution.mean_N
@@ -430,10 +409,7 @@ class InnerSteps:
             self.was_out = True
 
     def carry(self, contribution: Contribution) -> None:
-        """Move to the agreed parameters, and keep the difference that the others have left out.
-
-        If further inner steps were made meanwhile, half of it is kept, as after every step.
-        """
+        """Move to the agreed parameters, and keep what was left out: half of it after further inner steps."""
         assert self._out is not None
         if self._num_steps == self._frozen_at:
             self._replica.differ_by(self._out[0], contribution.mean_N)
@@ -453,18 +429,14 @@ class InnerSteps:
             self._spare_N = contribution.mean_N
 
     def drop(self) -> None:
-        """Move all own parameters to the agreed ones."""
+        super().drop()
         for fragment in range(self._replica.num_fragments):
             self._replica.follow(fragment)
         self._weights = [0.0] * self._replica.num_fragments
-        self._forget_samples()
 
     def _count(self, samples: int, since_step: int) -> None:
         self.since_step = min(self.since_step, since_step) if self.samples else since_step
         self.samples += samples
-
-    def _forget_samples(self) -> None:
-        self.samples, self.since_step, self.was_out = 0, 0, False
 
 
 def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -25,19 +25,15 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_KIND = "manifest"
 """Of the DHT keys of manifests."""
-
 TTL_S = 300.0
 WITHDRAW_TIMEOUT_S = 0.5
 MAX_BYTES = 256 << 10
 """Of a manifest before compression: room for some thousands of tensors."""
-
 MAX_HYPER_PARAMETERS_BYTES = 64 << 10
 DECODED_IN_A_TURN = 8
 """Manifests decoded before the event loop runs other tasks: 1 ms each at most."""
-
 OPTION_NAMES = {"lr": "learning_rate"}
 """Hyper-parameters that have a longer name on the command line."""
-
 SHOWN_DIFFERENCES = 5
 SHOWN_CHARACTERS = 1000
 """Limit for one value in a difference: others' values have to fit on a screen."""
@@ -135,9 +131,7 @@ def _tensor_differences(own: list[ParameterSpec], run: list[ParameterSpec]) -> l
         line = f"tensor {name} has shape {list(here.shape)} here, {_shown(list(there.shape))} in the run"
     else:
         line = f"tensor {name} is {readable(here.dtype)} here, {readable(there.dtype)} in the run"
-    if len(different) == 1:
-        return [line]
-    return [f"{line} ({len(different)} of {len(own)} tensors differ)"]
+    return [line if len(different) == 1 else f"{line} ({len(different)} of {len(own)} tensors differ)"]
 
 
 def _shown(value: object) -> str:

@@ -25,9 +25,6 @@ class HeldBatches:
 
     The wrapper of ``accelerator.prepare``, and so ``transformers.Trainer``, calls ``step()`` once for several backward
     passes when it accumulates gradients itself.
-
-    Args:
-        parameters: of the model.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -48,11 +45,7 @@ class HeldBatches:
             self._held.add(index)
 
     def check(self) -> None:
-        """Check that there were none since the last call.
-
-        Raises:
-            ConfigError: there were; says what to write.
-        """
+        """Raises ``ConfigError`` if there were some since the last call; it says what to write."""
         self._held.clear()
         if self._has_lost:
             self._has_lost = False
@@ -75,10 +68,7 @@ class RunningStatistics:
     """Warns once if the model has BatchNorm layers whose running mean and variance are not shared.
 
     An optimizer gets parameters, which do not know their modules. So each module that is called is searched until all
-    parameters are found: where a whole model is called, at its first call only.
-
-    Args:
-        parameters: the trained ones.
+    trained parameters are found: where a whole model is called, at its first call only.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -180,14 +180,14 @@ class Optimizer(OptimizerWrapper):
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
         )  # fmt: skip
-        self._membership = BlockingRunClient(peer, self._collaboration, self._replica, averaging)
+        self._membership = BlockingRunClient(peer, self._collaboration, self._replica)
         self.statistics.states_loaded += self._membership.join()
         if local_steps is not None and (fault := options.fault_with(self.num_peers)):
             self._membership.leave()
             raise ConfigError(fault)
         self._held = HeldBatches(self._replica.model_parameters)
         self._running_statistics = RunningStatistics(self._replica.model_parameters)
-        peer.presence.on_close.append(self._look_no_more)
+        self._collaboration.on_leaving = self._on_leaving
         if auxiliary or buffers is not None:  # no batch will come, or they are shared
             self._running_statistics.close()
         self._show()
@@ -315,18 +315,11 @@ class Optimizer(OptimizerWrapper):
 
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""
-        self._stop_looking()
-        on_close = self.peer.presence.on_close
-        if self._look_no_more in on_close:
-            on_close.remove(self._look_no_more)
         self._membership.leave()
 
-    def _stop_looking(self) -> None:
+    def _on_leaving(self) -> None:
         self._held.close()
         self._running_statistics.close()
-
-    async def _look_no_more(self) -> None:
-        self._stop_looking()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule.
@@ -393,7 +386,7 @@ class Optimizer(OptimizerWrapper):
                 self._membership.leave_to_background(step)
                 return
             try:
-                step.outcome = self._membership.average(step.contribution)
+                step.outcome = self._membership.average(step)
             except (RoundAborted, Unavailable) as error:
                 step.error = clear_tracebacks(error)
                 self._end_step(step)
@@ -456,27 +449,26 @@ class Optimizer(OptimizerWrapper):
             return
         self._current, self._num_failures = None, 0
         self._samples.count(step)
+        outcome, number = step.outcome, step.left_from.step + 1
+        assert outcome is not None
         if step.is_lost:
             logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
-            self._failed(step.left_from.step + 1, "it lost the result of the round")
+            self.last_failure = Failure(number, "it lost the result of the round")
             return
-        outcome = step.outcome
-        assert outcome is not None
         shares = {} if step.refusal else outcome.shares
         is_grid = outcome.grid_rounds is not None
         self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=is_grid)
         if outcome.is_left_out or step.refusal:
-            self._failed(step.left_from.step + 1, step.refusal or "the group made the step without its samples")
+            self.last_failure = Failure(number, step.refusal or "the group made the step without its samples")
         self._was_alone = outcome.manifest is None
         self._replica.show()
         self._show()
         self.last_round = outcome.manifest
         self.last_contribution = 0 if outcome.is_left_out else step.contribution.samples
         logger.info("Optimizer step: done! Step %d, %s", self.global_step, self.statistics.summary())
-        speed = self._collaboration.tracker.progress.samples_per_second
-        if outcome.manifest is not None and speed > 0:
-            computing_s = self.manifest.target_batch_size / speed
-            if advice := self._advice.after_step(computing_s, outcome.averaging_s):
+        if outcome.manifest is not None:
+            speed = self._collaboration.tracker.progress.samples_per_second
+            if advice := self._advice.after_step(speed, outcome.averaging_s):
                 logger.warning("%s", advice)
         if error is not None:  # during a background step, or while reporting it
             self._membership.moved(step)
@@ -484,16 +476,12 @@ class Optimizer(OptimizerWrapper):
                 raise error
 
     def _note_failure(self, error: BaseException) -> None:
-        """Count a failed attempt, and tell the user what to do about several of them.
-
-        Raises:
-            BaseException: the error of the attempt, if the other peers did not cause it.
-        """
+        """Count a failed attempt, and tell the user what to do about several; raise what others did not cause."""
         if not isinstance(error, (RoundAborted, Unavailable)):
             raise error
         self.statistics.rounds_aborted += 1
         self._num_failures += 1
-        self._failed(self._replica.position.step + 1, str(error))
+        self.last_failure = Failure(self._replica.position.step + 1, str(error))
         waiting = self._samples.waiting
         logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, waiting)
         if self._num_failures % FAILURES_UNTIL_ADVICE == 0:
@@ -504,9 +492,6 @@ class Optimizer(OptimizerWrapper):
                 "It goes on alone" if self._allow_solo else "This peer does not step alone",
             )
 
-    def _failed(self, step: int, reason: str) -> None:
-        self.last_failure = Failure(step, reason)
-
     @uninterrupted()
     def _go_to(self, state: State, *, is_reload: bool) -> None:
         """Load a state of others, if it fits."""
@@ -515,7 +500,8 @@ class Optimizer(OptimizerWrapper):
             self.statistics.states_loaded += 1
             self._samples.reload() if is_reload else self._samples.load(before)
             if is_reload:
-                self._failed(self._replica.position.step, "its parameters were not those of the majority")
+                number = self._replica.position.step
+                self.last_failure = Failure(number, "its parameters were not those of the majority")
             self._moved_elsewhere()
 
     def _moved_elsewhere(self) -> None:

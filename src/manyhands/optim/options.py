@@ -103,12 +103,7 @@ class Options:
 
 
 def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> torch.optim.Optimizer:
-    """The optimizer to wrap: as given, or made from ``params``.
-
-    Raises:
-        ConfigError: a function without parameters, parameters without a function, or an optimizer that computes the
-            loss itself.
-    """
+    """The optimizer to wrap, as given or made from ``params``; raises ``ConfigError`` for one that needs a closure."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ConfigError("params are for a function that makes the optimizer; this one has parameters already")
@@ -127,11 +122,7 @@ def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> t
 
 
 def checked_batch(batch_size: int | None, weight: float | None) -> int:
-    """The samples behind one call of ``step``.
-
-    Raises:
-        ConfigError: a value breaks its rule.
-    """
+    """The samples behind one call of ``step``; raises ``ConfigError`` if a value breaks its rule."""
     if batch_size is None or batch_size < 0:
         raise ConfigError(
             f"batch_size={batch_size}: step() needs to know how many samples are behind the gradients; "
@@ -184,13 +175,7 @@ def _check(name: str, parameter: torch.Tensor) -> None:
 
 
 def check_frozen(frozen: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Check that parameters that were frozen at join are still frozen: the run does not average them.
-
-    One that is frozen later is like one that some batches do not use, and may be trained again.
-
-    Raises:
-        ConfigError: one is not; names the parameter.
-    """
+    """Raises ``ConfigError`` if a parameter that was frozen at join is trained now: the run does not average it."""
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise ConfigError(
@@ -207,11 +192,7 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> GroupOptions:
 
 
 def check_unchanged(before: GroupOptions, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Check that the groups' options are unchanged: only the run's schedule may change them.
-
-    Raises:
-        ConfigError: an option changed; says which, and what to write instead.
-    """
+    """Raises ``ConfigError`` if an option of the groups has changed: only the run's schedule may change them."""
     if len(groups) != len(before):
         raise ConfigError(
             f"there were {len(before)} parameter groups and are {len(groups)} now; give all groups to the wrapped "

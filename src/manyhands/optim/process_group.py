@@ -30,19 +30,15 @@ from manyhands.peer import BlockingPeer
 
 logger = logging.getLogger(__name__)
 
-
 PATIENCE_S = 7200.0
 """Timeout of a wait for another rank that lives: it may be evaluating, or rank 0 downloading a large state."""
 
 
 class Ranks:
-    """The ranks of the default process group, as seen by one of them.
+    """The ranks of the default process group, as seen by one of them. All methods raise ``RankLost``.
 
-    Attributes:
-        rank, num_ranks: of this process, and their number.
     Raises:
         ConfigError: there is no process group.
-        RankLost: another rank does not come.
     """
 
     def __init__(self) -> None:
@@ -56,7 +52,7 @@ class Ranks:
             self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
 
     def compare(self, own: Any) -> list[Any]:
-        """Exchange one value of each rank; returns all of them by rank, on all ranks."""
+        """The values of all ranks, on all ranks."""
         said: list[Any] = [None] * self.num_ranks
         with self._lost("to begin"):
             dist.all_gather_object(said, own, group=self._words)
@@ -70,16 +66,12 @@ class Ranks:
             dist.gather(own, said, dst=0, group=self._words)
         return [[number if is_given else None for is_given, number in row.tolist()] for row in said or []]
 
-    def tell(self, word: Any) -> None:
-        """Send a word, which can be pickled, from rank 0 to all others."""
-        with self._lost("to hear rank 0"):
-            dist.broadcast_object_list([word], src=0, group=self._words)
-
-    def hear(self) -> Any:
-        """Wait for a word of rank 0."""
-        said: list[Any] = [None]
-        with self._lost("that is rank 0"):
+    def broadcast(self, word: Word | None = None) -> Word:
+        """Rank 0's word, on all ranks."""
+        said = [word]
+        with self._lost("to hear rank 0" if self.rank == 0 else "that is rank 0"):
             dist.broadcast_object_list(said, src=0, group=self._words)
+        assert said[0] is not None
         return said[0]
 
     @torch.no_grad()
@@ -112,7 +104,7 @@ class Call(enum.IntEnum):
 
 
 class RankState(NamedTuple):
-    """The figures of all ranks; see :class:`ProcessGroupOptimizer`."""
+    """The figures that all ranks show."""
 
     global_step: int = 0
     num_peers: int = 1
@@ -128,8 +120,7 @@ class Word:
     """Rank 0's message to the others at the end of a call.
 
     Attributes:
-        result: of the call.
-        error: why there is none; the other fields are then undefined.
+        error: why there is no result; the other fields are then undefined.
         has_moved: the parameters have changed; they follow by :meth:`Ranks.share`.
         options: of the parameter groups after a change, such as the learning rate.
     """
@@ -349,11 +340,8 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         The others get these parameters.
         """
 
-        def load(_: Sequence[Batch]) -> None:
-            self._shared = None
-            self._own_leader.load_state_dict(state_dict)
-
-        self._together(Call.LOAD_STATE_DICT, load)
+        self._shared = None
+        self._together(Call.LOAD_STATE_DICT, lambda _: self._own_leader.load_state_dict(state_dict))
 
     # on rank 0
 
@@ -386,8 +374,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             self._shared = None  # the state of the ranks is unknown
             self._tell_of(error)
             raise
-        self._ranks.tell(word)
-        return word
+        return self._ranks.broadcast(word)
 
     def _word(self, leader: Optimizer, result: Any) -> Word:
         standing = RankState(*(getattr(leader, name) for name in RankState._fields))
@@ -403,7 +390,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         kind = next((kind for kind in (ConfigError, Unavailable) if isinstance(error, kind)), RankLost)
         text = repr(error) if kind is RankLost else str(error)
         try:
-            self._ranks.tell(Word(error=kind(f"rank 0 failed: {text}")))
+            self._ranks.broadcast(Word(error=kind(f"rank 0 failed: {text}")))
         except RankLost as lost:
             logger.warning("%s", lost)
 
@@ -416,21 +403,18 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             word = self._lead(call, action, own)
         else:
             self._ranks.gather([call, *own])
-            word = self._ranks.hear()
+            word = self._ranks.broadcast()
         if word.error is not None:
             raise word.error
         if word.has_moved:
             self._ranks.share(self._tensors)
         self._standing = word.standing
-        self._show(word.options)
-        return word.result
-
-    def _show(self, options: list[dict[str, Any]]) -> None:
         if self.leader is not None:
             self.param_groups, self.state = self.leader.param_groups, self.leader.state
-            return
-        for group, sent in zip(self.param_groups, options, strict=False):
-            group.update(merged({name: value for name, value in group.items() if name != "params"}, sent))
+        else:
+            for group, sent in zip(self.param_groups, word.options, strict=False):
+                group.update(merged({name: value for name, value in group.items() if name != "params"}, sent))
+        return word.result
 
     def _fitting(
         self,
@@ -440,19 +424,19 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         extra: Sequence[ParameterSpec],
     ) -> torch.optim.Optimizer:
         """The optimizer to wrap, once all ranks know that they fit together."""
-        rank, inner = self._ranks.rank, None
-        problem = problem_of(rank, peer)
+        rank, inner, problem = self._ranks.rank, None, ""
         try:
+            check_rank(rank, peer)
             made = made_optimizer(optimizer, params)
             checked_parameters(made)
+            if any(hasattr(parameter, "_is_flat_param") for parameter in parameters_of(made)):
+                raise ConfigError(
+                    "the parameters are a part of the model (FSDP), which is not supported: wrap the model in "
+                    "torch.nn.parallel.DistributedDataParallel, so that each rank has all of it"
+                )
             inner = made
         except ConfigError as error:  # the other ranks must hear of it
-            problem = problem or f"on rank {rank}: {error}"
-        if inner is not None and any(hasattr(parameter, "_is_flat_param") for parameter in parameters_of(inner)):
-            problem = problem or (
-                f"on rank {rank} the parameters are a part of the model (FSDP), which is not supported: "
-                "wrap the model in torch.nn.parallel.DistributedDataParallel, so that each rank has all of it"
-            )
+            problem = f"on rank {rank}: {error}"
         found = self._ranks.compare((problem, [] if inner is None else [*specs_of(inner), *extra]))
         for other, (its_problem, its_specs) in enumerate(found):
             if its_problem:
@@ -463,10 +447,9 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         return inner
 
 
-def problem_of(rank: int, peer: BlockingPeer | None) -> str:
-    """The problem with one rank's peer; empty if there is none."""
+def check_rank(rank: int, peer: BlockingPeer | None) -> None:
+    """Raises ``ConfigError`` if a rank lacks the peer, or has one of its own."""
     if rank == 0 and peer is None:
-        return "rank 0 is the peer: give it peer=manyhands.Peer(...)"
+        raise ConfigError("it is the peer: give it peer=manyhands.Peer(...)")
     if rank != 0 and peer is not None:
-        return f"rank {rank} has a peer of its own, but rank 0 is the peer of all ranks: give peer=None on the others"
-    return ""
+        raise ConfigError("it has a peer of its own, but rank 0 is the peer of all ranks: give peer=None on the others")

@@ -47,34 +47,24 @@ class Advice:
         self._target_batch_size = target_batch_size
         self._num_short = 0  # steps in a row
 
-    def after_step(self, computing_s: float, averaging_s: float) -> str:
-        """Check one global step: seconds from the last one to the round, and of averaging without the search.
-
-        Returns the advice, or an empty string.
-        """
+    def after_step(self, samples_per_second: float, averaging_s: float) -> str:
+        """The advice after one global step, of all peers at that speed; mostly empty."""
+        computing_s = self._target_batch_size / samples_per_second if samples_per_second > 0 else math.inf
+        if self._num_short == SHORT_STEPS_UNTIL_ADVICE:
+            return ""
+        self._num_short = self._num_short + 1 if computing_s < averaging_s else 0
         if self._num_short < SHORT_STEPS_UNTIL_ADVICE:
-            self._num_short = self._num_short + 1 if computing_s < averaging_s else 0
-            if self._num_short == SHORT_STEPS_UNTIL_ADVICE:
-                return describe_short_steps(computing_s, averaging_s, self._target_batch_size)
-        return ""
-
-
-def describe_short_steps(computing_s: float, averaging_s: float, target_batch_size: int) -> str:
-    """The advice for a run that waits more than it trains."""
-    target = working_target(computing_s, averaging_s, target_batch_size)
-    return (
-        f"The peers compute for {computing_s:.3g} s and then average for {averaging_s:.3g} s: the run waits more "
-        f"than it trains. With target_batch_size={target} instead of {target_batch_size}, on all peers, it "
-        "would compute for at least as long as it averages"
-    )
+            return ""
+        target = working_target(computing_s, averaging_s, self._target_batch_size)
+        return (
+            f"The peers compute for {computing_s:.3g} s and then average for {averaging_s:.3g} s: the run waits more "
+            f"than it trains. With target_batch_size={target} instead of {self._target_batch_size}, on all peers, it "
+            "would compute for at least as long as it averages"
+        )
 
 
 def describe_late_states(num_loads: int, download_s: float, computing_s: float, target_batch_size: int) -> str:
-    """The advice for a peer whose downloads take longer than steps.
-
-    Args:
-        computing_s: the run's time for the samples of a step; 0 if unknown.
-    """
+    """The advice for a peer whose downloads take longer than steps, for which the run computes; 0 if unknown."""
     if 0 < computing_s < download_s:
         target = working_target(computing_s, download_s, target_batch_size)
         larger = f"target_batch_size={target} instead of {target_batch_size}"

@@ -32,7 +32,7 @@ async def all_sit(run: Run, assignment: GridAssignment) -> dict[int, PeerId]:
     for peer_id in OTHERS:
         await run.hears(peer_id)
     assignment.position()
-    free = sorted(set(range(4)) - {run.tracker.seat()[1].cell})
+    free = sorted(set(range(4)) - {run.tracker.own.seat.cell})
     for cell, peer_id in zip(free, OTHERS, strict=True):
         await run.hears(peer_id, seat=Seat(GRID, cell), seat_round=2 * HERE.step)
     return dict(zip(free, OTHERS, strict=True))
@@ -40,7 +40,7 @@ async def all_sit(run: Run, assignment: GridAssignment) -> dict[int, PeerId]:
 
 async def stays_in_one_group(assignment: GridAssignment, run: Run) -> bool:
     is_one = assignment.position() == run.tracker.position() and not assignment.begin_step()
-    return is_one and run.tracker.seat() == (0, NO_SEAT)
+    return is_one and run.tracker.own.seat == NO_SEAT
 
 
 async def hears_many(run: Run, position: Position, **fields: object) -> None:
@@ -66,7 +66,7 @@ async def test_after_a_step_of_more_peers_than_a_group_has_all_of_them_take_seat
         await run.hears(OTHERS[0], NEXT)
         await run.hears(OTHERS[1], NEXT)
         assert assignment.begin_step()
-        assert run.tracker.seat()[1].layout.sides == (2, 2)
+        assert run.tracker.own.seat.layout.sides == (2, 2)
 
 
 async def test_a_newcomer_begins_no_grid_where_others_have_made_a_step() -> None:
@@ -99,14 +99,14 @@ async def test_up_to_the_size_of_a_group_nobody_has_a_seat() -> None:
         assert assignment.position() == HERE
         assert list(assignment.expected()) == [OTHERS[0]]
         assert not assignment.begin_step()
-        assert run.tracker.seat() == (0, NO_SEAT)
+        assert run.tracker.own.seat == NO_SEAT
 
 
 async def test_above_it_each_has_a_seat_and_expects_its_row_and_then_its_column() -> None:
     async with seats() as (run, assignment):
         others = await all_sit(run, assignment)
         assignment.position()
-        number, seat = run.tracker.seat()
+        number, seat = run.tracker.own.seat_round, run.tracker.own.seat
         assert (number, seat.layout) == (2 * HERE.step, GRID)
         assert assignment.is_settled
         assert assignment.begin_step()
@@ -129,7 +129,7 @@ async def test_within_a_step_nobody_moves_and_a_failed_one_begins_anew() -> None
         assignment.begin_step()
         assignment.next_round()
         where, expected = assignment.position(), dict(assignment.expected())
-        await run.hears(min(others.values()), seat=Seat(GRID, run.tracker.seat()[1].cell), seat_round=6)
+        await run.hears(min(others.values()), seat=Seat(GRID, run.tracker.own.seat.cell), seat_round=6)
         assert assignment.position() == where
         for _ in range(3):  # after the last round it stays there until the step is made
             assignment.next_round()
@@ -142,24 +142,24 @@ async def test_within_a_step_nobody_moves_and_a_failed_one_begins_anew() -> None
 async def test_its_seat_moves_on_by_itself_and_is_said_again_before_nobody_can_reckon_it() -> None:
     async with seats() as (run, assignment):
         await all_sit(run, assignment)
-        said = run.tracker.seat()
+        said = run.tracker.own.seat_round, run.tracker.own.seat
         run.tracker.move(NEXT, 20, OTHERS)
         assert assignment.position().step == 2 * NEXT.step
-        assert run.tracker.seat() == said
+        assert (run.tracker.own.seat_round, run.tracker.own.seat) == said
         assert len(assignment.expected()) == 1, "the others moved too, each as its seat says"
         later = NEXT.step + MAX_ROUNDS_AGO // 2
         for step in range(NEXT.step, later + 1):
             run.tracker.move(type(NEXT)(step, b"later"), 20, OTHERS)
             assignment.position()
-        assert run.tracker.seat() != said
+        assert (run.tracker.own.seat_round, run.tracker.own.seat) != said
 
 
 async def test_of_two_in_one_cell_the_higher_takes_another() -> None:
     async with seats() as (run, assignment):
         await all_sit(run, assignment)
-        mine = run.tracker.seat()[1]
+        mine = run.tracker.own.seat
         lowest = min(OTHERS)
         await run.hears(lowest, seat=mine, seat_round=2 * HERE.step)
         assignment.position()
-        moved = run.tracker.seat()[1]
+        moved = run.tracker.own.seat
         assert (moved == mine) == (run.endpoint.peer_id < lowest)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.replica import HostCopy, Replica
 
 
@@ -17,7 +18,7 @@ def test_small_updates_add_up_on_the_host(dtype: torch.dtype) -> None:
     replica = Replica(torch.optim.SGD(parameters, lr=1.0), None, offload=True)
     for _ in range(100):
         averaged_N = torch.cat([torch.full((3,), 1e-4), torch.ones(1)])
-        assert not replica.advance(averaged_N, b"next", 1, None)
+        assert not replica.advance(averaged_N, Averaged(None, b"next", 1))
     assert torch.equal(parameters[0].detach(), torch.ones(3, dtype=dtype)), "the model is shown nothing yet"
     replica.show()
     torch.testing.assert_close(parameters[0].detach(), torch.full((3,), 0.99, dtype=dtype), rtol=5e-3, atol=0)

@@ -54,10 +54,10 @@ def test_a_clock_that_stands_still_gives_no_speed() -> None:
 
 def test_steps_shorter_than_their_averaging_are_said_once_with_a_target_that_works() -> None:
     advice = Advice(256)
-    said = [advice.after_step(computing_s=2.0, averaging_s=5.0) for _ in range(9)]
+    said = [advice.after_step(128.0, averaging_s=5.0) for _ in range(9)]
     assert [bool(text) for text in said] == [False, False, True, *[False] * 6]
     assert "target_batch_size=640 instead of 256" in said[2]
-    assert not any(Advice(256).after_step(computing_s=5.0, averaging_s=2.0) for _ in range(9))
+    assert not any(Advice(256).after_step(256 / 5.0, averaging_s=2.0) for _ in range(9))
 
 
 @given(st.floats(0.01, 100), st.floats(0.01, 1000), st.integers(1, 10**6))

@@ -69,7 +69,3 @@ def test_what_a_liar_adds_to_the_sum_is_bounded() -> None:
     liar = record(samples=2**53, speed=1e308, counted_s_ago=1e308)
     assert 2**53 <= view_of(record(samples=10, speed=1.0), liar).outlook(None, 100, 5.0).samples <= 2**54
     assert view_of(record(samples=10, speed=1.0)).outlook(None, 100, 5.0).samples == 15
-
-
-def test_the_leader_comes_first_among_those_that_can_be_dialled() -> None:
-    assert view_of(record(is_client=True), record(), record()).hosts == ["p1", "p2"]

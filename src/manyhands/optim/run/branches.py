@@ -65,12 +65,11 @@ class Branch:
 def leading_branch(
     others: Records, own_id: PeerId, own: ProgressRecord, strangers: Mapping[PeerId, bytes] = {}
 ) -> Branch:
-    """The branch that all peers should be on.
+    """The branch that all peers should be on: the one with the highest (global step, samples in its lineage, digest).
 
-    The highest (global step, samples in its lineage, digest) wins. Parts of a grid may be equal in these: then the part
-    with more peers wins, then the one with the lowest peer id. At step 0 nothing has been learnt yet, and the initial
-    parameters of the lowest peer id win: of the trainers that can be dialled, so that all can follow; without any, of
-    the auxiliary peers; without these, of all.
+    Parts of a grid may be equal in these: then the part with more peers wins, then the one with the lowest peer id. At
+    step 0 nothing has been learnt yet, and the initial parameters of the lowest peer id win: of the trainers that can
+    be dialled, so that all can follow; without any, of the auxiliary peers; without these, of all.
 
     Args:
         strangers: in a grid, peers of other parts, each with its part (:mod:`manyhands.optim.run.partition_detector`).
@@ -219,10 +218,6 @@ def voter_of(peer_id: PeerId, record: ProgressRecord) -> str:
 class BranchChoice:
     """Chooses one peer's branch from the records given to the last :meth:`look`.
 
-    Args:
-        own: the record of this peer.
-        is_connected: whether another peer, in client mode, has a connection to this one.
-
     Attributes:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, without peers ahead on a branch that this peer does not believe in.
@@ -237,7 +232,6 @@ class BranchChoice:
         self._is_connected = is_connected
         self._records: Records = {}
         self._strangers: Mapping[PeerId, bytes] = {}
-        self._doubted: frozenset[PeerId] = frozenset()
         self._doubted_since: dict[PeerId, float] = {}  # infinite once logged
         self._shunned: dict[PeerId, float] = {}  # until when
         self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
@@ -246,30 +240,24 @@ class BranchChoice:
 
     def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
-        old, since = self._records, self._doubted_since
-        self._own, self._records, self._strangers = own, records, strangers
+        old, self._own, self._records, self._strangers = self._records, own, records, strangers
         self.belief.been_at(own.position)
         self._majority = self.belief.other_majority(own, records, now)
-        self._doubted = self.belief.doubted(own, records)
+        doubted = self.belief.doubted(own, records)
         # one whose record this peer has caught up with may say more in its next one
-        unread = {peer_id for peer_id in since if peer_id in records and records[peer_id] is old.get(peer_id)}
-        self._doubted_since = {peer_id: since.get(peer_id, now) for peer_id in self._doubted | unread}
-        self._name_doubted(now)
-        self._shunned = {peer_id: until for peer_id, until in self._shunned.items() if until > now}
-        shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
-        out = self._doubted | shunned
-        self.believed = {peer_id: record for peer_id, record in records.items() if peer_id not in out}
-        self._waits_since = min(self._waits_since, now) if self._is_only_with_clients() else math.inf
-        self._has_waited = now - self._waits_since >= CLIENT_PATIENCE_S
-        self.waits_for_clients = self._waits_since < math.inf and not self._has_waited
-
-    def _name_doubted(self, now: float) -> None:
-        """Log each peer that has not been believed for a while, once."""
-        for peer_id in self._doubted:
+        unread = {peer for peer in self._doubted_since if peer in records and records[peer] is old.get(peer)}
+        self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted | unread}
+        for peer_id in doubted:
             if now >= self._doubted_since[peer_id] + DOUBT_S:
                 self._doubted_since[peer_id] = math.inf
                 logger.warning("Peer %s says that the run is at step %d, and too few others do: it is not followed",
-                               peer_id, self._records[peer_id].position.step)  # fmt: skip
+                               peer_id, records[peer_id].position.step)  # fmt: skip
+        self._shunned = {peer_id: until for peer_id, until in self._shunned.items() if until > now}
+        shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
+        self.believed = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
+        self._waits_since = min(self._waits_since, now) if self._is_only_with_clients() else math.inf
+        self._has_waited = now - self._waits_since >= CLIENT_PATIENCE_S
+        self.waits_for_clients = self._waits_since < math.inf and not self._has_waited
 
     def shun(self, peer_id: PeerId, now: float) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
@@ -283,35 +271,27 @@ class BranchChoice:
         return not self._own.is_client and self._is_connected(peer_id)
 
     def leading(self, without_state: Container[PeerId]) -> Branch:
-        """The branch that this peer should be on, among those whose state is available.
-
-        Args:
-            without_state: peers that could not send their state, and have published nothing since.
-        """
-        if (branch := self._overruling()) is not None:
-            return branch
+        """The branch that this peer should be on, among those whose state others than these can send."""
         reachable = self._within_reach().items()
-        return self._leading_among({peer_id: record for peer_id, record in reachable if peer_id not in without_state})
+        return self._chosen({peer_id: record for peer_id, record in reachable if peer_id not in without_state})
 
     def best(self) -> Branch:
         """The best known branch, whether or not its state is available now.
 
         Clients can never get it from each other: they follow the peers that can be dialled.
         """
-        if (branch := self._overruling()) is not None:
-            return branch
         is_within_reach = self._own.is_client or self._has_waited
-        return self._leading_among(self._within_reach() if is_within_reach else self.believed)
+        return self._chosen(self._within_reach() if is_within_reach else self.believed)
 
-    def _overruling(self) -> Branch | None:
-        """The branch of most peers, if they do not follow the one that this peer is on."""
-        if self._majority is None:
-            return None
+    def _chosen(self, others: Records) -> Branch:
+        """The branch of most peers, if they do not follow the one that this peer is on; else the leading one."""
         holders = [
             peer_id for peer_id, record in sorted(self._records.items())
             if record.position == self._majority and peer_id not in self._shunned and self.can_hand_out(peer_id)
         ]  # fmt: skip
-        return Branch(self._majority, tuple(holders)) if holders else None
+        if self._majority is not None and holders:
+            return Branch(self._majority, tuple(holders))
+        return leading_branch(others, self._own_id, self._own, self._strangers)
 
     def _within_reach(self) -> Records:
         """The believed records, without peers on other branches whose state is not available."""
@@ -326,8 +306,5 @@ class BranchChoice:
         reachable = self._within_reach()
         if self._own.is_client or len(reachable) == len(self.believed):
             return False
-        best = self._leading_among(self.believed)
+        best = leading_branch(self.believed, self._own_id, self._own, self._strangers)
         return best.is_elsewhere(self._own.position) and reachable.keys().isdisjoint(best.holders)
-
-    def _leading_among(self, others: Records) -> Branch:
-        return leading_branch(others, self._own_id, self._own, self._strangers)

@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -53,8 +53,7 @@ FAR_S = 10.0
 """Beyond this predicted time to the target no peer looks for a group yet."""
 BATCH_MARGIN = 1.25
 """A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
-PAUSE_S = 60.0
-MAX_PAUSE_S = 600.0
+PAUSE_S = 300.0
 
 
 class Decision(enum.Enum):
@@ -68,11 +67,7 @@ class Decision(enum.Enum):
 
 
 class Collaboration:
-    """One peer's part in one run: its manifest, progress, rounds and state server.
-
-    Args:
-        allow_solo: step alone if no peer can be dialled.
-    """
+    """One peer's part in one run: its manifest, progress, rounds and state server."""
 
     def __init__(
         self,
@@ -91,7 +86,7 @@ class Collaboration:
         self._presence = presence
         self._manifest = manifest
         self._local = local
-        self._averaging = averaging
+        self.averaging = averaging
         self._progress_config = progress
         self._batch_size_lead = batch_size_lead
         self._is_auxiliary = is_auxiliary
@@ -108,6 +103,8 @@ class Collaboration:
         self._waited_in_vain_at: Position | None = None
         self._parts = AsyncExitStack()
         self.tasks = TaskOwner("collaboration")
+        self.on_leaving: Callable[[], None] | None = None
+        """Called as this peer leaves the run."""
         self.run_id = manifest.run_id
 
     async def start(self) -> None:
@@ -121,48 +118,36 @@ class Collaboration:
         await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
         self.tracker = ProgressTracker(
-            presence.endpoint,
-            presence.dht,
-            manifest.run_id,
-            manifest.target_batch_size,
-            self._local.position,
-            self._progress_config,
-            is_auxiliary=self._is_auxiliary,
-            began_at=presence.began_at,
-        )
+            presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self._local.position,
+            self._progress_config, is_auxiliary=self._is_auxiliary, began_at=presence.began_at,
+        )  # fmt: skip
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
-        assignment = GridAssignment(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
+        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
+            members = presence.members.get(manifest.run_id)
+            charter = members.charter.charter if members is not None else None
+            limits = MemberLimits(**msgspec.structs.asdict(charter.limits)) if charter is not None else OPEN_LIMITS
             self._rounds = RoundRunner(
-                presence.endpoint,
-                manifest.run_id,
-                manifest.fingerprint(),
-                assignment,
-                self._averaging,
-                self._rng,
-                limits=_limits_of(presence, manifest.run_id),
-            )
+                presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, self._rng,
+                limits=limits,
+            )  # fmt: skip
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self.tasks.close)
             look_ahead = LookAhead(self._rounds, self.tracker, self.tasks, self._batch_size_lead)
             self.step_rounds = StepRounds(
                 presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self._local,
-                self._averaging,
+                self.averaging,
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
             self._server = StateServer(
-                presence.endpoint,
-                manifest.run_id,
-                self._local.capture,
-                lambda: self._local.position,
+                presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position,
                 lambda: self.tracker.reader.company.recent_rounds,
-            )
+            )  # fmt: skip
             parts.push_async_callback(self._server.close)
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
             parts.callback(self._contacts.close)
             self.tracker.on_outlook = self._on_news
-            members = presence.members.get(manifest.run_id)
-            signed = members.charter.charter.manifest if members is not None else b""
+            signed = charter.manifest if charter is not None else b""
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             await keeper.agree()
             parts.push_async_callback(keeper.close)
@@ -171,14 +156,9 @@ class Collaboration:
             self.tasks.spawn(self._watch_health(), name="watching this peer's health")
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
-        presence.endpoint.on_connected.append(self.tracker.can_be_asked)
 
     async def _check_new_run(self) -> None:
-        """Warn that no peer trains in this run yet, or check that the user wants to begin it.
-
-        Raises:
-            RunNotFound: other peers are there, none of them knows the run, and it must not be begun.
-        """
+        """Warn that no peer trains in this run yet, or raise ``RunNotFound`` if it must not be begun."""
         dht = self._presence.dht
         if self._start_new or not dht.num_known_peers:
             return
@@ -223,8 +203,9 @@ class Collaboration:
         """Leave the run. May be called twice."""
         if self.close in self._presence.on_close:
             self._presence.on_close.remove(self.close)
-            self._presence.endpoint.on_connected.remove(self.tracker.can_be_asked)
             self._lull_until = -math.inf
+            if self.on_leaving is not None:
+                self.on_leaving()
             await self._parts.aclose()
 
     # after a micro-batch
@@ -232,11 +213,10 @@ class Collaboration:
     async def decide(
         self, samples: int, samples_per_second: float, batch_s: float = 0.0, *, may_wait: bool = False
     ) -> Decision:
-        """Report what this peer has accumulated and the duration of a batch; returns what to do next.
+        """Report what this peer has accumulated and the seconds for a batch; returns what to do next.
 
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
-
         Raises:
             ConfigError: another process with this peer's identity began earlier.
             ManyhandsError: this peer has left the run.
@@ -300,14 +280,13 @@ class Collaboration:
     async def _reaches_target(self, batch_s: float) -> bool:
         """Wait for the others' current batches, which reach the target; returns whether they did.
 
-        Otherwise each peer would compute one more batch, and a step would have that many samples too many. A wait in
-        vain is not repeated before the next step.
+        A wait in vain is not repeated before the next step.
         """
         now, tracker, position = asyncio.get_running_loop().time(), self.tracker, self.tracker.position()
         if self._waited_in_vain_at == position or batch_s <= 0:
             return False
         busy_until = tracker.view.busy_until(now)
-        if busy_until - now > min(BATCH_MARGIN * batch_s, self._averaging.matchmaking_time_s / 2):
+        if busy_until - now > min(BATCH_MARGIN * batch_s, self.averaging.matchmaking_time_s / 2):
             return False  # another batch of this peer ends before theirs, or theirs take too long
         await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
         if not tracker.is_due():
@@ -319,7 +298,7 @@ class Collaboration:
     def _has_time_for(self, batch_s: float) -> bool:
         """Whether this peer can compute another batch before the others finish theirs and come to the round."""
         now, due_at = asyncio.get_running_loop().time(), self._due_since
-        until = min(self.tracker.view.busy_until(due_at), due_at + self._averaging.matchmaking_time_s / 2)
+        until = min(self.tracker.view.busy_until(due_at), due_at + self.averaging.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
     def _is_alone(self) -> bool:
@@ -336,7 +315,7 @@ class Collaboration:
         A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
         computes, and only for those whose last download took longer than a step: they would never take part else.
         """
-        config, now = self._averaging, asyncio.get_running_loop().time()
+        config, now = self.averaging, asyncio.get_running_loop().time()
         if now - self._due_since >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
             return False
         return self._courtesy.is_due(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
@@ -353,16 +332,11 @@ class Collaboration:
         self._drift.moved(position, sketch, is_in_grid=outcome.grid_rounds is not None)
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:
-        """Record that this peer has loaded a state, of another peer or a checkpoint."""
+        """Record that this peer begins at a position, or has loaded a state, of another peer or a checkpoint."""
         self._rounds.forget_errors(keeps_unsent=state is not None)  # its former gradients are useless there
         recent_rounds, donor = (state.recent_rounds, state.donors[0]) if state is not None else ([], None)
         self.tracker.load(position, lineage_samples, recent_rounds, donor)
         self._drift.loaded()
-
-    def begin(self, position: Position, lineage_samples: int, state: State | None) -> None:
-        """Publish progress from ``position`` on, where this peer begins or has loaded a state of."""
-        self.move_elsewhere(position, lineage_samples, state)
-        self.tracker.start()
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
@@ -382,11 +356,7 @@ class Collaboration:
         return [peer_id for peer_id in holders if peer_id in records and can_hand_out(peer_id)]
 
     async def download(self) -> State:
-        """Download the state of the leading branch from one of its holders.
-
-        Raises:
-            Unavailable: no holder could send it.
-        """
+        """Download the state of the leading branch; raises ``Unavailable`` if none of its holders could send it."""
         donors = self._donors()
         if not donors:  # their records have expired since they were read
             await self.tracker.look()
@@ -400,7 +370,6 @@ class Collaboration:
             )
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
         donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
-        donors = self._drift.ordered(donors, branch.position)
         loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
         started = loop.time()
         try:
@@ -457,35 +426,22 @@ class Collaboration:
 class Courtesy:
     """Limits how often this peer waits for others that load the state and then miss the round. Times are loop times.
 
-    After a wait in vain this peer waits for no peer for one minute, then twice as long each further time, up to ten
-    minutes. So a peer that keeps downloading the state delays the others little, whatever identities it takes.
+    After a wait in vain it waits for nobody for ``PAUSE_S`` seconds, whatever identities the others take.
     """
 
     def __init__(self) -> None:
         self._followers: set[PeerId] = set()  # peers that this step has waited for
-        self._in_vain = 0
         self._pause_until = -math.inf
 
     def is_due(self, followers: Collection[PeerId], now: float) -> bool:
         """Whether to wait for these peers, which load the state."""
-        if not followers or now < self._pause_until:
+        if now < self._pause_until:
             return False
         self._followers |= set(followers)
-        return True
+        return bool(followers)
 
     def note_step(self, members: Collection[PeerId], now: float) -> None:
         """These peers have made the step."""
         if self._followers and self._followers.isdisjoint(members):
-            self._in_vain += 1
-            self._pause_until = now + min(PAUSE_S * 2.0 ** (self._in_vain - 1), MAX_PAUSE_S)
-        elif self._followers:
-            self._in_vain = 0
+            self._pause_until = now + PAUSE_S
         self._followers = set()
-
-
-def _limits_of(presence: Presence, run_id: str) -> MemberLimits:
-    """The limits set by the run's owner; a run without one bounds norms, and hardly any weight."""
-    members = presence.members.get(run_id)
-    if members is None:
-        return OPEN_LIMITS
-    return MemberLimits(**msgspec.structs.asdict(members.charter.charter.limits))

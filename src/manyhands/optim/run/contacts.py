@@ -26,7 +26,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.peer import Presence
-from manyhands.rpc.method import Method
+from manyhands.rpc.method import Method, Request, Response
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class WhereAreYou(msgspec.Struct):
 
 
 class HereIAm(msgspec.Struct):
-    """The answer: what it would publish now."""
+    """What a peer would publish now."""
 
     record: ProgressRecord
 
@@ -59,11 +59,7 @@ TELL = Method("optim.tell", HereIAm, Noted)
 
 
 class Contacts:
-    """One peer's direct contacts with the others of its run. Lives on the network thread.
-
-    Args:
-        tasks: call other peers in the background.
-    """
+    """One peer's direct contacts with the others of its run; ``tasks`` has the calls in the background."""
 
     def __init__(self, presence: Presence, run_id: str, tracker: ProgressTracker, tasks: TaskOwner) -> None:
         self._presence = presence
@@ -91,13 +87,14 @@ class Contacts:
             return
         self._told = record.position, record.samples
         for peer_id in peer_ids:
-            self._tasks.spawn(self._tell(peer_id, HereIAm(record)), name="telling a peer where this one is")
+            self._tasks.spawn(self._call(peer_id, TELL, HereIAm(record)), name="telling a peer where this one is")
 
-    async def _tell(self, peer_id: PeerId, news: HereIAm) -> None:
+    async def _call(self, peer_id: PeerId, method: Method[Request, Response], request: Request) -> Response | None:
         try:
-            await self._endpoint.call(peer_id, TELL, news, TIMEOUT_S)
+            return await self._endpoint.call(peer_id, method, request, TIMEOUT_S)
         except ManyhandsError as error:
-            logger.debug("peer %s was not told where this one is: %s", peer_id, error)
+            logger.debug("peer %s does not answer: %s", peer_id, error)
+            return None
 
     def _on_told(self, remote: PeerId, news: HereIAm) -> Noted:
         if remote in self._tracker.reader.observed():  # the DHT alone bounds the number of records
@@ -120,13 +117,9 @@ class Contacts:
         return any(await asyncio.gather(*map(self._ask, peer_ids[:MAX_ASKED])))
 
     async def _ask(self, peer_id: PeerId) -> bool:
-        try:
-            answer = await self._endpoint.call(peer_id, WHERE, WhereAreYou(), TIMEOUT_S)
-        except ManyhandsError as error:
-            logger.debug("peer %s does not answer: %s", peer_id, error)
-            return False
-        self._tracker.heard(peer_id, answer.record)
-        return True
+        if answer := await self._call(peer_id, WHERE, WhereAreYou()):
+            self._tracker.heard(peer_id, answer.record)
+        return answer is not None
 
     def _on_ask(self, remote: PeerId, _: WhereAreYou) -> HereIAm:
         return HereIAm(self._tracker.own)

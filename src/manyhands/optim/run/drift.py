@@ -56,12 +56,7 @@ def bound_of(dtypes: Iterable[torch.dtype], optimizer: type[torch.optim.Optimize
 
 
 class Sketch(NamedTuple):
-    """Describes a peer's parameters after a step.
-
-    Attributes:
-        sums: as published; empty if no peer reads them.
-        size: Euclidean norm of all parameters.
-    """
+    """A peer's parameters after a step: the sums, as published or empty, and the norm of all parameters."""
 
     sums: bytes = b""
     size: float = 0.0
@@ -69,10 +64,9 @@ class Sketch(NamedTuple):
 
 @torch.no_grad()
 def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
-    """The signed sums and the norm of the parameters after a global step.
+    """The signed sums and the norm of the parameters after a global step, with the signs of docs/reference/wire.md.
 
-    The signs are defined in docs/reference/wire.md: different for each step, the same on all peers. Each value is read
-    once, on its device, and each device is waited for once.
+    Each value is read once, on its device, and each device is waited for once.
     """
     num_rows = sum(-(-tensor.numel() // ROW) for tensor in tensors)
     drawn = hashlib.shake_256(f"sketch after step {step}".encode()).digest(-(-(ROW + num_rows) // 8))
@@ -128,15 +122,10 @@ def distances(
 
 
 class Drift:
-    """Compares this peer's parameters with the others' after its last step. Lives on the network thread.
-
-    Args:
-        reader: of the others' progress records, which have the sketches.
-        bound: see :func:`bound_of`.
-    """
+    """Compares this peer's parameters with the others' after its last step. Lives on the network thread."""
 
     def __init__(self, reader: ProgressReader, own_id: PeerId, bound: float) -> None:
-        self._reader = reader
+        self._reader = reader  # of the others' progress records, which have the sketches
         self._own_id = own_id
         self._bound = bound
         self._position: Position | None = None  # after the last step; None once a state was loaded
@@ -144,8 +133,7 @@ class Drift:
         self._is_in_grid = False
         self._compared: tuple[int, Position] | None = None  # at which records, and where
         self._named: set[PeerId] = set()
-        self._is_reloading = False
-        self._has_reloaded = False
+        self._is_reloading = self._has_reloaded = False
         self._has_warned = False  # that there is no majority
 
     def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
@@ -171,9 +159,7 @@ class Drift:
             return None
         sketches, apart = self._published_at(self._position), self._distances_at(self._position)
         if apart and not self._is_in_grid:
-            sketches = {
-                peer_id: sketch for peer_id, sketch in sketches.items() if apart.get(peer_id, math.inf) <= self._bound
-            }
+            sketches = {peer: sums for peer, sums in sketches.items() if apart.get(peer, math.inf) <= self._bound}
         return disagreement_of([self._sketch.sums, *sketches.values()])
 
     def should_load(self) -> bool:
@@ -186,14 +172,14 @@ class Drift:
             self._warn_without_majority(here)
         differing = {peer_id for peer_id, distance in apart.items() if distance > self._bound}
         for peer_id in sorted(differing - self._named):
-            self._name(peer_id, apart[peer_id])
+            self._name(peer_id, f"{100 * apart[peer_id]:.3g}% (rounding: {100 * self._bound:g}%)")
         self._named = self._named & (self._reader.observed().keys() | {self._own_id}) | differing
         if self._own_id in apart:
             self._is_reloading = self._own_id in differing and not self._has_reloaded
         return self._is_reloading and self._own_id in differing
 
-    def _name(self, peer_id: PeerId, distance: float) -> None:
-        what = f"differ from those of the majority by {100 * distance:.3g}% (rounding: {100 * self._bound:g}%)"
+    def _name(self, peer_id: PeerId, distance: str) -> None:
+        what = f"differ from those of the majority by {distance}"
         if peer_id != self._own_id:
             logger.warning("The parameters of peer %s %s; it is expected to load theirs", peer_id, what)
         elif not self._has_reloaded:
@@ -206,35 +192,29 @@ class Drift:
 
     def _warn_without_majority(self, here: Position) -> None:
         """Warn once if the peers differ and no majority tells which is right, as with two peers."""
-        published, others = self._published_at(here), self._others()
-        apart = self.disagreement()  # of two peers half of what is between them
-        if not self._has_warned and apart is not None and apart > self._bound and len(published) == len(others):
-            self._has_warned = True
-            logger.warning(
-                "The parameters of the %d peers are %.3g%% from their mean (rounding: %g%%), and no majority holds the "
-                "same: nobody can tell whose are right. Look for what one of them has alone (%s)",
-                len(others) + 1, 100 * apart, 100 * self._bound, CAUSES,
-            )  # fmt: skip
+        num_others, apart = len(self._others()), self.disagreement()  # of two peers half of what is between them
+        if self._has_warned or apart is None or apart <= self._bound or len(self._published_at(here)) < num_others:
+            return
+        self._has_warned = True
+        logger.warning(
+            "The parameters of the %d peers are %.3g%% from their mean (rounding: %g%%), and no majority holds the "
+            "same: nobody can tell whose are right. Look for what one of them has alone (%s)",
+            num_others + 1, 100 * apart, 100 * self._bound, CAUSES,
+        )  # fmt: skip
 
     def contradicts(self, position: Position, sketch: Sketch) -> bool:
         """Whether the majority published other sums for a position than those of a state that is said to be of it."""
-        published, observed = self._published_at(position), self._reader.observed()
-        if any(observed[peer_id].record.seat != NO_SEAT for peer_id in published):
+        if any(self._reader.observed()[peer_id].record.seat != NO_SEAT for peer_id in self._published_at(position)):
             return False  # in a grid groups differ by more than rounding
-        sketches = {**published, self._own_id: sketch.sums}
-        apart = distances(sketches, len(self._others()) + 1, self._bound, sketch.size)
-        return apart.get(self._own_id, 0.0) > self._bound
+        return self._distances_at(position, sketch).get(self._own_id, 0.0) > self._bound
 
-    def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
-        """Order donors: first those that hold the majority's parameters, then the unknown ones."""
-        apart = self._distances_at(position)
-        return sorted(donors, key=lambda peer_id: apart[peer_id] > self._bound if peer_id in apart else 0.5)
-
-    def _distances_at(self, position: Position) -> dict[PeerId, float]:
-        sketches, size = self._published_at(position), 0.0
-        if position == self._position and self._sketch.sums:
-            sketches[self._own_id], size = self._sketch
-        return distances(sketches, len(self._others()) + 1, self._bound, size)
+    def _distances_at(self, position: Position, own: Sketch | None = None) -> dict[PeerId, float]:
+        if own is None:
+            own = self._sketch if position == self._position else Sketch()
+        sketches = self._published_at(position)
+        if own.sums:
+            sketches[self._own_id] = own.sums
+        return distances(sketches, len(self._others()) + 1, self._bound, own.size)
 
     def _others(self) -> Set[PeerId]:
         return self._reader.observed().keys() - self._reader.strangers().keys()

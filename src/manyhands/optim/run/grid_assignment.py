@@ -53,7 +53,6 @@ class GridAssignment:
         self._rng = rng
         self._step: Step | None = None
         self._basis: tuple[int, Position] | None = None  # what the step follows from
-        self._mates: tuple[tuple[int, Position, int], set[PeerId]] | None = None  # and the state of knowledge behind it
         self._number = 0
         self._stepping_from: Position | None = None
         self._num_left = 0
@@ -72,8 +71,11 @@ class GridAssignment:
         step, expected = self._step, self._tracker.expected()
         if step is None:
             return expected
-        mates = self._mates_in(step)
-        return {peer_id: is_client for peer_id, is_client in expected.items() if peer_id in mates}
+        observed = self._tracker.reader.observed()
+        return {
+            peer_id: is_client for peer_id, is_client in expected.items()
+            if step.is_mate(peer_id, said_by(observed[peer_id].record), self._number)
+        }  # fmt: skip
 
     def is_known(self, peer_id: PeerId) -> bool:
         """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
@@ -162,7 +164,7 @@ class GridAssignment:
             self._number = self._step.first_round
 
     def _step_among(self, here: Position, records: Mapping[PeerId, ProgressRecord]) -> Step | None:
-        own = PublishedSeat(*self._tracker.seat())
+        own = said_by(self._tracker.own)
         if not own.seat.layout.sides and not self._begins_grid(records):
             self.is_settled = True
             return None
@@ -181,11 +183,7 @@ class GridAssignment:
         return step
 
     def _begins_grid(self, records: Mapping[PeerId, ProgressRecord]) -> bool:
-        """Whether this peer, which has no seat, should take one.
-
-        Args:
-            records: of the other trainers at this position.
-        """
+        """Whether this peer, which has no seat, should take one beside the other trainers at this position."""
         if self._tracker.num_together:
             return self._tracker.num_together > self._max_group_size
         # this peer has loaded the state, or made its last step alone
@@ -194,15 +192,6 @@ class GridAssignment:
             return True
         observed = self._tracker.reader.observed().values()
         return len(records) >= self._max_group_size and not any(seen.record.sketch for seen in observed)
-
-    def _mates_in(self, step: Step) -> set[PeerId]:
-        """The peers in this peer's group in the next round."""
-        basis = (self._tracker.reader.version, self._tracker.position(), self._number)
-        if self._mates is None or self._mates[0] != basis:
-            observed = self._tracker.reader.observed().items()
-            mates = {peer_id for peer_id, seen in observed if step.is_mate(peer_id, said_by(seen.record), self._number)}
-            self._mates = (basis, mates)
-        return self._mates[1]
 
 
 def said_by(record: ProgressRecord) -> PublishedSeat:

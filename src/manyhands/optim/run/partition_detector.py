@@ -28,8 +28,15 @@ class PartitionDetector:
         return list(self._steps)
 
     def met(self, fingerprints: Iterable[bytes]) -> None:
-        """Record a step in a grid, by the manifests of its rounds that committed."""
-        self._steps.append(b"".join(fingerprint[:ROUND_NAME_BYTES] for fingerprint in fingerprints))
+        """Record a step by the manifests of its rounds that committed.
+
+        Args:
+            fingerprints: none outside of a grid, where all peers at the new position have come the same way.
+        """
+        if names := [fingerprint[:ROUND_NAME_BYTES] for fingerprint in fingerprints]:
+            self._steps.append(b"".join(names))
+        else:
+            self._steps.clear()
 
     def follow(self, recent_rounds: Sequence[bytes]) -> None:
         """Take over the rounds of the peer whose state this one has loaded; none if unknown."""

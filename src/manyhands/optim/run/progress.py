@@ -6,14 +6,8 @@ different speed, or other samples than its last record leads to. Predictions onl
 global step is due when the samples that peers have *published* reach the target, and near it each peer publishes at
 once.
 
-In a crowd each peer counts for less, so less is published and read of each:
-
-* above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``, so a peer reads
-  about as many records a minute at any size of the swarm;
-* the errors of many predictions average out, so each may be larger by the square root of their number;
-* at the target not all peers need to read: the leader of the round calls the others. A peer reads ``RANK_DELAY_S``
-  later for each one that would lead before it, and not at all once it is called. Nor does it read during a round of all
-  peers, which shows their positions.
+In a crowd, above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``, so a peer
+reads about as many records a minute at any size of the run. At the target the leader alone reads; it calls the others.
 """
 
 from __future__ import annotations
@@ -48,7 +42,6 @@ NEWS_SPEED = 0.2
 """And relative error of its speed."""
 CROWD = 40
 MAX_CROWD_FACTOR = 6.0
-RANK_DELAY_S = 0.05
 MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
 MAX_SPEED = 1e9
@@ -95,13 +88,8 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     began_at: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (
-            0 <= self.samples_per_second < math.inf
-            and 0 <= self.ttl_s < math.inf
-            and 0 <= self.counted_s_ago < math.inf
-            and 0 <= self.batch_s < math.inf
-            and 0 <= self.began_at < MAX_WALL_TIME_S
-        ):
+        numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago, self.batch_s)
+        if not (all(0 <= number < math.inf for number in numbers) and 0 <= self.began_at < MAX_WALL_TIME_S):
             raise ValueError("speeds and times are finite and >= 0")
 
 
@@ -123,19 +111,13 @@ class Progress:
 
 
 def reckoned_samples(record: ProgressRecord, age_s: float) -> float:
-    """The samples that a peer has if it goes on at its published speed; within a batch a fraction of it counts.
-
-    The prediction holds until the peer's next record is due: one that is silent for too long is not relied on.
-
-    Args:
-        age_s: since the record was published.
-    """
+    """The samples that a peer has if it goes on at its published speed, ``age_s`` seconds after it has published."""
     samples = record.samples + min(record.samples_per_second, MAX_SPEED) * _since_count_s(record, age_s)
     return min(MAX_COUNT, samples)
 
 
 def samples_with_batch(record: ProgressRecord, age_s: float) -> int:
-    """The predicted samples at the end of the batch that the peer computes; only those counted if it is unknown."""
+    """The predicted samples at the end of the batch that the peer computes; without its duration those counted."""
     if (batch_s := record.batch_s) <= 0:
         return record.samples
     num_batches = _since_count_s(record, age_s) // batch_s + 1
@@ -150,10 +132,7 @@ def _since_count_s(record: ProgressRecord, age_s: float) -> float:
 
 
 def busy_s(record: ProgressRecord, age_s: float) -> float:
-    """Predicted seconds until the end of the batch that a peer computes; 0 if unknown.
-
-    A peer that has counted nothing for two of its batches is not relied on: it may be gone.
-    """
+    """Predicted seconds until the end of a peer's batch; 0 if unknown, or if it has counted nothing for two batches."""
     elapsed_s = age_s + min(record.counted_s_ago, MAX_TTL_S)
     return record.batch_s - elapsed_s % record.batch_s if 0 <= elapsed_s < 2 * record.batch_s else 0.0
 
@@ -164,19 +143,11 @@ def crowd_factor(num_peers: int) -> float:
 
 
 def is_news(
-    published: ProgressRecord,
-    age_s: float,
-    own: ProgressRecord,
-    target_batch_size: int,
-    num_peers: int,
-    is_near: bool,
+    published: ProgressRecord, age_s: float, own: ProgressRecord, target_batch_size: int, num_peers: int, is_near: bool
 ) -> bool:
-    """Whether a peer must publish, as the others could not have predicted its state.
+    """Whether a peer must publish ``own``, as the others could not have predicted it from the record ``published``.
 
     Args:
-        published: its last record, ``age_s`` seconds ago.
-        own: what it would publish now.
-        target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
     is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch) != (
@@ -184,11 +155,10 @@ def is_news(
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True
-    leeway = math.sqrt(crowd_factor(num_peers))
-    if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * leeway * published.samples_per_second:
+    if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * published.samples_per_second:
         return True
     share = target_batch_size / max(num_peers, 1)
-    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * leeway * share
+    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * share
 
 
 def describe_progress(progress: Progress, refresh_s: float) -> str:
@@ -219,7 +189,7 @@ def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:
 
 
 class ProgressLog:
-    """Logs the progress of the collaboration: news at once, mere growth every :data:`LOG_PERIOD_S` seconds.
+    """Logs the progress of the collaboration: news at once, mere growth every ``LOG_PERIOD_S`` seconds.
 
     News are another global step, another number of peers, an ETA that was unknown before, and the target reached.
     """
@@ -229,13 +199,7 @@ class ProgressLog:
         self._told_at = -math.inf
 
     def tell(self, step: int, progress: Progress, refresh_s: float, now: float) -> None:
-        """Log the progress, if it is worth a line.
-
-        Args:
-            step: global steps that are made.
-            refresh_s: until the records are read again.
-            now: seconds of any clock.
-        """
+        """Log the progress after ``step`` global steps, if it is worth a line."""
         stage = 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0
         is_elsewhere = (step, progress.num_peers) != self._last[:2]
         if is_elsewhere or stage > self._last[2] or now >= self._told_at + LOG_PERIOD_S:
@@ -256,7 +220,6 @@ class StrandedNotice:
         Args:
             num_trainers: all trainers, if none of them can be dialled; else 0. A single one misses no other.
             addresses: of any peer through which another one can join.
-            now: seconds of a clock that never goes back.
         """
         if num_trainers < 2:
             self._due_at = math.inf

@@ -41,11 +41,8 @@ PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=
 
 IN_FLIGHT_S = 1.0
 """How long a record may travel from its owner to its reader."""
-
-
 EARLIER_LIFE_S = 5.0
 """A record from before this peer's restart may seem younger than it is, by its travel time."""
-
 STAY_S = 10.0
 """How long the process that must go still publishes at each look, so that the other one learns of it."""
 
@@ -62,7 +59,6 @@ class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
         since: when it was published (loop time).
         said: the position that the peer itself has published; the rest of its record belongs to that.
         learnt_at: when this was learnt directly (loop time), from a round or from the peer itself; -inf otherwise.
-            Earlier records that say less are out of date.
     """
 
     since: float
@@ -70,7 +66,7 @@ class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
     learnt_at: float = -math.inf
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
-        """Whether ``record`` is news."""
+        """Whether ``record`` is news: it does not say less than what was learnt directly after it was issued."""
         here, there = self.record.position, record.position
         says_less = record.samples < self.record.samples if here == there else there.step < here.step
         return not says_less or issued_at > self.learnt_at + IN_FLIGHT_S
@@ -89,7 +85,6 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         self.twin: Twin | None = None
         self.company = PartitionDetector()
         self._step = 0  # this peer's step
-        self._strangers: tuple[int, Mapping[PeerId, bytes]] = (-1, {})  # and of which version
 
     def _seen_as(
         self, known: Observed | None, record: ProgressRecord, stored: StoredValue, now: float
@@ -132,41 +127,18 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
 
     def is_stranded(self) -> bool:
         """Whether others train, and no peer can be dialled."""
-        observed = self.observed().values()
-        return all(seen.record.is_client for seen in observed) and any(
-            not seen.record.is_auxiliary for seen in observed
-        )
+        return bool(self.trainers()) and all(record.is_client for record in self.records().values())
 
     # parts of a grid
 
-    def made_step(self, step: int, fingerprints: Iterable[bytes]) -> None:
-        """This peer has made the step that led to ``step``.
-
-        Args:
-            fingerprints: in a grid, of the manifests of its rounds that committed; else none, as all peers at the new
-                position have come the same way.
-        """
-        if names := list(fingerprints):
-            self.company.met(names)
-        else:
-            self.company.follow([])
-        self._go_to(step)
-
-    def loaded(self, step: int, recent_rounds: Sequence[bytes]) -> None:
-        """This peer has loaded a state of ``step``, with the rounds behind it."""
-        self.company.follow(recent_rounds)
-        self._go_to(step)
-
-    def _go_to(self, step: int) -> None:
+    def go_to(self, step: int) -> None:
+        """This peer is at another step, or has come there in other rounds."""
         self._step = step
         self._note_change()
 
     def strangers(self) -> Mapping[PeerId, bytes]:
         """In a grid, the peers whose last steps were made apart from this peer's part, each with its part."""
-        version = self.version
-        if self._strangers[0] != version:
-            self._strangers = (version, self.company.strangers(self._published_rounds()))
-        return self._strangers[1]
+        return self.company.strangers(self._published_rounds()) if self.company.recent_rounds else {}
 
     def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
         """Whether a peer at this peer's step is a stranger by its current list of steps; its record may be late."""
@@ -182,9 +154,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
 
 
 class Twin:
-    """Checks the progress records under this peer's own id; one that another process signs now reveals that process.
-
-    The process that began earlier goes on; the other must not, or rounds fail for both.
+    """Finds another process with this peer's identity by its records. The one that began earlier goes on.
 
     Args:
         began_at: when this process began, by the wall clock; it names the process in its records.
@@ -208,12 +178,7 @@ class Twin:
         return now < self._noticed + STAY_S
 
     def seen(self, began_at: float, issued: float, now: float) -> None:
-        """A record under this peer's own id has been read.
-
-        Args:
-            began_at: start of its process, as it says; 0.0 if it does not.
-            issued: when it was signed, in loop time; so is ``now``.
-        """
+        """A record under this peer's own id has been read, of a process that began at ``began_at``, 0.0 if unknown."""
         is_own = began_at in (0.0, self._began_at)
         if is_own or issued < self._began + EARLIER_LIFE_S or began_at == self._other_began_at:
             return
@@ -251,7 +216,7 @@ class View:
 
     Attributes:
         trainers: records of the peers that train at the position.
-        hosts: the trainers that can be dialled, the leader first.
+        leader: the lowest id of the trainers that can be dialled and are not missing; None without one.
         longest_batch_s: of the trainers that have published it.
         reachable: the peers at the position, auxiliary ones too, that are not missing.
         expected: the peers that should come to the next round, and whether each is in client mode.
@@ -270,30 +235,28 @@ class View:
                 if seen.record.position == position and peer_id not in left_out}  # fmt: skip
         self.observed = observed
         self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
-        self.hosts = sorted([peer_id for peer_id, seen in self.trainers.items() if not seen.record.is_client])
         self.longest_batch_s = max([seen.record.batch_s for seen in self.trainers.values()], default=0.0)
         self.reachable = [peer_id for peer_id in here if peer_id not in missing]
         self._awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
-        expected = self.reachable if needs_host and not self.hosts else self._awaited
+        hosts = [peer_id for peer_id, seen in self.trainers.items() if not seen.record.is_client]
+        self.leader = min((peer_id for peer_id in hosts if peer_id not in missing), default=None)
+        expected = self.reachable if needs_host and not hosts else self._awaited
         self.expected = {peer_id: here[peer_id].record.is_client for peer_id in expected}
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 
-    def progress(self, own: ProgressRecord | None, target_batch_size: int) -> Progress:
-        """The published progress of all trainers together.
+    def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
+        """The progress of all trainers together, as predicted for now; see :meth:`progress`."""
+        reckoned = sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()])
+        return self.progress(own, target_batch_size, int(reckoned))
+
+    def progress(self, own: ProgressRecord | None, target_batch_size: int, of_others: int | None = None) -> Progress:
+        """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
 
         Args:
-            own: record of this peer, which counts if it trains; None for a peer that only watches.
+            of_others: samples of the other trainers; by default those that they have published.
         """
-        return self._progress(self._samples, own, target_batch_size)
-
-    def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
-        """Their progress predicted for now."""
-        reckoned = sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()])
-        return self._progress(int(reckoned), own, target_batch_size)
-
-    def _progress(self, samples: int, own: ProgressRecord | None, target_batch_size: int) -> Progress:
-        num_peers, speed = len(self.trainers), self._speed
+        num_peers, speed, samples = len(self.trainers), self._speed, self._samples if of_others is None else of_others
         if own is not None and not own.is_auxiliary:
             num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
         missing = max(target_batch_size - samples, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +23,6 @@ from manyhands.optim.run.progress_reader import PROGRESS, progress_key
 
 MAX_RUNS = 64
 """Runs whose peers are counted, besides the wanted one."""
-
 SHOWN_RUNS = 8
 
 
@@ -64,24 +64,13 @@ class Run(NamedTuple):
 
 
 async def look_up_run(dht: DhtNode, run_id: str, expected: bytes = b"") -> Run:
-    """Read the settings of a run and its peers' records.
-
-    Args:
-        expected: as for :func:`manyhands.optim.manifest.read_manifest`.
-    Raises:
-        Unavailable: the DHT does not answer.
-    """
+    """Read the settings of a run and its peers' records; the arguments and errors are those of ``read_manifest``."""
     signed, progress = await asyncio.gather(read_manifest(dht, run_id, expected), dht.get(progress_key(run_id)))
     peers = {}
     for subkey, stored in progress.items():
-        if stored.owner != subkey:
-            continue
-        try:
-            record = PROGRESS.decode(stored.raw)
-        except msgspec.DecodeError:
-            continue
-        if record != GOODBYE:
-            peers[PeerId(subkey)] = record
+        with suppress(msgspec.DecodeError):
+            if stored.owner == subkey and (record := PROGRESS.decode(stored.raw)) != GOODBYE:
+                peers[PeerId(subkey)] = record
     return Run(run_id, signed.manifest, peers, signed.signers) if signed is not None else Run(run_id, None, peers, [])
 
 

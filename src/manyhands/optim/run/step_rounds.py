@@ -1,8 +1,7 @@
 """Averages one peer's gradients for global steps: in one round of all peers, or in rounds of a grid in a large run.
 
-Shortly before the target, each peer asks the leader for a place in the group, ahead of its values. When the target is
-reached and the gradients are frozen, the connections exist, and peers that are gone are known. Training goes on until
-the group stands; samples computed meanwhile also count in this step.
+Shortly before the target, each peer asks the leader for a place in the group, ahead of its values. Training goes on
+until the group stands; samples computed meanwhile also count in this step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Protocol
 
 import torch
 
-from manyhands.averaging.commit.recovery import Refill
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position, RoundManifest
@@ -28,6 +26,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
+from manyhands.optim.accumulator import Contribution
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
@@ -44,6 +43,7 @@ AHEAD_S = 6.0
 SLACK_S = 10.0
 """Margin beyond a round's own limit, for a leader that began it later: only a defect takes longer."""
 LOOK_TIMEOUT_S = 1.0
+LEAVING = "this peer leaves the run"
 
 
 def longest_attempt_s(config: AveragingConfig) -> float:
@@ -52,27 +52,22 @@ def longest_attempt_s(config: AveragingConfig) -> float:
 
 
 class LocalState(Protocol):
-    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`."""
+    """The part of a :class:`manyhands.optim.step.replica.Replica` that the network thread uses."""
 
     position: Position
 
     @property
-    def drift_bound(self) -> float:
-        """See :func:`manyhands.optim.run.drift.bound_of`."""
+    def drift_bound(self) -> float: ...
 
-    def capture(self) -> State:
-        """Copy the state; safe to call from any thread."""
+    def capture(self) -> State: ...
 
-    def flat_parameters(self) -> torch.Tensor:
-        """A copy of the trained parameters as one vector; safe to call from any thread."""
+    def flat_parameters(self) -> torch.Tensor: ...
 
     @property
-    def part(self) -> int:
-        """Which part of the parameters the next step changes, if they take turns."""
+    def part(self) -> int: ...
 
     @property
-    def shapes(self) -> Sequence[Sequence[int]]:
-        """Of the tensors in the vector of the next step, in order."""
+    def shapes(self) -> Sequence[Sequence[int]]: ...
 
 
 @dataclass
@@ -116,10 +111,9 @@ class Averaged:
 
 
 class LookAhead:
-    """Holds a place in the group of the next step, from shortly before its target on. Lives on the network thread.
+    """Holds a place in the group of the next step, from shortly before its target on; ``tasks`` owns the search.
 
     Args:
-        tasks: owns the search.
         batch_size_lead: begin this many samples before the target, at the predicted speed; 0 never searches ahead.
             Default: ``AHEAD_S`` before the predicted time of the target.
     """
@@ -183,13 +177,7 @@ class LookAhead:
 
 
 class StepRounds:
-    """One peer's attempts at averaging. Lives on the network thread.
-
-    Args:
-        assignment: the roster of the rounds.
-        look_ahead: searches for the group before the attempt.
-        local: this peer's replica.
-    """
+    """One peer's attempts at averaging; ``assignment`` is the roster of the rounds."""
 
     def __init__(
         self,
@@ -220,10 +208,6 @@ class StepRounds:
         if self._attempt is not None:
             self._attempt.cancel()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RoundAborted("this peer leaves the run")
-
     def plan(self) -> None:
         """Take a seat in the grid early enough for the others to read it, and schedule the search for a group.
 
@@ -232,18 +216,18 @@ class StepRounds:
         self._assignment.plan()
         self._look_ahead.plan()
 
-    async def average(self, mean_N: torch.Tensor, weight: float, refill: Refill | None = None) -> Averaged:
+    async def average(self, contribution: Contribution) -> Averaged:
         """Make one attempt to average the gradient of a global step.
 
-        Args:
-            mean_N: this peer's gradient; not changed, unless there is a ``refill``.
-            weight: behind it.
-            refill: computes the gradient again; in one group the mean then overwrites ``mean_N``.
+        The vector is not changed, unless it can be computed again; in one group the mean then overwrites it.
+
         Raises:
             RoundAborted, Unavailable: nothing was changed, and the gradient counts in the next attempt. Also when this
                 is closed meanwhile.
         """
-        self._check_open()
+        if self._is_closed:
+            raise RoundAborted(LEAVING)
+        mean_N, weight = contribution.mean_N, contribution.weight
         position, tracker, self._attempt = self._local.position, self._tracker, asyncio.current_task()
         tracker.answer_call()
         try:
@@ -255,10 +239,9 @@ class StepRounds:
                 if self._assignment.begin_step():
                     averaged = await self._average_in_grid(position, mean_N, weight)
                 else:
-                    tracker.is_in_round = True
                     local = self._local
                     committed = await self._rounds.average(
-                        mean_N, weight, shapes=local.shapes, part=local.part, refill=refill
+                        mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
                     averaged = self._averaged_in_one_group(committed, position, weight)
         except BaseException as error:
@@ -266,11 +249,11 @@ class StepRounds:
             self._assignment.end_step()
             if isinstance(error, (RoundAborted, Unavailable)):
                 tracker.refresh_soon()  # the run may have gone on without this peer
-            if isinstance(error, asyncio.CancelledError):
-                self._check_open()
+            if isinstance(error, asyncio.CancelledError) and self._is_closed:
+                raise RoundAborted(LEAVING) from None
             raise
         finally:
-            self._attempt, tracker.is_in_round = None, False
+            self._attempt = None
             self._rounds.free_buffers()  # the update needs memory now
         tracker.is_moving = averaged.mean_N is not None
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))

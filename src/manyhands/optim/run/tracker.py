@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,15 +22,7 @@ from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice
-from manyhands.optim.run.progress import (
-    RANK_DELAY_S,
-    ProgressLog,
-    ProgressRecord,
-    crowd_factor,
-    is_news,
-    next_refresh_s,
-    rank_of,
-)
+from manyhands.optim.run.progress import ProgressLog, ProgressRecord, crowd_factor, is_news, next_refresh_s, rank_of
 from manyhands.optim.run.progress_reader import Observed, ProgressReader, Twin, View, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -52,10 +43,6 @@ class ProgressTracker:
     """Tracks the progress of all peers of a run. Lives on the network thread; any thread may read :attr:`progress` and
     :attr:`outlook`.
 
-    Args:
-        began_at: when this process began, by the wall clock.
-        is_auxiliary: this peer has no data; it is expected in a round only if no other peer can be dialled.
-
     Attributes:
         on_outlook: called whenever the outlook may have changed, also by a step.
         progress: of the collaboration, as published by the peers; it decides whether a global step is due.
@@ -63,7 +50,6 @@ class ProgressTracker:
         own: what this peer would publish now.
         is_called: whether another peer has begun a round here.
         is_moving: a round committed, and its result is being applied: the old position is published no more.
-        is_in_round: this peer is in a round with all others, which will show their new positions.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
@@ -81,7 +67,7 @@ class ProgressTracker:
     ) -> None:
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None
-        self.is_called = self.is_moving = self.is_in_round = False
+        self.is_called = self.is_moving = False
         self.num_together = 0
         self.reader = ProgressReader(endpoint, dht, run_id)
         self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
@@ -97,18 +83,15 @@ class ProgressTracker:
             dht, progress_key(run_id), endpoint.peer_id, self._record_to_publish, self._ttl_s, config.min_refresh_s
         )
         self._counted_at = 0.0  # loop time, when the samples were counted
-        self._batch_s = 0.0
         self._read_at = self._wholly_read_at = -math.inf  # loop time
         self._missing = UntilFresh(self.reader)
         self._without_state = UntilFresh(self.reader)
         self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
         self._donor: PeerId | None = None
         self._view: View | None = None
-        self._leading: Branch | None = None
         self._is_started = False
-        self._is_read_wanted = False
+        self._read_wanted = asyncio.Event()
         self._due = asyncio.Event()  # a step may be due now
-        self._stirred = asyncio.Event()  # read, or plan the next read again
         self._tasks = TaskOwner("progress")
         self.progress = self.outlook = View({}, position).progress(self.own, target_batch_size)
 
@@ -133,17 +116,13 @@ class ProgressTracker:
     def position(self) -> Position:
         return self.own.position
 
-    def seat(self) -> tuple[int, Seat]:
-        """This peer's place among the groups of a large run, and the round from which it holds."""
-        return self.own.seat_round, self.own.seat
-
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
         self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
 
     def sit(self, round_number: int, seat: Seat) -> None:
-        """Take a place among the groups of a large run."""
-        if (round_number, seat) != self.seat():
+        """Take a place among the groups of a large run, from a round on."""
+        if (round_number, seat) != (self.own.seat_round, self.own.seat):
             self._update(seat=seat, seat_round=round_number)
 
     def has_learnt_from(self, peer_id: PeerId) -> bool:
@@ -158,42 +137,36 @@ class ProgressTracker:
         sketch: bytes = b"",
         grid_rounds: Iterable[bytes] = (),
     ) -> None:
-        """This peer has made a step to ``position``, with the others of its round.
+        """This peer has made a step to ``position``.
 
         Args:
             together_with: the members of the round, also this one; none after a step alone.
-            sketch: of this peer's parameters.
             grid_rounds: in a grid, the fingerprints of its rounds that committed.
         """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         if position != self.own.position:
-            self.reader.made_step(position.step, grid_rounds)
+            self.reader.company.met(grid_rounds)
         self._note_round(position, lineage_samples, together_with)
         self._go_to(position, lineage_samples, sketch)
 
     def load(
-        self,
-        position: Position,
-        lineage_samples: int,
-        recent_rounds: Sequence[bytes] = (),
-        donor: PeerId | None = None,
+        self, position: Position, lineage_samples: int, recent_rounds: Sequence[bytes] = (), donor: PeerId | None = None
     ) -> None:
         """This peer has loaded the state of ``position`` from a donor, with its recent rounds; or begins there."""
         self.num_together, self._donor = 0, donor
-        self.reader.loaded(position.step, recent_rounds)
+        self.reader.company.follow(recent_rounds)
         self._go_to(position, lineage_samples, b"")  # others' sketches predate changes by their own code: a clamp, say
 
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
         self.is_called = self.is_called and position == self.own.position  # a reload answers no call
         self.is_moving = False
-        self._view = None
+        self.reader.go_to(position.step)
         self._set_own(
             position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step,
             recent_rounds=self.reader.company.recent_rounds,
         )  # fmt: skip
         self._judge()
         self._publish_news(urgently=True)
-        self._stirred.set()
 
     def others_moved(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
         """The members of a round have gone to ``position``, and this peer has not: it has lost the result."""
@@ -215,7 +188,7 @@ class ProgressTracker:
         now, before = asyncio.get_running_loop().time(), self.own
         self.own = own = msgspec.structs.replace(before, is_client=self._endpoint.client_mode, **changes)
         if (own.samples, own.position) != (before.samples, before.position):
-            self._batch_s, self._counted_at = now - self._counted_at, now
+            self._counted_at = now
 
     # publishing
 
@@ -224,7 +197,7 @@ class ProgressTracker:
         if self.publisher.published is not None:
             published, published_at = self.publisher.published
             age_s = asyncio.get_running_loop().time() - published_at
-            margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
+            margin_s = max(self.own.batch_s, 2 * self._config.min_refresh_s)
             is_near = not margin_s < self.outlook.eta_s < math.inf
             target, num_peers = self.target_batch_size, self.outlook.num_peers
             if not is_news(published, age_s, self.own, target, num_peers, is_near):
@@ -239,7 +212,7 @@ class ProgressTracker:
         return msgspec.structs.replace(self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s(), addresses=addresses)
 
     def _ttl_s(self) -> float:
-        return self._config.ttl_s * crowd_factor(self.outlook.num_peers)
+        return self._config.ttl_s * self._crowd_factor
 
     # records of the others
 
@@ -252,11 +225,7 @@ class ProgressTracker:
             logger.debug("the progress of the others cannot be read: %s", error)
 
     async def refresh(self, *, quickly: bool = False) -> None:
-        """Read the records of the others now.
-
-        Args:
-            quickly: from one holder; the next read is soon.
-        """
+        """Read the records of the others now; with ``quickly`` from one holder only."""
         try:
             await self.reader.refresh(quickly=quickly)
         finally:
@@ -290,11 +259,6 @@ class ProgressTracker:
     def report_without_state(self, peer_id: PeerId) -> None:
         """A peer could not send the state; it is asked again only after a fresh record."""
         self._without_state.add(peer_id)
-        self._leading = None
-
-    def can_be_asked(self, peer_id: PeerId) -> None:
-        """A peer has connected to this one: if it is a client, it can now be asked for its state."""
-        self._leading = None
 
     def shun(self, peer_id: PeerId) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
@@ -303,14 +267,12 @@ class ProgressTracker:
 
     def refresh_soon(self) -> None:
         """Read soon: the others' records will explain what has just happened."""
-        self._is_read_wanted = True
-        self._stirred.set()
+        self._read_wanted.set()
 
     def _judge(self) -> None:
         """Update the conclusions after a change of the others' records or this peer's position."""
         now = asyncio.get_running_loop().time()
         self.branches.look(self.own, self.reader.records(), self.reader.strangers(), now)
-        self._leading = None
         self._update_progress()
 
     def _update_progress(self) -> None:
@@ -342,10 +304,7 @@ class ProgressTracker:
         return self.view.expected
 
     def is_due(self) -> bool:
-        """Whether the collaboration has reached its target.
-
-        Where possible, another peer that says so is believed: this peer's own estimate may be slightly wrong.
-        """
+        """Whether the run has reached its target, by the published samples, or by a call that may be right."""
         if self.progress.samples >= self.target_batch_size:
             return True
         return self.is_called and self.outlook.samples >= CALLED_SHARE * self.target_batch_size
@@ -361,11 +320,10 @@ class ProgressTracker:
     def is_arriving(self) -> bool:
         """Whether the target is reached once each of the others has finished its current batch.
 
-        Never in a crowd, where each peer counts for little and would have to tell many, nor in a grid; nor while the
-        target is more than two batches away.
+        Never in a crowd, where each peer would have to tell many, in a grid, or more than two batches from the target.
         """
         view = self.view
-        if crowd_factor(self.outlook.num_peers) > 1.0 or self.own.seat.layout.sides:
+        if self._crowd_factor > 1.0 or self.own.seat.layout.sides:
             return False
         if self.outlook.eta_s > 2 * view.longest_batch_s:
             return False
@@ -419,9 +377,7 @@ class ProgressTracker:
 
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on, among those whose state is available."""
-        if self._leading is None:
-            self._leading = self.branches.leading(self._without_state.peers())
-        return self._leading
+        return self.branches.leading(self._without_state.peers())
 
     def should_load_state(self) -> bool:
         """Whether there is a better branch than this peer's whose state is available."""
@@ -436,9 +392,10 @@ class ProgressTracker:
     async def _read_forever(self) -> None:
         last_samples, delay_s = -1, 0.0
         while True:
-            self._is_read_wanted = False
+            self._read_wanted.clear()
+            is_recent = asyncio.get_running_loop().time() - self._wholly_read_at < WHOLE_READ_PERIOD_S
             try:
-                await self.refresh(quickly=self._may_read_quickly())
+                await self.refresh(quickly=is_recent or self._crowd_factor > 1.0)
             except ManyhandsError as error:
                 logger.warning("the progress of the others cannot be read: %s", error)
             delay_s = self._next_read_s(delay_s)
@@ -446,59 +403,32 @@ class ProgressTracker:
                 now = asyncio.get_running_loop().time()
                 self._log.tell(self.own.position.step, self.outlook, delay_s, now)
                 last_samples = self.outlook.samples
-            await self._rest(delay_s)
+            await wait_at_most(self._read_wanted, delay_s)
 
-    def _may_read_quickly(self) -> bool:
-        """Whether to read one holder only; in a small run that is mostly this peer, which would not find its twin."""
-        is_recent = asyncio.get_running_loop().time() - self._wholly_read_at < WHOLE_READ_PERIOD_S
-        return is_recent or crowd_factor(self.outlook.num_peers) > 1.0
-
-    async def _rest(self, delay_s: float) -> None:
-        """Pause reading. In a crowd a round shows more than records: read again after its end."""
-        loop, position = asyncio.get_running_loop(), self.own.position
-        since = loop.time()
-        while not self._is_read_wanted and (left_s := since + delay_s - loop.time()) > 0:
-            self._stirred.clear()
-            await wait_at_most(self._stirred, left_s)
-            if not self._is_led():
-                continue
-            if (self.is_called and self.is_due()) or self.is_in_round or self.is_moving:
-                delay_s = self._longest_read_s()
-            elif position != self.own.position:
-                since, position = loop.time(), self.own.position
-                delay_s = self._next_read_s(0.0)
+    @property
+    def _crowd_factor(self) -> float:
+        return crowd_factor(self.outlook.num_peers)
 
     def _next_read_s(self, last_s: float) -> float:
         """Seconds until the next read. At the target there is nothing left to predict: each batch reads."""
-        if self.is_stranded:
-            # a peer that can be dialled is wanted soon
-            return self._config.default_refresh_s * crowd_factor(self.outlook.num_peers)
+        config = self._config
+        if self.is_stranded:  # a peer that can be dialled is wanted soon
+            return config.default_refresh_s * self._crowd_factor
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
-            return min(max(2 * last_s, self._config.min_refresh_s, self._patience_s()), self._longest_read_s())
-        predicted_s, patience_s = next_refresh_s(self.outlook, self._config), self._patience_s()
-        return predicted_s + patience_s if self._is_led() else max(predicted_s, patience_s)
+            first_s = config.max_refresh_s if self._is_led else config.min_refresh_s
+            return min(max(2 * last_s, first_s), config.max_refresh_s * self._crowd_factor)
+        return next_refresh_s(self.outlook, config)
 
     def is_worth_a_look(self) -> bool:
-        """Whether to read now: the target should be reached, although the last records did not say so.
-
-        The peer that leads reads first and calls the others.
-        """
+        """Whether to read now: the target should be reached, although the last records did not say so."""
         since_s = asyncio.get_running_loop().time() - self._read_at
-        if self.is_due():
+        if self.is_due() or since_s < self._config.min_refresh_s:
             return False
-        if self.is_called:
-            return since_s >= self._config.min_refresh_s
-        patience_s, surplus = self._patience_s(), self.outlook.samples - self.target_batch_size
-        is_overdue = surplus >= self.outlook.samples_per_second * patience_s and surplus >= 0
-        return is_overdue and since_s >= max(self._config.min_refresh_s, patience_s)
+        return self.is_called or (self.outlook.samples >= self.target_batch_size and not self._is_led)
 
-    def _patience_s(self) -> float:
-        """How long to wait for a call before reading."""
-        return RANK_DELAY_S * bisect.bisect_left(self.view.hosts, self._endpoint.peer_id)
-
+    @property
     def _is_led(self) -> bool:
-        """Whether this peer may rely on others to read first: in a crowd whose rounds show all positions."""
-        return crowd_factor(self.outlook.num_peers) > 1.0 and not self.own.seat.layout.sides
-
-    def _longest_read_s(self) -> float:
-        return self._config.max_refresh_s * crowd_factor(self.outlook.num_peers)
+        """Whether another peer reads at the target and calls this one: in a crowd, the leader of all others does."""
+        leader, own_id = self.view.leader, self._endpoint.peer_id
+        is_other = leader is not None and (self.own.is_client or leader < own_id)
+        return is_other and self._crowd_factor > 1.0 and not self.own.seat.layout.sides

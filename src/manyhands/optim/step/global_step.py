@@ -90,21 +90,13 @@ class GlobalStep:
         assert outcome is not None
         assert outcome.mean_N is not None, "a step follows a round that committed"
         self.applied_N, outcome.mean_N = outcome.mean_N, None
-        parameters_N, outcome.parameters_N = outcome.parameters_N, None
         is_same = self.applied_N.data_ptr() == self.contribution.mean_N.data_ptr()
         if outcome.is_left_out and self.contribution.refill is not None:  # the round may have overwritten it
             self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
         is_free = outcome.manifest is not None and not outcome.is_left_out and not is_same
         self.is_spoiled = not outcome.is_left_out
         try:
-            self.refusal = self._replica.advance(
-                self.applied_N,
-                outcome.lineage,
-                outcome.samples,
-                self.contribution.mean_N if is_free else None,
-                parameters_N,
-                outcome.contributors,
-            )
+            self.refusal = self._replica.advance(self.applied_N, outcome, self.contribution.mean_N if is_free else None)
         finally:
             self.has_moved = self._replica.position != self.left_from
             self.is_spoiled = self.is_spoiled and not self.has_moved
@@ -133,16 +125,13 @@ class GlobalStep:
         """Do the rest of the step, with the update in the loop's executor."""
         try:
             if self.outcome is None:
-                contribution = self.contribution
-                self.outcome = await collaboration.step_rounds.average(contribution.mean_N, contribution.weight)
+                self.outcome = await collaboration.step_rounds.average(self.contribution)
             if not self.is_lost:
                 await run_to_end(self.advance)
                 self.applied_N = None
             self.announce(collaboration)
-        except (RoundAborted, Unavailable) as error:
-            self.error = clear_tracebacks(error)
         except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
-            self.error = error
+            self.error = clear_tracebacks(error) if isinstance(error, (RoundAborted, Unavailable)) else error
         else:
             self.is_done = True
 
@@ -154,14 +143,7 @@ class GlobalStep:
 
 
 class SampleCounter:
-    """What becomes of the samples of one peer. Belongs to the training thread.
-
-    Args:
-        accumulator: holds what they have led to; by default their gradients.
-
-    Attributes:
-        statistics: the counts.
-    """
+    """What becomes of the samples of one peer; the accumulator holds what they have led to, by default gradients."""
 
     def __init__(self, own_id: PeerId, replica: Replica, accumulator: Accumulator | None = None) -> None:
         self._own_id = own_id
@@ -175,13 +157,7 @@ class SampleCounter:
         return self._accumulator.samples
 
     def add(self, samples: int, weight: float | None, scale: float, at_step: int, *, is_overflow: bool) -> None:
-        """Add the gradients of a micro-batch.
-
-        Args:
-            scale: factor of the loss.
-            at_step: global step of the parameters that it was computed on.
-            is_overflow: the scaled loss has become infinite.
-        """
+        """Add the gradients of a micro-batch; see :meth:`manyhands.optim.accumulator.Accumulator.add`."""
         is_added = not is_overflow and self._accumulator.add(samples, weight, scale, at_step)  # may raise
         self.statistics.samples_computed += samples
         if is_added:
@@ -226,12 +202,11 @@ class SampleCounter:
             self._drop(step, OUTSIZED % number)
         elif step.is_lost:  # the loaded state will show where they can count
             self._accumulator.take_back(contribution)
+        elif reason := self._reason_to_drop(step.left_from, contribution.since_step, was_out=True):
+            self._drop(step, f"the group made global step {number} without this peer, and {reason}")
         else:
-            if reason := self._reason_to_drop(step.left_from, contribution.since_step, was_out=True):
-                self._drop(step, f"the group made global step {number} without this peer, and {reason}")
-            else:
-                self._accumulator.carry(contribution)
-                self._carried(contribution.samples)
+            self._accumulator.carry(contribution)
+            self._carried(contribution.samples)
 
     def load(self, before: Position) -> None:
         """Carry or drop the waiting samples after a loaded state replaced the position ``before``."""
@@ -257,10 +232,9 @@ class SampleCounter:
         """Why samples cannot count at this peer's new position; empty if they can.
 
         Args:
-            before: this peer's position before.
             since_step: of the parameters that the oldest of them was computed on.
-            was_out: some of them were in an attempt at the step, which may have committed without this peer's
-                knowledge. Then the others' state must say whose samples it has.
+            was_out: some were in an attempt at the step, which may have committed. Then the others' state must say
+                whose samples it has.
         """
         after, origin = self._replica.position, self._replica.origin
         if origin is None or origin.parent != before:

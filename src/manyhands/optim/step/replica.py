@@ -19,13 +19,13 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.tensor_list import overlapping
 from manyhands.base.errors import ConfigError
-from manyhands.base.identity import PeerId
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.options import check_unchanged, options_of
 from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
 from manyhands.optim.run.progress import sum_of_samples
+from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.serializable import is_plain, merged, plain_part
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import (
@@ -120,38 +120,25 @@ class Replica:
         """Of the tensors in the vector of the next step, in order."""
         return self.trained[1].shapes
 
-    def advance(
-        self,
-        averaged_N: torch.Tensor,
-        lineage: bytes,
-        samples: int,
-        spare_N: torch.Tensor | None,
-        parameters_N: torch.Tensor | None = None,
-        contributors: list[PeerId] | None = None,
-    ) -> str:
-        """Make the next global step.
-
-        Args:
-            averaged_N: the averaged gradient; it is changed.
-            lineage: of the position after the step.
-            samples: behind the step, of all peers.
-            spare_N: free memory of the same size.
-            parameters_N: averaged parameters to start from, in the layout of :meth:`flat_parameters`.
-            contributors: the peers whose samples count in the step; None if not all are known.
-        Returns:
-            Why the update was refused, which leaves the parameters unchanged; else empty.
+    def advance(self, averaged_N: torch.Tensor, outcome: Averaged, spare_N: torch.Tensor | None = None) -> str:
+        """Make the next global step; returns why the update was refused, which leaves the parameters as they were.
 
         If the wrapped optimizer raises, the exception passes through and nothing has moved. If the schedule raises, the
         step is already made.
 
+        Args:
+            averaged_N: the averaged gradient; it is changed.
+            outcome: of the averaging; averaged parameters to start from are taken out.
+            spare_N: free memory of the size of the gradient.
         Raises:
             ConfigError: an option of the groups was changed; nothing has moved.
         """
         with self._lock:
             self._num_changes += 1
             check_unchanged(self.options, self._guarded_groups)  # since :meth:`check_options` has, in background
-            if parameters_N is not None:
-                assign_flat(self._parameters, parameters_N)
+            if outcome.parameters_N is not None:
+                assign_flat(self._parameters, outcome.parameters_N)
+                outcome.parameters_N = None  # the update needs memory
             move_statistics(self.optimizer)
             parameters, layout = self.trained
             extra_N = layout.extra(averaged_N).clone()
@@ -162,23 +149,20 @@ class Replica:
             if not reason:
                 self.extra.agree(extra_N)
             try:
-                self._advance_schedule(is_alone=bool(reason))
+                self._advance_schedule(has_stepped=not reason)
             finally:  # the parameters have moved, also if it raises
-                self.lineage_samples = sum_of_samples([self.lineage_samples, samples])
-                self.origin = Origin(self.position, contributors)
-                self.position = Position(self.position.step + 1, lineage)
+                self.lineage_samples = sum_of_samples([self.lineage_samples, outcome.samples])
+                self.origin = Origin(self.position, outcome.contributors)
+                self.position = Position(self.position.step + 1, outcome.lineage)
                 self.options = options_of(self._guarded_groups)
         return reason
 
-    def _advance_schedule(self, *, is_alone: bool) -> None:
-        if self.scheduler is None:
-            return
-        if not is_alone:
-            self.scheduler.step()
-            return
-        with warnings.catch_warnings():  # torch warns of a schedule that moves before the parameters have moved once
-            warnings.simplefilter("ignore", UserWarning)
-            self.scheduler.step()
+    def _advance_schedule(self, *, has_stepped: bool) -> None:
+        if self.scheduler is not None:
+            with warnings.catch_warnings():
+                if not has_stepped:  # torch warns of a schedule that moves before the parameters have moved once
+                    warnings.simplefilter("ignore", UserWarning)
+                self.scheduler.step()
 
     def flat_parameters(self) -> torch.Tensor:
         """A copy of the trained parameters as one float32 vector on the host; safe to call from any thread."""
@@ -186,7 +170,7 @@ class Replica:
             return flattened(self._parameters)
 
     def sketch(self) -> Sketch:
-        """A few sums of the trained parameters at this step, to compare peers by."""
+        """The sums by which peers compare their parameters at this step."""
         with self._lock:
             return sketch_of([*self._parameters, *self.extra.agreed_floats], self.position.step)
 
@@ -202,16 +186,10 @@ class Replica:
         self.extra.show()
 
     def check_options(self, *, is_stepping: bool) -> None:
-        """Check that only the schedule has changed the groups' options, such as the learning rate.
-
-        Args:
-            is_stepping: a background update is running, which may change them.
-        Raises:
-            ConfigError: something else changed an option; names it and what to write.
-        """
+        """Raises ``ConfigError`` if something else than the schedule has changed an option of the groups."""
         if self.host_copy is not None:
             check_unchanged(self.host_copy.shown_options, self.host_copy.shown_groups)
-        if not is_stepping:
+        if not is_stepping:  # else an update in the background may change them
             check_unchanged(self.options, self._guarded_groups)
 
     @property
@@ -220,11 +198,7 @@ class Replica:
         return self._guarded_groups if self.host_copy is None else self.host_copy.shown_groups
 
     def capture(self) -> State:
-        """Copy the state for a newcomer, without its digests; safe to call from any thread.
-
-        A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it. The last of
-        ``MAX_COPIES`` attempts holds such a step up.
-        """
+        """Copy the state for a newcomer, without its digests; safe to call from any thread."""
         return self.capture_agreed()
 
     def capture_agreed(self) -> State:
@@ -232,6 +206,10 @@ class Replica:
         return self._capture(self._begin_capture)
 
     def _capture(self, begin: Callable[[], Capture]) -> State:
+        """A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it.
+
+        The last of ``MAX_COPIES`` attempts holds such a step up.
+        """
         for _ in range(MAX_COPIES - 1):
             with self._lock:
                 capture, num_changes = begin(), self._num_changes
@@ -254,11 +232,7 @@ class Replica:
         return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra, inner)
 
     def restore(self, state: State) -> None:
-        """Load another peer's state.
-
-        Raises:
-            ValueError: it does not fit, or cannot be trained on; nothing was changed.
-        """
+        """Load another peer's state; raises ``ValueError``, and changes nothing, if it cannot be trained on."""
         with self._lock:
             self._restore(state)
         self.show()
@@ -284,10 +258,7 @@ class Replica:
     # checkpoints
 
     def place(self) -> dict[str, Any]:
-        """The position of the parameters in the run, and the schedule, as plain values for a checkpoint.
-
-        With ``offload`` also the parameters that the model has with less precision.
-        """
+        """Position and schedule for a checkpoint; with ``offload`` also parameters that are finer than the model's."""
         schedule = plain_part(self.scheduler.state_dict()) if self.scheduler is not None else {}
         finer = self.host_copy.finer() if self.host_copy is not None else {}
         return {
@@ -326,11 +297,8 @@ class HostCopy:
 
     The model's own parameters may have less precision and be on any device; :meth:`show` updates them.
 
-    Args:
-        optimizer: holds the copies from now on, with its statistics.
-
     Attributes:
-        shown_groups: its parameter groups, with the model's parameters instead of the copies.
+        shown_groups: the parameter groups, with the model's parameters instead of the copies.
         shown_options: the options in these; see :func:`manyhands.optim.options.options_of`.
     Raises:
         ConfigError: two parameters share memory, so one copy would overwrite updates of the other.
@@ -370,11 +338,7 @@ class HostCopy:
 
     @torch.no_grad()
     def take_over(self, finer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Copy the model's parameters to the optimizer, as after a checkpoint was loaded into the model.
-
-        Args:
-            finer: from :meth:`finer`, of the same checkpoint; used for each parameter that it agrees with.
-        """
+        """Copy the model's parameters to the optimizer, after a checkpoint was loaded, and those of :meth:`finer`."""
         for index, (parameter, copy) in enumerate(zip(self._model_parameters, self._copies, strict=True)):
             if finer is not None and f"{index}" in finer:
                 copy.copy_(finer[f"{index}"])

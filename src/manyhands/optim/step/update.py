@@ -27,10 +27,10 @@ def guarded_step(
     max_grad_norm: float | None,
     spare_N: torch.Tensor | None,
 ) -> str:
-    """Clip the averaged gradient and make a step with it; if the result is not finite, undo the step.
+    """Clip the averaged gradient and make a step with it; if the result is not finite, undo it and return the reason.
 
-    Parameters and statistics are then as before; if the optimizer raises, only the parameters are restored, where there
-    is a copy. All peers have the same vector, parameters and statistics, so all refuse the same steps.
+    If the optimizer raises, only the parameters are restored, where there is a copy. All peers have the same vector,
+    parameters and statistics, so all refuse the same steps.
 
     Args:
         parameters: the trained ones, in the order of the vector.
@@ -38,8 +38,6 @@ def guarded_step(
         max_grad_norm: bound of the norm of all gradients together.
         spare_N: memory of the same size for a copy of the parameters. Without it there is no copy if the formula of the
             optimizer guarantees a finite result and all parameters are on the host; else more is allocated.
-    Returns:
-        Why the step was refused; empty if it was made.
     """
     values_N = averaged_N[: layout.num_values]
     norm = global_norm([values_N])  # finite only if all of them are
