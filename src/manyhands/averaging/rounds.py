@@ -129,11 +129,6 @@ class RoundRunner:
         await self._matchmaker.hold_place()
 
     @property
-    def group_stands(self) -> bool:
-        """Whether this peer and all expected peers hold places for the next round."""
-        return self._matchmaker.group_stands
-
-    @property
     def on_called_ahead(self) -> list[Callable[[], None]]:
         """Callbacks for when another peer begins to form the group of a future round."""
         return self._matchmaker.on_called_ahead

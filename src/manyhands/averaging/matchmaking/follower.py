@@ -78,7 +78,6 @@ class Matchmaker:
     """Finds the group of one run for this peer, as follower or leader.
 
     Attributes:
-        group_stands: while :meth:`hold_place` runs, whether all expected peers hold places.
         on_called_ahead: called when another peer begins to form the group of a future round.
     """
 
@@ -105,7 +104,6 @@ class Matchmaker:
         self._ends_at = math.inf
         self._is_closed = False
         self._held: tuple[PeerId, Position] | None = None  # the last leader that held a place for this peer
-        self.group_stands = False
         self.on_called_ahead = self._reception.on_called_ahead
         endpoint.on_lost.append(self._on_lost)
 
@@ -184,21 +182,17 @@ class Matchmaker:
         own, lineage = self._member(0.0, 0), self._roster.position().lineage
         leader: PeerId | None = None
         unreachable: set[PeerId] = set()
-        self.group_stands = False
-        try:
-            while not self._is_closed and self._roster.position().lineage == lineage:
-                try:
-                    leader = await self._hold_with(leader, own, unreachable)
-                except (Unavailable, PeerError, RoundAborted) as error:
-                    logger.info("no place in a group yet: %s", error)
-                    leader, self.group_stands = None, False
-                    await asyncio.sleep(HOLD_AGAIN_S)
-                    unreachable.clear()
-        finally:
-            self.group_stands = False
+        while not self._is_closed and self._roster.position().lineage == lineage:
+            try:
+                leader = await self._hold_with(leader, own, unreachable)
+            except (Unavailable, PeerError, RoundAborted) as error:
+                logger.info("no place in a group yet: %s", error)
+                leader = None
+                await asyncio.sleep(HOLD_AGAIN_S)
+                unreachable.clear()
 
     async def _hold_with(self, leader: PeerId | None, own: Member, unreachable: set[PeerId]) -> PeerId | None:
-        """Hold a place with one leader until it has news; returns the leader to go on with, None to choose another.
+        """Hold a place with one leader for a while; returns the leader to go on with, None to choose another.
 
         Raises:
             Unavailable, PeerError, RoundAborted: no place is available now.
@@ -209,7 +203,7 @@ class Matchmaker:
         self._held = (leader, self._roster.position())
         try:
             if leader == own.peer_id:
-                response = await self._group_leader.reserve(leader, b"", self.group_stands)
+                response = await self._group_leader.reserve(leader)
             else:
                 response = await self._follow(leader, own, unreachable, is_early=True)
         except Unavailable:
@@ -223,7 +217,6 @@ class Matchmaker:
             unreachable.add(leader)
             await self._group_leader.told_apart(leader)
             return None
-        self.group_stands = response.stands
         return await self._redirected(response, unreachable) if response.leader else leader
 
     async def _find(self, own: Member) -> Group:
@@ -339,9 +332,8 @@ class Matchmaker:
             short_ids(expected)[: SHORT_ID_BYTES * MAX_EXPECTED],
             short_ids(clients)[: SHORT_ID_BYTES * MAX_EXPECTED],
             is_early,
-            self.group_stands,
-            0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
-            self._roster.recent_rounds(),
+            gather_s=0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
+            recent_rounds=self._roster.recent_rounds(),
         )
         better = self._state.follow(leader)
         self._group_leader.send_to(leader)

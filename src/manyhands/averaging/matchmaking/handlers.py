@@ -166,7 +166,7 @@ class MatchmakingHandlers:
             Refused: there is no record, or the peer gets no place because of its conduct.
         """
         me = self._endpoint.peer_id
-        if self._view.conduct.is_refused(remote, asyncio.get_running_loop().time()):
+        if self._view.is_refused(remote):
             raise Refused(me, REFUSED, "this peer has spoilt rounds, and gets no place in one for a while")
         if not self._roster.is_known(remote):
             await self._group_leader.look_again(is_due=True)
@@ -227,7 +227,7 @@ class MatchmakingHandlers:
         self._endpoint.learn(remote, readable_addresses(request.member.addresses))
         self._call(is_early=request.is_early)
         if request.is_early:
-            return await self._group_leader.reserve(remote, request.expects, request.knows_it_stands)
+            return await self._group_leader.reserve(remote, request.expects)
         return await self._group_leader.take_in(request)
 
     def _call(self, *, is_early: bool) -> None:
