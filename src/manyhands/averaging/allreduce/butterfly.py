@@ -31,8 +31,7 @@ from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.pausing import Condition, Pausing
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
-from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
-from manyhands.averaging.codecs.gathered import ABSENT
+from manyhands.averaging.codecs import ABSENT, BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
 from manyhands.averaging.contributions import BadContribution, Contributions
 from manyhands.averaging.memory import Memory, bytes_of, empty_vector, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
