@@ -169,7 +169,6 @@ class UntilFresh:
         self._sequences: dict[PeerId, int] = {}
 
     def peers(self) -> set[PeerId]:
-        """The peers that are marked."""
         observed = self._observed()
         return {peer_id for peer_id, sequence in self._sequences.items()
                 if peer_id in observed and observed[peer_id].sequence <= sequence}  # fmt: skip
@@ -182,7 +181,6 @@ class UntilFresh:
             self._sequences[peer_id] = observed[peer_id].sequence
 
     def discard(self, peer_id: PeerId) -> None:
-        """Remove the mark."""
         self._sequences.pop(peer_id, None)
 
 

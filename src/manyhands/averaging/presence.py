@@ -65,8 +65,6 @@ class PresenceRecord(msgspec.Struct, frozen=True):
         tensors: fingerprint of its list.
         summary: the list in words.
         num_steps: how many steps it has begun.
-        is_client: it cannot be dialled.
-        addresses: where it can be dialled.
         seat: its place among the groups of a swarm that is too large for one, as of its position.
         sketch: some of its values after its last step in a grid, as float32.
         sketch_round: the round number that the step ended with; 0 without one.
@@ -87,7 +85,6 @@ class PresenceRecord(msgspec.Struct, frozen=True):
             raise ValueError(f"round numbers go up to {LAST_ROUND}")
 
     def published_seat(self) -> PublishedSeat:
-        """Its place among the groups."""
         return PublishedSeat(self.position.step, self.seat)
 
 
@@ -122,8 +119,6 @@ def rank_of(position: Position) -> tuple[int, bytes]:
 
 
 class PresenceReader(RecordReader[PresenceRecord, Seen]):
-    """The records of the other averagers."""
-
     def _seen_as(self, known: Seen | None, record: PresenceRecord, stored: StoredValue, now: float) -> Seen:
         return SeenRecord(record, stored.sequence, now + min(stored.remaining_s, MAX_TTL_S))
 
@@ -266,14 +261,13 @@ class PresenceTracker:
     # this peer's position
 
     def begin_step(self) -> None:
-        """Begin this peer's next step at the leading position."""
+        """Begin this peer's next step at the leading position, and choose its place there."""
         self._update(num_steps=self._own.num_steps + 1)
         self._grace_until = asyncio.get_running_loop().time() + GRACE_S
-        self._take_seat()
-
-    def _take_seat(self) -> None:
-        """Choose this peer's place for the step that begins."""
-        own, leading, others = self._own, self.leading(), self._published_seats()
+        own, leading = self._own, self.leading()
+        others: dict[str, PublishedSeat] = {
+            peer_id: record.published_seat() for peer_id, record in self._fitting().items()
+        }
         seat = PublishedSeat(own.position.step, own.seat)
         step = next_step(self._endpoint.peer_id, seat, others, self._max_group_size, leading.step, self._rng)
         if not step.layout.sides:
@@ -286,10 +280,6 @@ class PresenceTracker:
             logger.info("%d peers average in groups, laid out as %s", len(others) + 1, step.layout)
         self._step = step
         self._go_to(Position(step.first_round, grid_lineage(self._run_id)), Seat(step.layout, step.cell))
-
-    def _published_seats(self) -> dict[str, PublishedSeat]:
-        """The places that the others have published."""
-        return {peer_id: record.published_seat() for peer_id, record in self._fitting().items()}
 
     def catch_up(self) -> None:
         """Go to the leading position, unless this peer is in a grid, where a step begins at its own place."""
@@ -374,7 +364,7 @@ class PresenceTracker:
         return msgspec.structs.replace(self._own, addresses=addresses)
 
     def _fitting(self) -> dict[PeerId, PresenceRecord]:
-        """The records of the peers whose tensors match."""
+        """Of the peers whose tensors match."""
         observed = self.reader.observed().items()
         return {peer_id: seen.record for peer_id, seen in observed if seen.record.tensors == self._own.tensors}
 

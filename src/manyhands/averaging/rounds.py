@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import functools
 import logging
 import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.candidates import Roster
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Verdict, Vote
-from manyhands.averaging.round_outcome import CommittedRound, Phase, RoundMeter
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict, Vote
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
@@ -41,6 +41,59 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
+
+
+class Phase(enum.Enum):
+    """The phase of a member's round."""
+
+    JOINING = "joining"
+    FORMED = "formed"
+    VOTING = "voting"
+    CONCLUDED = "concluded"
+
+
+@dataclass
+class RoundMeter:
+    """Adds up the costs of a peer's attempts at a round.
+
+    Attributes:
+        num_bytes_sent, num_bytes_received: on the streams between the members, before encryption.
+        matchmaking_s, averaging_s, vote_s: seconds spent in each phase.
+    """
+
+    num_bytes_sent: int = 0
+    num_bytes_received: int = 0
+    matchmaking_s: float = 0.0
+    averaging_s: float = 0.0
+    vote_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CommittedRound:
+    """A committed round.
+
+    Attributes:
+        averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None if
+            this member lacks what most hold: it was left out, or could not fetch a part. It must load the others' state
+            to follow them.
+        manifest: the contributors and their weights.
+        seconds: from the call to the verdict.
+        matchmaking_s: the part of it that was spent looking for the group.
+        reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
+        is_outsized: the others left out this peer's values, as they were too large beside theirs.
+    """
+
+    averaged_N: torch.Tensor | None
+    manifest: RoundManifest
+    seconds: float
+    matchmaking_s: float
+    reason: str = ""
+    blamed: tuple[PeerId, ...] = ()
+    is_outsized: bool = False
+
+    @property
+    def num_members(self) -> int:
+        return len(self.manifest.members)
 
 
 class RoundRunner:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import subprocess
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,16 +55,6 @@ def test_a_change_of_what_is_compiled_into_a_kernel_changes_its_file(codec: str)
     inlined = b"".join(path.read_bytes() for path in (folder / "compiling.py", folder.parent / "int8_rows.py"))
     digest = hashlib.sha256(inlined).hexdigest()[:12]
     assert f'INLINED = "{digest}"' in (folder / f"{codec}.py").read_text()
-
-
-def test_only_what_takes_long_is_told_which_is_to_compile_them() -> None:
-    """The kernels are in the cache, since this process has loaded or compiled them."""
-    code = "import logging; logging.basicConfig(level=logging.INFO); from manyhands.averaging.codecs import kernels; "
-    code += f"kernels.prepare({NUMEL}, 'auto'); assert kernels._modules"
-    loading = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "kernels" not in loading.stderr
-    compiled = types.SimpleNamespace(encode=types.SimpleNamespace(stats=types.SimpleNamespace(cache_misses={"int": 1})))
-    assert kernels._was_compiled(compiled)  # type: ignore[arg-type]
 
 
 def test_short_vectors_do_without(monkeypatch: pytest.MonkeyPatch) -> None:

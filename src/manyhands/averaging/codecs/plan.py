@@ -106,9 +106,8 @@ class Plan:
     def num_bytes(self, start: int, stop: int) -> int:
         """Encoded size of ``flat_N[start:stop]`` as one slice, in bytes.
 
-        It is cut at the segments, then at the pieces and blocks of each codec, counted from the start of the part. So
-        two slices may take a few bytes more than one of both, and decode to other values within the same bounds. Slices
-        of a multiple of 864 values fit the rows of int8 and the blocks of int4; a shorter last row costs time.
+        It is cut at the segments, then at the pieces of each codec, counted from the start of the part. So two slices
+        may take a few bytes more than one of both, and decode to other values within the same bounds.
         """
         return sum(part.codec.num_bytes(part.stop - part.start) for part in self.cut(start, stop))
 
@@ -159,11 +158,7 @@ class Plan:
             codec.requantize(some_values, place)
 
     def add(self, encoded: torch.Tensor, start: int, weight: float, total: torch.Tensor, *, is_first: bool) -> None:
-        """Like :meth:`decode`, but add the values times ``weight`` to ``total``; the first ones overwrite it.
-
-        Raises:
-            BadEncoding, ConfigError: as there; ``total`` is then undefined.
-        """
+        """Like :meth:`decode`, but add the values times ``weight`` to ``total``; the first ones overwrite it."""
         if encoded.shape != (self.num_bytes(start, start + total.numel()),):
             raise BadEncoding(f"{total.numel()} values from {start} on are not {encoded.numel()} bytes")
         for codec, some_total, place in self._parts(total, start, encoded):
@@ -185,7 +180,7 @@ class Plan:
         return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if len(parts) == 1 else 0
 
     def largest_square(self, start: int, stop: int, encoded: torch.Tensor) -> float:
-        """A bound of the sum of the squares of ``flat_N[start:stop]``, as :meth:`Codec.largest_square`."""
+        """As :meth:`Codec.largest_square`, of ``flat_N[start:stop]``."""
         total, offset = 0.0, 0
         for part in self.cut(start, stop):
             numel = part.stop - part.start
@@ -275,7 +270,6 @@ class Gathered:
         self._contributors = [rank for rank, weight in enumerate(weights) if weight > 0]
 
     def num_bytes(self, start: int, stop: int) -> int:
-        """Size of the encoding of ``flat_N[start:stop]``, in bytes."""
         return len(self._contributors) * (1 + self._plan.num_bytes(start, stop))
 
     def slots(self, encoded: torch.Tensor) -> dict[int, torch.Tensor]:
