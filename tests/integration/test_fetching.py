@@ -13,7 +13,7 @@ import torch
 
 from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.commit import fetching
-from manyhands.averaging.commit.fetching import MEANS_KIND, Fetching, MeansHeader
+from manyhands.averaging.commit.recovery import MEANS_KIND, Fetching, MeansHeader
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import Group

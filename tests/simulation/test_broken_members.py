@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from manyhands.averaging import messages
-from manyhands.averaging.grid.layout import layout_for
-from manyhands.averaging.grid.seats import NO_SEAT, Seat
+from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
 from manyhands.averaging.messages import (
     INVITE,
     JOIN,

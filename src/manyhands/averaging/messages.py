@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.averaging.grid.layout import MAX_AXES
+from manyhands.averaging.grid.seats import MAX_AXES
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId

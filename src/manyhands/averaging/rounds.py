@@ -9,7 +9,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +21,8 @@ from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMo
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
-from manyhands.averaging.commit.fetching import Fetching
 from manyhands.averaging.commit.limits import MemberLimits, limited
-from manyhands.averaging.commit.recovery import Recovery, Refill
+from manyhands.averaging.commit.recovery import Fetching, Recovery, Refill
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.candidates import Roster
 from manyhands.averaging.matchmaking.follower import Matchmaker
@@ -140,7 +139,6 @@ class RoundRunner:
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the current round
         self._ends_at = 0.0  # when the current round is over for this peer or for the leader
-        self._spare_N: torch.Tensor | None = None
         self._memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
         self._feedback: Feedbacks | None = None  # of the current round
@@ -156,10 +154,6 @@ class RoundRunner:
     def _enter(self, phase: Phase) -> None:
         for notify in self.on_phase:
             notify(phase)
-
-    def give_back(self, averaged_N: torch.Tensor) -> None:
-        """Return the memory of a result; the next round writes into it."""
-        self._spare_N = averaged_N
 
     def free_buffers(self) -> None:
         """Free the memory that only rounds need; the next round allocates it again."""
@@ -350,9 +344,6 @@ class RoundRunner:
         shapes = shapes if shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec, self._config.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
-        spare_N, self._spare_N = self._spare_N, None
-        if spare_N is not None and (spare_N.shape != flat_N.shape or spare_N.dtype != flat_N.dtype):
-            spare_N = None
         feedback = None
         if (self._config.error_feedback or plan.passes_on) and not plan.is_exact(0, plan.numel):
             feedback = self._feedbacks.get(part)
@@ -363,7 +354,7 @@ class RoundRunner:
         self._feedback = feedback
         return Recovery(
             group, rank, flat_N, plan, self._exchange,
-            refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedback, limits=self._limits,
+            refill=refill, memory=self._memory, feedbacks=feedback, limits=self._limits,
         )  # fmt: skip
 
     def _left_s(self) -> float:
@@ -402,10 +393,12 @@ class RoundRunner:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
         monitor = StragglerMonitor(group, rank, butterfly, streams, self._probing, self._ends_at)
-        watching = self._watchers.spawn(monitor.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
-            with self._probing.of(group, moved), self._endpoint.uplink.shared() as share, ExitStack() as held:
+            async with AsyncExitStack() as held:
+                await held.enter_async_context(self._watchers.beside(monitor.watch(), name="who is silent"))
+                held.enter_context(self._probing.of(group, moved))
+                share = held.enter_context(self._endpoint.uplink.shared())
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)
@@ -413,8 +406,6 @@ class RoundRunner:
                     rate = share.backlog.rate
                 return averaged_N
         finally:
-            self._watchers.cancel(watching)
-            await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
             exchange = Exchange(

@@ -173,12 +173,13 @@ class Agreement:
         state = self._rounds[group.group_id] = VotingState(group, rank)
         for member in group.members:
             self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
-        watching = None
-        if state.is_leader:
-            self._last_led = state
-            watching = self._tasks.spawn(self._watch(state), name="asking members that do not vote")
         try:
-            yield
+            if not state.is_leader:
+                yield
+                return
+            self._last_led = state
+            async with self._tasks.beside(self._watch(state), name="asking members that do not vote"):
+                yield
         finally:
             state.close("the leader gave the round up")
             if state.verdict.done():
@@ -186,9 +187,6 @@ class Agreement:
                 while len(self._verdicts) > REMEMBERED_VERDICTS:
                     self._verdicts.popitem(last=False)
             del self._rounds[group.group_id]
-            if watching is not None:
-                self._tasks.cancel(watching)
-                await asyncio.gather(watching, return_exceptions=True)
 
     def is_in(self, group_id: bytes) -> bool:
         """Whether this peer is in the round of a group now."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from manyhands.averaging.codecs import INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
 from manyhands.averaging.config import AUTO
-from manyhands.averaging.grid.layout import MAX_AXES
+from manyhands.averaging.grid.seats import MAX_AXES
 from manyhands.averaging.messages import Group, JoinRequest, Member, Position
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId

@@ -9,7 +9,7 @@ that cannot be reached is left out, and is expected again only after a fresh rec
 If a peer answers that the run went on, the attempt ends and the training loop looks for the later position. If it finds
 none within seconds, that peer is ignored at this position.
 
-In a grid of groups (:mod:`manyhands.averaging.grid.layout`) the position also names the group, and groups finish at
+In a grid of groups (:mod:`manyhands.averaging.grid.seats`) the position also names the group, and groups finish at
 different times. A peer waits for a leader that is still in an earlier round of the same grid. No peer waits for one
 that is in a later round.
 """
