@@ -44,7 +44,7 @@ def decoded(codec: Codec, data: torch.Tensor, numel: int) -> torch.Tensor:
 
 def test_they_are_there_and_used() -> None:
     for codec in (INT8, FP16):
-        for name in ("encode", "decode", "requantize", "add"):
+        for name in ("encode", "decode", "average"):
             assert kernels.kernel(codec.name, name, values(), encoded(codec, values())) is not None
 
 
@@ -100,9 +100,7 @@ def test_the_same_bits_as_torch(
     assert torch.equal(encoded(codec, values_N), written)
     assert torch.equal(decoded(codec, written, NUMEL), read)
     assert torch.equal(first, read * 0.3)
-    before, more = values(0.1), read * 0.3
-    error = (total - (before + more)).abs()
-    assert bool((error <= (before.abs() + more.abs()) * 2.0**-23).all()), "torch may round once less in the last values"
+    assert torch.equal(total, values(0.1) + read * 0.3)
     if name not in ("huge", "tiny", "large"):  # else what the kernels had done is done again, within the same bounds
         assert torch.equal(place, written)
     assert torch.equal(requantized, decoded(codec, place, NUMEL))

@@ -121,22 +121,15 @@ class Codec(abc.ABC):
 
     def requantize(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
         """Like :meth:`encode`, and replace ``values_N``, contiguous and of the codec's dtype, with the decoded ones."""
-        values_N, out = self._after_kernel("requantize", values_N, out)
-        if values_N.numel():
-            self.encode(values_N, out)
-            self.decode(out, values_N)
+        self.encode(values_N, out)
+        self.decode(out, values_N)
 
     def add(self, encoded: torch.Tensor, weight: float, total_N: torch.Tensor, *, is_first: bool) -> None:
         """Like :meth:`decode`, but add the values times ``weight`` to ``total_N``; the first ones overwrite it."""
-        total_N, encoded = self._after_kernel("add", total_N, encoded, weight, is_first)
-        if not total_N.numel():
-            return
         values = torch.empty_like(total_N)
         self.decode(encoded, values)
-        if is_first:
-            torch.mul(values, weight, out=total_N)
-        else:
-            total_N.add_(values, alpha=weight)
+        values.mul_(weight)
+        total_N.copy_(values) if is_first else total_N.add_(values)
 
     def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
         """An upper bound of the sum of the squares of ``numel`` encoded values; infinite if they do not show one."""
@@ -177,7 +170,7 @@ class Codec(abc.ABC):
         return self.unit_numel * int(done)
 
     def _after_kernel(
-        self, name: str, values_N: torch.Tensor, encoded: torch.Tensor, *more: object
+        self, name: str, values_N: torch.Tensor, encoded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Let a compiled kernel do what it can; returns the values and bytes left to torch: all, or a few."""
         num_units = values_N.numel() // self.unit_numel
@@ -186,7 +179,7 @@ class Codec(abc.ABC):
         run = kernel(self.name, name, whole_N, whole_encoded)
         if run is None:
             return values_N, encoded
-        done = self.unit_numel * run(whole_N.detach().numpy(), whole_encoded.numpy(), *more)
+        done = self.unit_numel * run(whole_N.detach().numpy(), whole_encoded.numpy())
         return values_N[done:], encoded[self.num_bytes(done) :]
 
     def _pieces(self, numel: int, encoded: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
