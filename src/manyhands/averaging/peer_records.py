@@ -38,8 +38,7 @@ class PeerRecord(Protocol):
     """What the records of all kinds of runs have."""
 
     @property
-    def addresses(self) -> Sequence[str]:
-        """Where the peer can be dialled."""
+    def addresses(self) -> Sequence[str]: ...
 
 
 R = TypeVar("R", bound=PeerRecord)
@@ -63,11 +62,7 @@ S = TypeVar("S", bound=SeenRecord[PeerRecord])
 
 
 class RecordReader(ABC, Generic[R, S]):
-    """The records of the other peers of a run, as last read. Lives on the network thread.
-
-    Args:
-        schema: of the records: a type, or ``GOODBYE``.
-    """
+    """The records of the other peers of a run, as last read. Lives on the network thread."""
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, key: str, schema: Schema) -> None:
         self._endpoint = endpoint

@@ -293,12 +293,10 @@ class PresenceTracker:
 
     @property
     def num_rounds(self) -> int:
-        """Of the step."""
         return 1 if self._step is None else self._step.layout.num_rounds
 
     @property
     def num_rounds_left(self) -> int | None:
-        """Of the step, in a grid; None if all are one group."""
         return None if self._step is None else self._step.end - self._own.position.step
 
     def next_round(self) -> None:

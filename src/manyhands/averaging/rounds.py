@@ -9,7 +9,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ BYTES_PER_MBIT = 125_000
 
 
 class Phase(enum.Enum):
-    """The phase of a member's round."""
+    """Of a member's round."""
 
     JOINING = "joining"
     FORMED = "formed"
@@ -358,7 +358,6 @@ class RoundRunner:
         )  # fmt: skip
 
     def _left_s(self) -> float:
-        """Seconds left in this round."""
         return self._deadline - self._now()
 
     def _late_s(self) -> float:
@@ -393,12 +392,10 @@ class RoundRunner:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
         monitor = StragglerMonitor(group, rank, butterfly, streams, self._probing, self._ends_at)
+        watching = self._watchers.spawn(monitor.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
-            async with AsyncExitStack() as held:
-                await held.enter_async_context(self._watchers.beside(monitor.watch(), name="who is silent"))
-                held.enter_context(self._probing.of(group, moved))
-                share = held.enter_context(self._endpoint.uplink.shared())
+            with self._probing.of(group, moved), self._endpoint.uplink.shared() as share, ExitStack() as held:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)
@@ -406,6 +403,8 @@ class RoundRunner:
                     rate = share.backlog.rate
                 return averaged_N
         finally:
+            self._watchers.cancel(watching)
+            await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
             exchange = Exchange(

@@ -62,8 +62,7 @@ class Butterfly:
 
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
-        rank: of this member.
-        flat_N: this member's values, of the plan's dtype, on the CPU.
+        rank: of this member, whose values are ``flat_N``, of the plan's dtype, on the CPU.
         plan: how the vector is encoded; the same on all members.
         members: ranks that take part; all by default.
         region: the part to average; the whole vector by default.

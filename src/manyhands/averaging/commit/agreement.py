@@ -92,7 +92,6 @@ class VotingState:
         self.changed: asyncio.Future[None] = self._loop.create_future()
 
     def add(self, rank: int, vote: Vote) -> None:
-        """Count a vote."""
         self.count.add(rank, vote)
         self._decide()
 
@@ -114,7 +113,6 @@ class VotingState:
             self.decided_at = self._loop.time()
 
     def wake(self) -> None:
-        """Wake the tasks that wait for news."""
         changed, self.changed = self.changed, self._loop.create_future()
         changed.set_result(None)
 
@@ -134,11 +132,7 @@ class VotingState:
 
 
 class Agreement:
-    """Votes, and counts votes, in the rounds of one run.
-
-    Args:
-        probing: asks a member that does not vote whether it is in the round at all.
-    """
+    """Votes, and counts votes, in the rounds of one run."""
 
     def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, probing: Probing) -> None:
         self._endpoint = endpoint
@@ -189,7 +183,7 @@ class Agreement:
             del self._rounds[group.group_id]
 
     def is_in(self, group_id: bytes) -> bool:
-        """Whether this peer is in the round of a group now."""
+        """Whether this peer is in the round of a group."""
         return group_id in self._rounds
 
     def has_lost(self, group: Group) -> bool:

@@ -179,7 +179,6 @@ class VoteCount:
     # evaluation of the votes
 
     def _by_result(self) -> dict[bytes, list[int]]:
-        """Ranks by the result that they hold."""
         by_result: dict[bytes, list[int]] = defaultdict(list)
         for rank, vote in sorted(self.votes.items()):
             if vote.digest:

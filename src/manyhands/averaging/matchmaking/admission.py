@@ -28,6 +28,8 @@ REFUSED = "refused"
 """The asking peer has spoilt rounds."""
 AVOIDED = "avoided"
 """Of an invitation: the inviting peer did not come, or was to blame, twice in a row."""
+BUSY = "busy"
+"""The asked peer would lead, but its training loop did not come to the round."""
 FULL = "full"
 """All places of the group are taken."""
 

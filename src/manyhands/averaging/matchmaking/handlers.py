@@ -160,11 +160,7 @@ class MatchmakingHandlers:
         return InviteResponse()
 
     async def _check_known(self, remote: PeerId) -> None:
-        """Refuse a peer without a record, after another look, as it may be new.
-
-        Raises:
-            Refused: there is no record, or the peer gets no place because of its conduct.
-        """
+        """Refuse a peer that gets no place, or has no record, after another look, as it may be new."""
         me = self._endpoint.peer_id
         if self._view.is_refused(remote):
             raise Refused(me, REFUSED, "this peer has spoilt rounds, and gets no place in one for a while")
@@ -174,11 +170,7 @@ class MatchmakingHandlers:
                 raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
 
     async def _check_part(self, remote: PeerId, recent_rounds: Sequence[bytes]) -> None:
-        """Refuse a peer of another part of the run, after another look, as the records read here may be late.
-
-        Raises:
-            Refused: the peer is of another part of the run.
-        """
+        """Refuse a peer of another part of the run, after another look, as the records read here may be late."""
         if self._roster.is_stranger(remote, recent_rounds):
             await self._group_leader.look_again()
             if self._roster.is_stranger(remote, recent_rounds):
@@ -231,7 +223,6 @@ class MatchmakingHandlers:
         return await self._group_leader.take_in(request)
 
     def _call(self, *, is_early: bool) -> None:
-        """Another peer has begun a round, or to form its group."""
         if not is_early:
             self._roster.call_to_round()
             return

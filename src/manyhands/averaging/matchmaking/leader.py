@@ -12,6 +12,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
     AVOIDED,
     BEHIND,
+    BUSY,
     FULL,
     OTHER_MANIFEST,
     OTHER_PART,
@@ -241,7 +242,7 @@ class GroupLeader:
         return await pending.wait_with(member)
 
     def _not_here(self) -> Refused:
-        return Refused(self._endpoint.peer_id, "busy", "the leader's own training loop did not come to the round")
+        return Refused(self._endpoint.peer_id, BUSY, "the leader's own training loop did not come to the round")
 
     async def reserve(self, peer_id: PeerId, expects: bytes = b"") -> JoinResponse:
         """Hold a place for a peer, possibly this one, until the group closes or it has to ask again.
@@ -318,11 +319,7 @@ class GroupLeader:
             logger.info("this peer leads with what it knew before: %s", error)
 
     async def look_again(self, *, is_due: bool = False) -> None:
-        """Like :meth:`_look_around`, but rate-limited, however many strangers ask.
-
-        Args:
-            is_due: wait until a look is allowed; all waiting calls share one look.
-        """
+        """Like :meth:`_look_around`, but rate-limited; with ``is_due`` wait until it is allowed, all in one look."""
         if self._looking is None:
             pause_s = LOOK_FOR_NEWCOMER_S if is_due else LOOK_AGAIN_S
             left_s = self._looked_again_at + pause_s - asyncio.get_running_loop().time()
@@ -468,7 +465,6 @@ class GroupLeader:
         pending.changed.set()
 
     async def _refused(self, peer_id: PeerId, refusal: Refused, pending: PendingGroup) -> None:
-        """Handle an invited peer's refusal."""
         if refusal.code == OTHER_MANIFEST:
             self._view.note_refusal(peer_id, refusal)
         elif refusal.code == OTHER_PART:
