@@ -108,11 +108,6 @@ def next_position(position: Position, manifest: RoundManifest) -> Position:
     return after if after.step <= LAST_ROUND else Position(0, after.lineage)
 
 
-def grid_lineage(run_id: str) -> bytes:
-    """The lineage of all peers in a grid."""
-    return hashlib.sha256(f"averaging {run_id} in a grid".encode()).digest()
-
-
 def rank_of(position: Position) -> tuple[int, bytes]:
     """Orders positions: the higher one leads."""
     return (position.step, position.lineage)
@@ -279,7 +274,8 @@ class PresenceTracker:
         if step.layout != own.seat.layout:
             logger.info("%d peers average in groups, laid out as %s", len(others) + 1, step.layout)
         self._step = step
-        self._go_to(Position(step.first_round, grid_lineage(self._run_id)), Seat(step.layout, step.cell))
+        lineage = hashlib.sha256(f"averaging {self._run_id} in a grid".encode()).digest()  # of all peers there
+        self._go_to(Position(step.first_round, lineage), Seat(step.layout, step.cell))
 
     def catch_up(self) -> None:
         """Go to the leading position, unless this peer is in a grid, where a step begins at its own place."""

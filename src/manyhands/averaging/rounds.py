@@ -227,8 +227,9 @@ class RoundRunner:
         self._deadline = started + min(timeout_s, self._config.averaging_timeout_s)
         group = await self._find_group(weight, gather_s)
         matchmaking_s = self._now() - started
+        recovery = self._recovery(group, flat_N, shapes, refill, part)
         try:
-            committed = await self._commit(group, flat_N, shapes, refill, part)
+            committed = await self._commit(recovery)
             if self._feedback is not None:
                 is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
                 await run_to_end(functools.partial(self._feedback.commit, is_left_out=is_left_out))
@@ -261,26 +262,17 @@ class RoundRunner:
         self._enter(Phase.FORMED)
         return limited(group, self._limits) if self._limits is not None else group
 
-    async def _commit(
-        self,
-        group: Group,
-        flat_N: torch.Tensor,
-        shapes: Sequence[Sequence[int]] | None,
-        refill: Refill | None,
-        part: int,
-    ) -> CommittedRound:
+    async def _commit(self, recovery: Recovery) -> CommittedRound:
         """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
 
         Raises:
             RoundAborted: the round did not commit.
         """
-        rank = group.rank_of(self._endpoint.peer_id)
-        assert rank is not None
+        group, rank = recovery.group, recovery.rank
         async with AsyncExitStack() as held:
             held.enter_context(self._matchmaker.in_round(group))
             await held.enter_async_context(self._agreement.of(group))
-            recovery = self._recovery(group, rank, flat_N, shapes, refill, part)
-            held.enter_context(self._fetching.of(group, recovery))
+            held.enter_context(self._fetching.of(recovery))
             order, limit_s = recovery.everything(), self._left_s()
             while True:
                 outcome = await self._unless_decided(group, recovery.average(order, limit_s))
@@ -300,7 +292,7 @@ class RoundRunner:
             is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
             is_outsized = is_left_out and rank in recovery.outsized
             if means is None and (is_outsized or not is_left_out):
-                means = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
+                means = await self._fetching.fetch(recovery, manifest, verdict.blamed, self._late_s())
             if means is not None and (verdict.blamed or self._agreement.has_lost(group)):
                 await self._fetching.keep(means, manifest.digest)
             averaged_N = means.averaged_N if means is not None else None
@@ -335,12 +327,13 @@ class RoundRunner:
     def _recovery(
         self,
         group: Group,
-        rank: int,
         flat_N: torch.Tensor,
         shapes: Sequence[Sequence[int]] | None,
         refill: Refill | None,
         part: int,
     ) -> Recovery:
+        rank = group.rank_of(self._endpoint.peer_id)
+        assert rank is not None
         shapes = shapes if shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec, self._config.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"

@@ -59,27 +59,18 @@ class Plan:
     Attributes:
         decay: factor of an error feedback, from round to round.
         passes_on: a reducer sends the contributions to a mean in place of it (:class:`Gathered`).
-    Raises:
-        ConfigError: there is a gap, or codecs of several dtypes.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         joined: list[Segment] = []
         numel = 0
         for segment in segments:
-            if segment.start != numel or segment.stop < segment.start:
-                raise ConfigError(
-                    f"a segment goes from {segment.start} to {segment.stop}, but has to start at {numel} and to end "
-                    "there or later"
-                )
             numel = segment.stop
             if segment.start == segment.stop:
                 continue
             if joined and joined[-1].codec is segment.codec:
                 segment = Segment(joined.pop().start, segment.stop, segment.codec)
             joined.append(segment)
-        if len({segment.codec.dtype for segment in joined}) > 1:
-            raise ConfigError("a vector has one dtype, but the codecs of its segments have several")
         self.segments = tuple(joined)
         self.numel = numel
         self.dtype = joined[0].codec.dtype if joined else NONE.dtype

@@ -85,8 +85,8 @@ class Recovery:
         feedbacks: Feedbacks | None,
         limits: MemberLimits | None,
     ) -> None:
-        self._group = group
-        self._rank = rank
+        self.group = group
+        self.rank = rank
         self._flat_N = flat_N
         self._plan = plan
         self._exchange = exchange
@@ -104,7 +104,7 @@ class Recovery:
 
     def everything(self) -> Order:
         """The first ballot's order: all members average the whole vector."""
-        return Order(0, list(range(len(self._group.members))), 0, self._flat_N.numel())
+        return Order(0, list(range(len(self.group.members))), 0, self._flat_N.numel())
 
     async def average(self, order: Order, timeout_s: float) -> Vote:
         """Average a part of the vector among the remaining members; returns the vote on the result."""
@@ -115,7 +115,7 @@ class Recovery:
         region = slice(order.start, order.stop)
         self._contributions.drop(order.start, order.stop)
         butterfly = Butterfly(
-            self._group, self._rank, self._flat_N, self._plan,
+            self.group, self.rank, self._flat_N, self._plan,
             members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
             feedbacks=self._feedbacks, is_measured=self._limits is not None,
         )  # fmt: skip
@@ -123,21 +123,21 @@ class Recovery:
             self._first = butterfly.means()  # also if the others decide while this member still averages
         reason, own_fault = "", []
         try:
-            if not any(self._group.members[rank].weight > 0 for rank in order.members):
+            if not any(self.group.members[rank].weight > 0 for rank in order.members):
                 raise RoundAborted(NO_WEIGHT)
             async with time_limit(timeout_s, "averaging"):
-                await self._exchange(self._group, self._rank, butterfly, stream_id(self._group, order.ballot))
+                await self._exchange(self.group, self.rank, butterfly, stream_id(self.group, order.ballot))
         except (RoundAborted, Timeout) as error:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, InvalidContribution):  # its own values: no stream carries them
-                own_fault = [Accusation(self._rank, reason, is_violation=True)]
+                own_fault = [Accusation(self.rank, reason, is_violation=True)]
         means = self._first if order.ballot == 0 and self._first is not None else again(self._mean_N)
         for chunk, reducer, present in butterfly.held():
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
         outsized = self._find_outsized(butterfly, order.members)
         accusations = [*butterfly.faults.values(), *own_fault, *outsized]
         numel, missing = self._flat_N.numel(), self._contributions.missing()
-        vote = Vote(self._group.group_id, b"", ballot=order.ballot, accusations=accusations, numel=numel)
+        vote = Vote(self.group.group_id, b"", ballot=order.ballot, accusations=accusations, numel=numel)
         if missing[0] < missing[1] or own_fault or outsized:
             vote.reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
             vote.missing = (0, numel) if outsized else missing
@@ -150,7 +150,7 @@ class Recovery:
 
     def _find_outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
         """Members with too large values; these are in every span's means, so all is averaged without them."""
-        told, members = butterfly.norms(), self._group.members
+        told, members = butterfly.norms(), self.group.members
         if self._limits is None or not told:
             return []
         weights = [member.weight if rank in here else 0.0 for rank, member in enumerate(members)]
@@ -214,10 +214,10 @@ class Fetching:
         self._forget()
 
     @contextmanager
-    def of(self, group: Group, recovery: Recovery) -> Iterator[None]:
+    def of(self, recovery: Recovery) -> Iterator[None]:
         """Serve this round's results within the block, and afterwards those that are kept."""
         self._forget()
-        self._group, self._recovery = group, recovery
+        self._group, self._recovery = recovery.group, recovery
         try:
             yield
         finally:
@@ -235,7 +235,7 @@ class Fetching:
             self._forgetting = None
 
     async def fetch(
-        self, group: Group, manifest: RoundManifest, recovery: Recovery, doubtful: Sequence[PeerId], timeout_s: float
+        self, recovery: Recovery, manifest: RoundManifest, doubtful: Sequence[PeerId], timeout_s: float
     ) -> Means | None:
         """Fetch the parts of the committed result that this member lacks; None if no member sends them.
 
@@ -245,13 +245,13 @@ class Fetching:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        for peer_id in self._holders(group, doubtful):
+        for peer_id in self._holders(recovery, doubtful):
             left_s = deadline - loop.time()
             if left_s <= 0:
                 break
             try:
                 async with time_limit(left_s, f"fetching means from peer {peer_id}"):
-                    means = await self._fetch_from(peer_id, group, manifest, recovery, left_s)
+                    means = await self._fetch_from(peer_id, recovery, manifest, left_s)
             except (Unavailable, PeerError) as error:
                 logger.info("the means that this peer lacks do not come: %s", error)
                 continue
@@ -259,22 +259,21 @@ class Fetching:
             return means
         return None
 
-    def _holders(self, group: Group, doubtful: Sequence[PeerId]) -> list[PeerId]:
+    def _holders(self, recovery: Recovery, doubtful: Sequence[PeerId]) -> list[PeerId]:
         """Members to ask, beginning with the next rank, so that not all ask the same one."""
-        rank = group.rank_of(self._endpoint.peer_id)
-        assert rank is not None
-        others = [*group.members[rank + 1 :], *group.members[:rank]]
+        members, rank = recovery.group.members, recovery.rank
+        others = [*members[rank + 1 :], *members[:rank]]
         dialable = [member.peer_id for member in others if not member.is_client]
         return sorted(dialable, key=lambda peer_id: (peer_id in doubtful, not self._endpoint.is_connected(peer_id)))
 
     async def _fetch_from(
-        self, peer_id: PeerId, group: Group, manifest: RoundManifest, recovery: Recovery, timeout_s: float
+        self, peer_id: PeerId, recovery: Recovery, manifest: RoundManifest, timeout_s: float
     ) -> Means:
-        header = msgspec.msgpack.encode(MeansHeader(group.group_id, manifest.digest))
+        header = msgspec.msgpack.encode(MeansHeader(manifest.group_id, manifest.digest))
         stream = await self._endpoint.open_bulk(peer_id, MEANS_KIND, header, min(OPENING_S, timeout_s))
         try:
             return await while_moving(
-                self._receive(stream, manifest, recovery),
+                self._receive(stream, recovery, manifest),
                 lambda: stream.bytes_received,
                 at_least=1,
                 within_s=STALLED_S,
@@ -283,7 +282,7 @@ class Fetching:
         finally:
             self._endpoint.release(stream)
 
-    async def _receive(self, stream: Stream, manifest: RoundManifest, recovery: Recovery) -> Means:
+    async def _receive(self, stream: Stream, recovery: Recovery, manifest: RoundManifest) -> Means:
         kind = bytearray(1)
         await stream.receive_into(memoryview(kind))
         means = recovery.incomplete(is_again=bool(kind[0]))
