@@ -48,12 +48,7 @@ class AveragerLoop:
         self._last_group: Sequence[PeerId] = ()  # of the last round that committed
 
     async def start(self) -> None:
-        """Join the averagers under the run id.
-
-        Raises:
-            ConfigError: this peer averages under this run id already.
-            ManifestMismatch: the tensors of the others differ.
-        """
+        """Join the averagers under the run id; raises as :class:`manyhands.Averager`."""
         presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
         settings = f"codec {codec}; groups of up to {max_group_size}"
         fingerprint = hashlib.sha256(self._tensors.fingerprint() + settings.encode()).digest()
@@ -89,13 +84,10 @@ class AveragerLoop:
         await self.tracker.close()
 
     async def step(self, flat_N: torch.Tensor, weight: float, timeout_s: float) -> StepOutcome:
-        """Try rounds until one commits or the time is over.
+        """Try rounds until one commits or the time is over; raises as :meth:`manyhands.Averager.step`.
 
         Args:
             flat_N: the values of the tensors; the means overwrite them where one group is enough.
-        Raises:
-            ConfigError: a tensor was resized or freed when its values were needed again.
-            NothingToAverage: all members gave a weight of 0.
         """
         if self._is_closed:
             return StepOutcome(reason=CLOSED)

@@ -184,7 +184,6 @@ class RecordPublisher(Generic[R]):
 
     Args:
         own_record: what to publish now; None to publish nothing.
-        ttl_s: the lifetime of the record.
         min_period_s: from one record to the next, which contains all changes since.
 
     Attributes:

@@ -125,9 +125,7 @@ class PresenceTracker:
     :class:`manyhands.averaging.grid.step.GridPlace`.
 
     Args:
-        tensors: fingerprint of this peer's list.
-        summary: the list in words.
-        max_group_size: larger swarms form a grid.
+        tensors: fingerprint of this peer's list; ``summary`` is the list in words.
 
     Attributes:
         called: set when another peer begins a round here, or wants to join one.
@@ -164,11 +162,7 @@ class PresenceTracker:
         self._tasks = TaskOwner("presence")
 
     async def start(self) -> None:
-        """Join the averagers of the run.
-
-        Raises:
-            ManifestMismatch: their tensors differ; says whose, and how.
-        """
+        """Join the averagers of the run; raises ManifestMismatch if their tensors differ."""
         self._dht.declare(self._key, PRESENCE)
         await self.refresh()
         self._check_fits(is_published=False)

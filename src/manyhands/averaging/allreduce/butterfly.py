@@ -68,7 +68,6 @@ class Butterfly:
         region: the part to average; the whole vector by default.
         averaged_N: receives the means; only ``region`` is written. If it is ``flat_N``, the means of a chunk overwrite
             the values once its reducer has these.
-        memory: buffers for encoded data, reused from round to round.
         feedbacks: the codec error of earlier rounds; None for no error feedback.
         is_measured: whether the reducers report how large each member's values are; the same on all members.
 

@@ -34,15 +34,12 @@ class SpanReducer:
     one thread averages at a time, chunk after chunk.
 
     Args:
-        rank: of this member.
         averaged_N: receives the means; may be the memory of ``flat_N``, this member's values.
         encoded: memory for the means as sent, uint8; with an exact codec that of the means themselves.
-        memory: buffers for incoming chunks.
         feedbacks: the codec error of earlier rounds; None for no error feedback.
         norms: measures the members' values as they arrive.
 
     Attributes:
-        chunks: of the span, in order.
         inboxes: incoming chunks of each other member with a weight, by rank.
         presents: ranks that contributed, for each averaged chunk.
         hasher: of the means as sent.
@@ -364,7 +361,7 @@ class Inbox:
         return bool(self._full) or self.is_ended
 
     def take(self) -> torch.Tensor | None:
-        """The next chunk, when it is ready; None if it never comes."""
+        """The next chunk, if it is ready; None if it never comes."""
         return self._full.popleft() if self._full else None
 
     def give_back(self) -> None:

@@ -107,14 +107,7 @@ class Plan:
         return all(part.codec in (NONE, NONE_FLOAT64) for part in self.cut(start, stop))
 
     def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        """Encode ``values``, which is ``flat_N[start : start + len(values)]``, into ``out``.
-
-        Args:
-            out: uint8, shape [num_bytes(start, start + len(values))], contiguous.
-        Raises:
-            NotFinite: a value is NaN or infinite.
-            ConfigError: a shape or a dtype is wrong.
-        """
+        """Like :meth:`Codec.encode`; ``values`` is ``flat_N[start : start + len(values)]``."""
         stop = start + values.numel()
         if out.shape != (self.num_bytes(start, stop),):
             raise ConfigError(
@@ -125,15 +118,7 @@ class Plan:
             codec.encode(some_values, place)
 
     def decode(self, encoded: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        """Decode what ``encode`` wrote for ``flat_N[start : start + len(out)]`` into ``out``.
-
-        Args:
-            encoded: uint8, in one dimension. May come from a stranger.
-            out: of the plan's dtype, contiguous.
-        Raises:
-            BadEncoding: its length is wrong, or a value would not be finite; ``out`` must then not be used.
-            ConfigError: a dtype or the slice is wrong.
-        """
+        """Like :meth:`Codec.decode`; ``out`` becomes ``flat_N[start : start + len(out)]``."""
         stop = start + out.numel()
         if encoded.shape != (self.num_bytes(start, stop),):
             raise BadEncoding(

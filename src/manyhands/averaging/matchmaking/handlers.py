@@ -97,11 +97,7 @@ class MatchmakingState:
 
 
 class MatchmakingHandlers:
-    """Serves JOIN, LEAVE and INVITE for one run.
-
-    Attributes:
-        on_called_ahead: called when another peer begins to form the group of a future round.
-    """
+    """Serves JOIN, LEAVE and INVITE for one run."""
 
     def __init__(
         self,

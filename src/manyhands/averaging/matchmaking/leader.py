@@ -103,11 +103,7 @@ class PendingGroup:
         self._ask_again_at: dict[PeerId, float] = {}
 
     async def wait_with(self, member: Member) -> JoinResponse:
-        """Give a peer its place, and wait for the outcome.
-
-        Raises:
-            PeerError, RoundAborted: why there is no group here.
-        """
+        """Give a peer its place, and wait for the outcome; raises why there is no group here."""
         self.joined[member.peer_id] = member
         self.hearsay.pop(short_id(member.peer_id), None)
         self.changed.set()
@@ -216,11 +212,7 @@ class GroupLeader:
         return await pending.wait_with(own)
 
     async def take_in(self, request: JoinRequest) -> JoinResponse:
-        """Give another peer a place; wait for the outcome.
-
-        Raises:
-            PeerError, RoundAborted: why there is no group here.
-        """
+        """Give another peer a place; wait for the outcome."""
         now, member, position = asyncio.get_running_loop().time(), request.member, self._roster.position()
         if self._called is None or self._called[0] != position:
             self._called = (
@@ -245,11 +237,7 @@ class GroupLeader:
         return Refused(self._endpoint.peer_id, BUSY, "the leader's own training loop did not come to the round")
 
     async def reserve(self, peer_id: PeerId, expects: bytes = b"") -> JoinResponse:
-        """Hold a place for a peer, possibly this one, until the group closes or it has to ask again.
-
-        Raises:
-            PeerError, RoundAborted: why there is no group here.
-        """
+        """Hold a place for a peer, possibly this one, until the group closes or it has to ask again."""
         pending = self.open()
         self._note_hearsay(pending, expects)
         pending.hearsay.pop(short_id(peer_id), None)
