@@ -397,7 +397,6 @@ class RoundRunner:
                 return averaged_N
         finally:
             self._watchers.cancel(watching)
-            await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
             exchange = Exchange(
@@ -412,3 +411,4 @@ class RoundRunner:
                 self._meter.num_bytes_received += stream.bytes_received
                 is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in lost
                 self._streams.give_back(group, stream, is_used_up=is_used_up, within_s=self._late_s())
+            await asyncio.gather(watching, return_exceptions=True)  # last: a cancellation may end this here

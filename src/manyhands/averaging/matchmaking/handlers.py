@@ -115,7 +115,6 @@ class MatchmakingHandlers:
         self._group_leader = group_leader
         self._state = state
         self._config = config
-        self._catching_up: set[PeerId] = set()  # peers that asked for a place at a position this peer has yet to reach
         self.on_called_ahead: list[Callable[[], None]] = []
         endpoint.handle(JOIN, self._on_join)
         endpoint.handle(LEAVE, self._on_leave)
@@ -185,20 +184,10 @@ class MatchmakingHandlers:
         return InviteResponse(redirect.leader, redirect.leader_addresses)
 
     def _on_leave(self, remote: PeerId, request: LeaveRequest) -> LeaveResponse:
-        if remote in self._catching_up:
-            self._catching_up.remove(remote)  # it gets no place
-            return LeaveResponse()
         return LeaveResponse(is_too_late=not self._group_leader.let_go(remote, request.position))
 
     async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
-        self._catching_up.add(remote)
-        try:
-            await self._catch_up(request.position)
-        finally:
-            has_left = remote not in self._catching_up
-            self._catching_up.discard(remote)
-        if has_left:
-            return JoinResponse()
+        await self._catch_up(request.position)
         me, is_client, here = self._endpoint.peer_id, self._endpoint.client_mode, self._roster.position()
         try:
             check_join(me, is_client, self._run_fingerprint, here, remote, request)
