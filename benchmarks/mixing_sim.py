@@ -9,7 +9,7 @@ the variance over all peers, including failed ones, is below 1e-9 and below 1e-4
 Methods: ``grid`` is that of the library (manyhands.averaging.grid.seats) in the named grid. ``fixed_grid`` is the same
 with constant first coordinates, as in the experiment of Ryabinin et al., Moshpit SGD, arXiv:2103.03239 (code:
 yandex-research/moshpit-sgd, averaging_experiments). ``random`` draws new groups of the grid's side in each round.
-``chosen`` is what the library would use for this number of peers: the named grid, or a smaller one if half of its cells
+``chosen`` is what the library would use for this number of peers: the named grid, or random groups if half of its cells
 or more are empty.
 """
 

@@ -27,7 +27,7 @@ from manyhands.averaging.grid.seats import (
 
 sides = st.lists(st.integers(2, 6), min_size=1, max_size=4).map(tuple)
 grids = st.builds(Layout, sides)
-layouts = st.one_of(grids, st.just(ONE_GROUP))
+layouts = st.one_of(grids, st.builds(Layout, sides, st.just(True)), st.just(ONE_GROUP))
 round_numbers = st.integers(0, 2**48)
 
 
@@ -70,7 +70,10 @@ def test_groups_are_no_longer_than_the_longest_side(layout: Layout, number: int)
     cells = list(range(layout.num_cells))
     longest = max(len(members) for members in groups_in(layout, cells, number))
     sides = layout.sides or (1,)
-    assert longest == sides[number % len(sides)]
+    if layout.is_random:
+        assert longest <= -(-layout.num_cells // layout.num_random_groups), "even if all cells are taken"
+    else:
+        assert longest == sides[number % len(sides)]
 
 
 @given(st.integers(1, 5000), st.integers(2, 256))
@@ -100,11 +103,13 @@ def test_a_layout_stays_while_a_few_come_and_go() -> None:
     grid = layout_for(1024, 256)
     assert grid == Layout((32, 32))
     assert next_layout(grid, 1025, 256).num_cells >= 1025
-    assert next_layout(grid, 513, 256) == grid
+    assert next_layout(grid, 520, 256) == grid
     half = next_layout(grid, 512, 256)
-    assert half == Layout((23, 23))
-    assert next_layout(half, 529, 256) == half
-    assert next_layout(half, 265, 256) == half
+    assert half == Layout((32, 32), is_random=True)
+    assert next_layout(half, 640, 256) == half, "for as long as that is not much more than half"
+    assert next_layout(half, 641, 256) == grid
+    assert next_layout(half, 257, 256) == half
+    assert next_layout(half, 255, 256) == ONE_GROUP
     assert next_layout(half, 192, 256) == ONE_GROUP
     assert next_layout(ONE_GROUP, 256, 256) == ONE_GROUP
     assert next_layout(ONE_GROUP, 257, 256).sides == (17, 16)
@@ -144,4 +149,5 @@ def test_grids_that_make_no_sense_are_not_decoded(sides: tuple[int, ...]) -> Non
 def test_the_largest_grid() -> None:
     assert layout_for(10**7, 4096).num_cells >= MAX_CELLS
     assert str(Layout((32, 31))) == "32x31"
+    assert str(Layout((32, 31), is_random=True)) == "random 32x31"
     assert str(ONE_GROUP) == "one group"

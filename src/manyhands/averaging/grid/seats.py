@@ -8,6 +8,9 @@ in one coordinate, so each brings the group's result to another group of the nex
 After each round every group gets new coordinates along its axis: the old ones, shifted by an amount drawn from the
 round number and the group. So coordinates stay distinct, and groups change.
 
+While at most half of the cells are taken, the rows of a grid are too short, and groups drawn at random from all cells
+mix faster; see ``benchmarks/mixing_sim.py``.
+
 Each peer publishes its seat: its layout, and its cell there at its position. From that the others compute its cell at
 any later round, so they know which peers to expect: no further messages are needed.
 
@@ -35,8 +38,12 @@ import msgspec
 MAX_AXES = 16
 MAX_SIDE = 4096
 MAX_CELLS = 2**20
-SHRINK_UP_TO = 0.5
-"""Share of the cells taken up to which a smaller grid is made: its longer rows mix faster."""
+SHRINK_BELOW = 0.25
+"""Share of the cells taken below which a new grid is made."""
+RANDOM_UP_TO = 0.5
+"""Share of the cells taken up to which groups are drawn at random."""
+GRID_ABOVE = 0.625
+"""Share of the cells taken above which groups are rows again; between the two they stay as they are."""
 ONE_GROUP_UP_TO = 0.75
 """Share of ``max_group_size`` below which a grid becomes one group; above 1 one group becomes a grid."""
 MAX_ROUNDS_AGO = 64
@@ -48,12 +55,13 @@ class Layout(msgspec.Struct, frozen=True):
 
     Attributes:
         sides: number of cells along each axis.
+        is_random: groups are drawn at random instead of being rows.
     """
 
     sides: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=2, le=MAX_SIDE)], ...], msgspec.Meta(max_length=MAX_AXES)
     ] = ()
-    is_random: bool = False  # reserved
+    is_random: bool = False
 
     def __post_init__(self) -> None:
         if self.num_cells > MAX_CELLS:
@@ -68,8 +76,14 @@ class Layout(msgspec.Struct, frozen=True):
         """Rounds of one step."""
         return max(1, len(self.sides))
 
+    @property
+    def num_random_groups(self) -> int:
+        """Half of the cells then give groups as large as rows."""
+        return max(1, self.num_cells // (2 * max(self.sides)))
+
     def __str__(self) -> str:
-        return "x".join(str(side) for side in self.sides) or "one group"
+        name = "x".join(str(side) for side in self.sides)
+        return f"random {name}" if self.is_random else name or "one group"
 
 
 ONE_GROUP = Layout()
@@ -79,6 +93,8 @@ def group_of(layout: Layout, cell: int, round_number: int) -> int:
     """The group of a cell in a round; two cells average together if theirs are equal."""
     if not layout.sides:
         return 0
+    if layout.is_random:
+        return _shuffled(layout.num_cells, round_number)[cell] % layout.num_random_groups
     stride, side = _axis(layout.sides, round_number)
     return cell - cell // stride % side * stride
 
@@ -94,7 +110,7 @@ def previous_cell(layout: Layout, cell: int, round_number: int) -> int:
 
 
 def _shifted(layout: Layout, cell: int, round_number: int, times: int) -> int:
-    if not layout.sides:
+    if not layout.sides or layout.is_random:
         return cell
     stride, side = _axis(layout.sides, round_number)
     coordinate = cell // stride % side
@@ -131,14 +147,18 @@ def next_layout(current: Layout, num_peers: int, max_group_size: int) -> Layout:
         return layout_for(num_peers, max_group_size)
     if num_peers <= ONE_GROUP_UP_TO * max_group_size:
         return ONE_GROUP
-    fits = SHRINK_UP_TO < num_peers / current.num_cells <= 1 and max(current.sides) <= max_group_size
-    return current if fits else layout_for(num_peers, max_group_size)
+    taken = num_peers / current.num_cells
+    if not SHRINK_BELOW <= taken <= 1 or max(current.sides) > max_group_size:
+        return layout_for(num_peers, max_group_size)
+    if taken <= RANDOM_UP_TO or taken > GRID_ABOVE:
+        return Layout(current.sides, taken <= RANDOM_UP_TO)
+    return current
 
 
 def agreed_layout(named: Iterable[Layout]) -> Layout:
     """The layout named most often; of equally many, the larger one."""
     votes = Counter(named)
-    return max(votes, key=lambda layout: (votes[layout], layout.num_cells, layout.sides))
+    return max(votes, key=lambda layout: (votes[layout], layout.num_cells, layout.sides, layout.is_random))
 
 
 def dealt_cells(layout: Layout, peers: Collection[str], round_number: int) -> dict[str, int]:
