@@ -25,7 +25,7 @@ test-long: $(VENV)/.dev  ## whole programs (tutorials, examples, torchrun, the d
 
 test-cuda: $(VENV)/.dev  ## the tests that need an NVIDIA GPU, which `make test` skips where there is none
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch finds no GPU here")'
-	$(PY) -m pytest -q tests/cuda tests/unit/averaging/test_codecs.py $(ARGS)
+	$(PY) -m pytest -q tests/cuda $(ARGS)
 
 test-faults: $(VENV)/.dev  ## kill and stop real processes in each phase of a round (ARGS='--case half' picks some)
 	$(PY) -m tests.faults $(ARGS)

@@ -6,7 +6,7 @@ Each peer starts with a number drawn from N(0, 1). In each round each peer fails
 and keeps its number, and the others of each group continue with their mean. The result is the number of rounds until
 the variance over all peers, including failed ones, is below 1e-9 and below 1e-4, as a mean over the restarts.
 
-Methods: ``grid`` is that of the library (manyhands.averaging.grid.layout) in the named grid. ``fixed_grid`` is the same
+Methods: ``grid`` is that of the library (manyhands.averaging.grid.seats) in the named grid. ``fixed_grid`` is the same
 with constant first coordinates, as in the experiment of Ryabinin et al., Moshpit SGD, arXiv:2103.03239 (code:
 yandex-research/moshpit-sgd, averaging_experiments). ``random`` draws new groups of the grid's side in each round.
 ``chosen`` is what the library would use for this number of peers: the named grid, or random groups if half of its cells
@@ -22,7 +22,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from manyhands.averaging.grid.layout import Layout, group_of, next_cell, next_layout
+from manyhands.averaging.grid.seats import Layout, group_of, next_cell, next_layout
 
 CASES = [
     (1024, (32, 32)),

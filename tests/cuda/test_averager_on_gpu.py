@@ -104,7 +104,7 @@ async def test_a_tensor_that_is_freed_or_resized_in_mid_round_is_not_written(cha
     lists = [[torch.ones(300, device="cuda"), torch.full((5,), float(i), device="cuda")] for i in range(2)]
     async with sim_peers(2) as peers:
         averagers = [await join(peer, tensors) for peer, tensors in zip(peers, lists, strict=True)]
-        runner = averagers[0]._averager_loop._rounds
+        runner = averagers[0]._averager_loop.rounds
         reduce = runner._average
 
         async def change_and_reduce(*arguments: Any, **options: Any) -> Any:

@@ -13,8 +13,7 @@ import psutil
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.round_outcome import CommittedRound
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.rpc import Endpoint
 from tests.swarm import FixedRoster, averagers

@@ -14,8 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.round_outcome import Phase
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import Phase, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import Identity, PeerId

@@ -409,7 +409,7 @@ async def test_a_tensor_that_is_resized_or_freed_in_mid_round_is_not_written(
 ) -> None:
     lists = [[torch.ones(300), torch.full((5,), float(i))] for i in range(2)]
     averagers = [await join(peer, lists[i]) for i, peer in enumerate(pair)]
-    runner = averagers[0]._averager_loop._rounds
+    runner = averagers[0]._averager_loop.rounds
     reduce = runner._unless_decided
 
     async def change_then_reduce(*args: object) -> object:

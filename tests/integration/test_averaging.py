@@ -11,7 +11,7 @@ import torch
 from manyhands.averaging.allreduce.reducer import SpanReducer
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from tests.swarm import averagers

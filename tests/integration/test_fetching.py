@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.means import Means
-from manyhands.averaging.commit import fetching
-from manyhands.averaging.commit.fetching import MEANS_KIND, Fetching, MeansHeader
+from manyhands.averaging.commit import recovery
+from manyhands.averaging.commit.recovery import MEANS_KIND, Fetching, MeansHeader
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import Group
-from manyhands.averaging.round_outcome import CommittedRound
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, RoundAborted
@@ -168,7 +167,7 @@ async def nothing(stream: Stream, means: Means) -> None:
 async def test_who_sends_something_else_or_nothing_is_passed_over(
     lie: Callable[[Stream, Means], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "STALLED_S", 0.2)
+    monkeypatch.setattr(recovery, "STALLED_S", 0.2)
     async with averagers(4, kind="tls", config=CONFIG) as members:
         runners = by_id(members)
         say_that_somebody_is_lost(runners)

@@ -13,8 +13,7 @@ import torch
 from manyhands.averaging.allreduce import streams
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Member, StreamHeader
-from manyhands.averaging.round_outcome import RoundMeter
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, ProtocolViolation

@@ -17,8 +17,7 @@ from manyhands.averaging.allreduce.streams import RoundStream
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import VOTE, Group, Vote
-from manyhands.averaging.round_outcome import CommittedRound
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import NothingToAverage, Refused

@@ -10,7 +10,7 @@ import torch
 
 from manyhands.averaging.commit.limits import MemberLimits
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.deadline import time_limit
 from tests.swarm import averagers
 

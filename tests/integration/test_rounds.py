@@ -32,8 +32,7 @@ from manyhands.averaging.messages import (
     VerdictQuery,
     Vote,
 )
-from manyhands.averaging.round_outcome import CommittedRound
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted, Unavailable

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.round_outcome import CommittedRound
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError
 from manyhands.rpc import Endpoint, RpcConfig

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.round_outcome import Phase
+from manyhands.averaging.rounds import Phase
 from manyhands.base.address import Address
 from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence

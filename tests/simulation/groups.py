@@ -38,7 +38,6 @@ class Seeker:
         guest_of: to whom it is connected before.
         holds_s: when it begins to hold a place; None if it does not.
         gives_up_s: until when it holds it; until it looks, if that is None.
-        stood_s: when it was told first that the group stands.
         failures: so many of its rounds fail, and it looks again.
         gather_s: how long it waits for those whom it expects; ``matchmaking_time_s`` if that is None.
         part, is_other_part_better: of its roster.
@@ -60,7 +59,6 @@ class Seeker:
     matchmaker: Matchmaker | None = None
     holds_s: float | None = None
     gives_up_s: float | None = None
-    stood_s: float | None = None
     failures: int = 0
     gather_s: float | None = None
     part: bytes = b""
@@ -155,10 +153,7 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
         holding = asyncio.get_running_loop().create_task(matchmaker.hold_place())
         until = seeker.gives_up_s if seeker.gives_up_s is not None else seeker.begins_s
         try:
-            while until is None or world.loop.time() < until:
-                if matchmaker.group_stands and seeker.stood_s is None:
-                    seeker.stood_s = world.loop.time()
-                await asyncio.sleep(0.01)
+            await asyncio.sleep(FOREVER_S if until is None else until - world.loop.time())
         finally:
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)

@@ -17,8 +17,7 @@ import torch
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Group, SpanResult
-from manyhands.averaging.round_outcome import CommittedRound, Phase
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound, Phase, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId

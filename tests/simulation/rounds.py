@@ -10,8 +10,7 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, SpanResult
-from manyhands.averaging.round_outcome import CommittedRound
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId

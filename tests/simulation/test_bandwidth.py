@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.round_outcome import RoundMeter
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.testing import Host, World

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from manyhands.averaging import messages
-from manyhands.averaging.grid.layout import layout_for
-from manyhands.averaging.grid.seats import NO_SEAT, Seat
+from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
 from manyhands.averaging.messages import (
     INVITE,
     JOIN,
@@ -123,7 +122,7 @@ def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_af
         assert losses[member.name] < 1.2, "the loss at the begin is 1.3"
         # one reducer alone sees a single value, and might lie: that costs its sender its part in the round and no more
         refused = set() if kind == "one value" else {swarm.members["liar"].peer.peer_id}
-        assert set(rounds_of(member)._matchmaker._view.conduct._refused._known) == refused
+        assert set(rounds_of(member)._matchmaker._view._refused.known) == refused
 
 
 # strangers

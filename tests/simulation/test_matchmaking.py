@@ -242,7 +242,7 @@ def test_a_peer_that_was_waited_for_in_vain_and_comes_back_by_itself_is_in_the_g
             matchmaker = world[other].matchmaker
             assert matchmaker is not None
             for _ in range(2):
-                matchmaker._view.conduct.note_in_vain(world.ids[name], 0.8)
+                matchmaker._view.note_in_vain([world.ids[name]])
             assert world.ids[name] not in matchmaker._view.expected()
 
     world.world.loop.call_at(0.8, avoid)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.errors import RoundAborted
 from manyhands.testing import links, stream
 from tests.simulation.round_faults import (

@@ -12,8 +12,7 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.round_outcome import CommittedRound
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId

@@ -171,8 +171,6 @@ class Averager(FromHivemind):
             assert outcome.committed is not None
             assert outcome.committed.averaged_N is not None
             self._tensors.assign(outcome.committed.averaged_N)
-            if outcome.num_rounds > 1:  # else it lies in the memory of the values
-                self._averager_loop.give_back(outcome.committed.averaged_N)
         return result
 
     def wait_for_others(self, timeout_s: float = 10.0) -> bool:

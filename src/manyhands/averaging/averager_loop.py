@@ -48,12 +48,7 @@ class AveragerLoop:
         self._last_group: Sequence[PeerId] = ()  # of the last round that committed
 
     async def start(self) -> None:
-        """Join the averagers under the run id.
-
-        Raises:
-            ConfigError: this peer averages under this run id already.
-            ManifestMismatch: the tensors of the others differ.
-        """
+        """Join the averagers under the run id; raises as :class:`manyhands.Averager`."""
         presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
         settings = f"codec {codec}; groups of up to {max_group_size}"
         fingerprint = hashlib.sha256(self._tensors.fingerprint() + settings.encode()).digest()
@@ -66,24 +61,15 @@ class AveragerLoop:
             max_group_size=max_group_size,
             rng=presence.rng,
         )
-        self._rounds = RoundRunner(
-            presence.endpoint,
-            self._run_id,
-            fingerprint,
-            self.tracker,
-            self._config,
-            presence.rng,
+        self.rounds = RoundRunner(
+            presence.endpoint, self._run_id, fingerprint, self.tracker, self._config, presence.rng
         )
         try:
             await self.tracker.start()
         except BaseException:
-            await self._rounds.close()
+            await self.rounds.close()
             raise
         presence.on_close.append(self.close)
-
-    def give_back(self, averaged_N: torch.Tensor) -> None:
-        """Return a result that has memory of its own, for reuse."""
-        self._rounds.give_back(averaged_N)
 
     async def close(self) -> None:
         """Leave the run; a running step ends, and says so."""
@@ -94,27 +80,20 @@ class AveragerLoop:
             self._presence.on_close.remove(self.close)
         for task in self._running:
             task.cancel()
-        await self._rounds.close()
+        await self.rounds.close()
         await self.tracker.close()
 
-    def _has_left(self) -> bool:
-        return self._is_closed
-
     async def step(self, flat_N: torch.Tensor, weight: float, timeout_s: float) -> StepOutcome:
-        """Try rounds until one commits or the time is over.
+        """Try rounds until one commits or the time is over; raises as :meth:`manyhands.Averager.step`.
 
         Args:
             flat_N: the values of the tensors; the means overwrite them where one group is enough.
-        Raises:
-            ConfigError: a tensor was resized or freed when its values were needed again.
-            NothingToAverage: all members gave a weight of 0.
         """
+        if self._is_closed:
+            return StepOutcome(reason=CLOSED)
         outcome = StepOutcome()
-        if self._has_left():
-            outcome.reason = CLOSED
-            return outcome
         loop = asyncio.get_running_loop()
-        running = loop.create_task(self._try_until(outcome, flat_N, weight, loop.time() + timeout_s))
+        running = loop.create_task(self._try(outcome, flat_N, weight, loop.time() + timeout_s))
         self._running.add(running)
         try:
             await asyncio.wait([running], timeout=timeout_s)
@@ -127,10 +106,10 @@ class AveragerLoop:
             running.result()
         if outcome.committed is not None:
             self._last_group = outcome.committed.manifest.members
-        elif self._has_left():
-            outcome.reason = CLOSED
         elif is_late:
             outcome.reason = f"no round committed within {timeout_s:g} s; {outcome.reason or 'the last one went on'}"
+        elif running.cancelled():
+            outcome.reason = CLOSED
         return outcome
 
     async def wait_for_others(self, timeout_s: float) -> bool:
@@ -140,28 +119,28 @@ class AveragerLoop:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while not self._has_left() and (left_s := deadline - loop.time()) > 0:
+        while not self._is_closed and (left_s := deadline - loop.time()) > 0:
             await self._look(min(left_s, LOOK_TIMEOUT_S))
             if not self.tracker.is_ahead_of(self._last_group):
                 return True
             await asyncio.sleep(FIRST_LOOK_S)
         return False
 
-    async def _try_until(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
-        async with self._one_at_a_time:
-            await self._try(outcome, flat_N, weight, deadline)
-
     async def _try(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
+        async with self._one_at_a_time:
+            look_timeout_s = min(LOOK_TIMEOUT_S, LOOK_SHARE * (deadline - asyncio.get_running_loop().time()))
+            await self._look(look_timeout_s)
+            self.tracker.begin_step()
+            try_it = self._try_in_one_group if self.tracker.num_rounds_left is None else self._try_in_grid
+            await try_it(outcome, flat_N, weight, deadline, look_timeout_s)
+
+    async def _try_in_one_group(
+        self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float, look_timeout_s: float
+    ) -> None:
         loop, tracker = asyncio.get_running_loop(), self.tracker
         began = loop.time()
         alone_until = began + min(self._config.matchmaking_time_s, ALONE_SHARE * (deadline - began))
         look_s = FIRST_LOOK_S
-        look_timeout_s = min(LOOK_TIMEOUT_S, LOOK_SHARE * (deadline - began))
-        await self._look(look_timeout_s)
-        tracker.begin_step()
-        if tracker.num_rounds_left is not None:
-            await self._try_in_grid(outcome, flat_N, weight, deadline, look_timeout_s)
-            return
         while True:
             left_s = deadline - loop.time()
             if tracker.expected() or tracker.called.is_set():
@@ -172,7 +151,8 @@ class AveragerLoop:
                     return
                 flat_N = await run_to_end(self._tensors.values)  # others may still fetch means from the last one
             elif loop.time() >= alone_until:
-                outcome.reason = outcome.reason or self._nobody()
+                nobody = f"no other peer averages under run id {self._run_id!r}"
+                outcome.reason = outcome.reason or next(iter(tracker.misfits()), nobody)
                 return
             await wait_at_most(tracker.called, min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
             look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
@@ -186,7 +166,7 @@ class AveragerLoop:
         steps = GridSteps(
             tracker,
             self._presence.peer_id,
-            self._rounds,
+            self.rounds,
             self._config,
             lambda: self._look(look_timeout_s),
             self._tensors.shapes,
@@ -208,16 +188,14 @@ class AveragerLoop:
 
     async def _attempt(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, left_s: float) -> bool:
         """Run one round; returns whether it committed."""
-        gather_s = min(self._config.matchmaking_time_s, left_s * GATHER_SHARE)
-        meter = outcome.meter
         try:
-            committed = await self._rounds.average(
+            committed = await self.rounds.average(
                 flat_N,
                 weight,
                 shapes=self._tensors.shapes,
                 timeout_s=left_s,
-                gather_s=gather_s,
-                meter=meter,
+                gather_s=min(self._config.matchmaking_time_s, left_s * GATHER_SHARE),
+                meter=outcome.meter,
                 refill=self._tensors.values,
             )
         except NothingToAverage:
@@ -237,9 +215,3 @@ class AveragerLoop:
                 await self.tracker.refresh()
         except ManyhandsError as error:
             logger.info("who is there cannot be read: %s", error)
-
-    def _nobody(self) -> str:
-        """Why there was no peer to average with."""
-        if misfits := self.tracker.misfits():
-            return misfits[0]
-        return f"no other peer averages under run id {self._run_id!r}"

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.averaging.grid.layout import MAX_SIDE
+from manyhands.averaging.grid.seats import MAX_SIDE
 from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL
 from manyhands.base.errors import ConfigError
 

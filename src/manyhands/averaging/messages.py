@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.averaging.grid.layout import MAX_AXES
+from manyhands.averaging.grid.seats import MAX_AXES
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
@@ -193,9 +193,7 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
     Attributes:
         expects: short ids of the peers that the asking one expects: first bytes of the SHA-256 of each peer id, joined.
         clients: likewise, clients that are connected to it, as only such a peer knows that they are there.
-        is_early: only hold a place: another request follows once the values, and so the weight, are there. Answered
-            when there is news of whether the group stands.
-        knows_it_stands: the last such news that the asking peer got.
+        is_early: only hold a place: another request follows once the values, and so the weight, are there.
         gather_s: how long it waits for a leader that has not come itself; 0 if it does not say.
         recent_rounds: its last steps, which identify its part of the run.
     """
@@ -206,22 +204,18 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
     expects: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
     clients: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
     is_early: bool = False
-    knows_it_stands: bool = False
+    knows_it_stands: bool = False  # reserved
     gather_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
     recent_rounds: RecentRounds = []
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):
-    """The formed group, or the leader that the asked peer itself follows.
-
-    Attributes:
-        stands: to an early request: all expected peers have a place.
-    """
+    """The formed group, or the leader that the asked peer itself follows; neither while a place is held."""
 
     group: Group | None = None
     leader: PeerIdText = PeerId("")
     leader_addresses: list[AddressText] = []
-    stands: bool = False
+    stands: bool = False  # reserved
 
 
 class LeaveRequest(msgspec.Struct):

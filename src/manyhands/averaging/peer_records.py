@@ -38,8 +38,7 @@ class PeerRecord(Protocol):
     """What the records of all kinds of runs have."""
 
     @property
-    def addresses(self) -> Sequence[str]:
-        """Where the peer can be dialled."""
+    def addresses(self) -> Sequence[str]: ...
 
 
 R = TypeVar("R", bound=PeerRecord)
@@ -63,11 +62,7 @@ S = TypeVar("S", bound=SeenRecord[PeerRecord])
 
 
 class RecordReader(ABC, Generic[R, S]):
-    """The records of the other peers of a run, as last read. Lives on the network thread.
-
-    Args:
-        schema: of the records: a type, or ``GOODBYE``.
-    """
+    """The records of the other peers of a run, as last read. Lives on the network thread."""
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, key: str, schema: Schema) -> None:
         self._endpoint = endpoint
@@ -169,7 +164,6 @@ class UntilFresh:
         self._sequences: dict[PeerId, int] = {}
 
     def peers(self) -> set[PeerId]:
-        """The peers that are marked."""
         observed = self._observed()
         return {peer_id for peer_id, sequence in self._sequences.items()
                 if peer_id in observed and observed[peer_id].sequence <= sequence}  # fmt: skip
@@ -182,7 +176,6 @@ class UntilFresh:
             self._sequences[peer_id] = observed[peer_id].sequence
 
     def discard(self, peer_id: PeerId) -> None:
-        """Remove the mark."""
         self._sequences.pop(peer_id, None)
 
 
@@ -191,7 +184,6 @@ class RecordPublisher(Generic[R]):
 
     Args:
         own_record: what to publish now; None to publish nothing.
-        ttl_s: the lifetime of the record.
         min_period_s: from one record to the next, which contains all changes since.
 
     Attributes:

@@ -65,8 +65,6 @@ class PresenceRecord(msgspec.Struct, frozen=True):
         tensors: fingerprint of its list.
         summary: the list in words.
         num_steps: how many steps it has begun.
-        is_client: it cannot be dialled.
-        addresses: where it can be dialled.
         seat: its place among the groups of a swarm that is too large for one, as of its position.
         sketch: some of its values after its last step in a grid, as float32.
         sketch_round: the round number that the step ended with; 0 without one.
@@ -87,7 +85,6 @@ class PresenceRecord(msgspec.Struct, frozen=True):
             raise ValueError(f"round numbers go up to {LAST_ROUND}")
 
     def published_seat(self) -> PublishedSeat:
-        """Its place among the groups."""
         return PublishedSeat(self.position.step, self.seat)
 
 
@@ -111,19 +108,12 @@ def next_position(position: Position, manifest: RoundManifest) -> Position:
     return after if after.step <= LAST_ROUND else Position(0, after.lineage)
 
 
-def grid_lineage(run_id: str) -> bytes:
-    """The lineage of all peers in a grid."""
-    return hashlib.sha256(f"averaging {run_id} in a grid".encode()).digest()
-
-
 def rank_of(position: Position) -> tuple[int, bytes]:
     """Orders positions: the higher one leads."""
     return (position.step, position.lineage)
 
 
 class PresenceReader(RecordReader[PresenceRecord, Seen]):
-    """The records of the other averagers."""
-
     def _seen_as(self, known: Seen | None, record: PresenceRecord, stored: StoredValue, now: float) -> Seen:
         return SeenRecord(record, stored.sequence, now + min(stored.remaining_s, MAX_TTL_S))
 
@@ -135,9 +125,7 @@ class PresenceTracker:
     :class:`manyhands.averaging.grid.step.GridPlace`.
 
     Args:
-        tensors: fingerprint of this peer's list.
-        summary: the list in words.
-        max_group_size: larger swarms form a grid.
+        tensors: fingerprint of this peer's list; ``summary`` is the list in words.
 
     Attributes:
         called: set when another peer begins a round here, or wants to join one.
@@ -174,11 +162,7 @@ class PresenceTracker:
         self._tasks = TaskOwner("presence")
 
     async def start(self) -> None:
-        """Join the averagers of the run.
-
-        Raises:
-            ManifestMismatch: their tensors differ; says whose, and how.
-        """
+        """Join the averagers of the run; raises ManifestMismatch if their tensors differ."""
         self._dht.declare(self._key, PRESENCE)
         await self.refresh()
         self._check_fits(is_published=False)
@@ -266,14 +250,13 @@ class PresenceTracker:
     # this peer's position
 
     def begin_step(self) -> None:
-        """Begin this peer's next step at the leading position."""
+        """Begin this peer's next step at the leading position, and choose its place there."""
         self._update(num_steps=self._own.num_steps + 1)
         self._grace_until = asyncio.get_running_loop().time() + GRACE_S
-        self._take_seat()
-
-    def _take_seat(self) -> None:
-        """Choose this peer's place for the step that begins."""
-        own, leading, others = self._own, self.leading(), self._published_seats()
+        own, leading = self._own, self.leading()
+        others: dict[str, PublishedSeat] = {
+            peer_id: record.published_seat() for peer_id, record in self._fitting().items()
+        }
         seat = PublishedSeat(own.position.step, own.seat)
         step = next_step(self._endpoint.peer_id, seat, others, self._max_group_size, leading.step, self._rng)
         if not step.layout.sides:
@@ -285,11 +268,8 @@ class PresenceTracker:
         if step.layout != own.seat.layout:
             logger.info("%d peers average in groups, laid out as %s", len(others) + 1, step.layout)
         self._step = step
-        self._go_to(Position(step.first_round, grid_lineage(self._run_id)), Seat(step.layout, step.cell))
-
-    def _published_seats(self) -> dict[str, PublishedSeat]:
-        """The places that the others have published."""
-        return {peer_id: record.published_seat() for peer_id, record in self._fitting().items()}
+        lineage = hashlib.sha256(f"averaging {self._run_id} in a grid".encode()).digest()  # of all peers there
+        self._go_to(Position(step.first_round, lineage), Seat(step.layout, step.cell))
 
     def catch_up(self) -> None:
         """Go to the leading position, unless this peer is in a grid, where a step begins at its own place."""
@@ -303,12 +283,10 @@ class PresenceTracker:
 
     @property
     def num_rounds(self) -> int:
-        """Of the step."""
         return 1 if self._step is None else self._step.layout.num_rounds
 
     @property
     def num_rounds_left(self) -> int | None:
-        """Of the step, in a grid; None if all are one group."""
         return None if self._step is None else self._step.end - self._own.position.step
 
     def next_round(self) -> None:
@@ -374,7 +352,7 @@ class PresenceTracker:
         return msgspec.structs.replace(self._own, addresses=addresses)
 
     def _fitting(self) -> dict[PeerId, PresenceRecord]:
-        """The records of the peers whose tensors match."""
+        """Of the peers whose tensors match."""
         observed = self.reader.observed().items()
         return {peer_id: seen.record for peer_id, seen in observed if seen.record.tensors == self._own.tensors}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import functools
 import logging
 import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,15 +21,13 @@ from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMo
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
-from manyhands.averaging.commit.fetching import Fetching
 from manyhands.averaging.commit.limits import MemberLimits, limited
-from manyhands.averaging.commit.recovery import Recovery, Refill
+from manyhands.averaging.commit.recovery import Fetching, Recovery, Refill
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.candidates import Roster
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Verdict, Vote
-from manyhands.averaging.round_outcome import CommittedRound, Phase, RoundMeter
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict, Vote
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
@@ -41,6 +40,59 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
+
+
+class Phase(enum.Enum):
+    """Of a member's round."""
+
+    JOINING = "joining"
+    FORMED = "formed"
+    VOTING = "voting"
+    CONCLUDED = "concluded"
+
+
+@dataclass
+class RoundMeter:
+    """Adds up the costs of a peer's attempts at a round.
+
+    Attributes:
+        num_bytes_sent, num_bytes_received: on the streams between the members, before encryption.
+        matchmaking_s, averaging_s, vote_s: seconds spent in each phase.
+    """
+
+    num_bytes_sent: int = 0
+    num_bytes_received: int = 0
+    matchmaking_s: float = 0.0
+    averaging_s: float = 0.0
+    vote_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CommittedRound:
+    """A committed round.
+
+    Attributes:
+        averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None if
+            this member lacks what most hold: it was left out, or could not fetch a part. It must load the others' state
+            to follow them.
+        manifest: the contributors and their weights.
+        seconds: from the call to the verdict.
+        matchmaking_s: the part of it that was spent looking for the group.
+        reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
+        is_outsized: the others left out this peer's values, as they were too large beside theirs.
+    """
+
+    averaged_N: torch.Tensor | None
+    manifest: RoundManifest
+    seconds: float
+    matchmaking_s: float
+    reason: str = ""
+    blamed: tuple[PeerId, ...] = ()
+    is_outsized: bool = False
+
+    @property
+    def num_members(self) -> int:
+        return len(self.manifest.members)
 
 
 class RoundRunner:
@@ -87,7 +139,6 @@ class RoundRunner:
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the current round
         self._ends_at = 0.0  # when the current round is over for this peer or for the leader
-        self._spare_N: torch.Tensor | None = None
         self._memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
         self._feedback: Feedbacks | None = None  # of the current round
@@ -103,10 +154,6 @@ class RoundRunner:
     def _enter(self, phase: Phase) -> None:
         for notify in self.on_phase:
             notify(phase)
-
-    def give_back(self, averaged_N: torch.Tensor) -> None:
-        """Return the memory of a result; the next round writes into it."""
-        self._spare_N = averaged_N
 
     def free_buffers(self) -> None:
         """Free the memory that only rounds need; the next round allocates it again."""
@@ -127,11 +174,6 @@ class RoundRunner:
         :meth:`average` then joins that group with the values and their weight.
         """
         await self._matchmaker.hold_place()
-
-    @property
-    def group_stands(self) -> bool:
-        """Whether this peer and all expected peers hold places for the next round."""
-        return self._matchmaker.group_stands
 
     @property
     def on_called_ahead(self) -> list[Callable[[], None]]:
@@ -185,8 +227,9 @@ class RoundRunner:
         self._deadline = started + min(timeout_s, self._config.averaging_timeout_s)
         group = await self._find_group(weight, gather_s)
         matchmaking_s = self._now() - started
+        recovery = self._recovery(group, flat_N, shapes, refill, part)
         try:
-            committed = await self._commit(group, flat_N, shapes, refill, part)
+            committed = await self._commit(recovery)
             if self._feedback is not None:
                 is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
                 await run_to_end(functools.partial(self._feedback.commit, is_left_out=is_left_out))
@@ -219,26 +262,17 @@ class RoundRunner:
         self._enter(Phase.FORMED)
         return limited(group, self._limits) if self._limits is not None else group
 
-    async def _commit(
-        self,
-        group: Group,
-        flat_N: torch.Tensor,
-        shapes: Sequence[Sequence[int]] | None,
-        refill: Refill | None,
-        part: int,
-    ) -> CommittedRound:
+    async def _commit(self, recovery: Recovery) -> CommittedRound:
         """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
 
         Raises:
             RoundAborted: the round did not commit.
         """
-        rank = group.rank_of(self._endpoint.peer_id)
-        assert rank is not None
+        group, rank = recovery.group, recovery.rank
         async with AsyncExitStack() as held:
             held.enter_context(self._matchmaker.in_round(group))
             await held.enter_async_context(self._agreement.of(group))
-            recovery = self._recovery(group, rank, flat_N, shapes, refill, part)
-            held.enter_context(self._fetching.of(group, recovery))
+            held.enter_context(self._fetching.of(recovery))
             order, limit_s = recovery.everything(), self._left_s()
             while True:
                 outcome = await self._unless_decided(group, recovery.average(order, limit_s))
@@ -258,7 +292,7 @@ class RoundRunner:
             is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
             is_outsized = is_left_out and rank in recovery.outsized
             if means is None and (is_outsized or not is_left_out):
-                means = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
+                means = await self._fetching.fetch(recovery, manifest, verdict.blamed, self._late_s())
             if means is not None and (verdict.blamed or self._agreement.has_lost(group)):
                 await self._fetching.keep(means, manifest.digest)
             averaged_N = means.averaged_N if means is not None else None
@@ -293,18 +327,16 @@ class RoundRunner:
     def _recovery(
         self,
         group: Group,
-        rank: int,
         flat_N: torch.Tensor,
         shapes: Sequence[Sequence[int]] | None,
         refill: Refill | None,
         part: int,
     ) -> Recovery:
+        rank = group.rank_of(self._endpoint.peer_id)
+        assert rank is not None
         shapes = shapes if shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec, self._config.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
-        spare_N, self._spare_N = self._spare_N, None
-        if spare_N is not None and (spare_N.shape != flat_N.shape or spare_N.dtype != flat_N.dtype):
-            spare_N = None
         feedback = None
         if (self._config.error_feedback or plan.passes_on) and not plan.is_exact(0, plan.numel):
             feedback = self._feedbacks.get(part)
@@ -315,11 +347,10 @@ class RoundRunner:
         self._feedback = feedback
         return Recovery(
             group, rank, flat_N, plan, self._exchange,
-            refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedback, limits=self._limits,
+            refill=refill, memory=self._memory, feedbacks=feedback, limits=self._limits,
         )  # fmt: skip
 
     def _left_s(self) -> float:
-        """Seconds left in this round."""
         return self._deadline - self._now()
 
     def _late_s(self) -> float:
@@ -366,7 +397,6 @@ class RoundRunner:
                 return averaged_N
         finally:
             self._watchers.cancel(watching)
-            await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
             exchange = Exchange(
@@ -381,3 +411,4 @@ class RoundRunner:
                 self._meter.num_bytes_received += stream.bytes_received
                 is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in lost
                 self._streams.give_back(group, stream, is_used_up=is_used_up, within_s=self._late_s())
+            await asyncio.gather(watching, return_exceptions=True)  # last: a cancellation may end this here

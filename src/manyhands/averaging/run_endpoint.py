@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from manyhands.access.gate import RunGate
@@ -17,32 +16,39 @@ from manyhands.transport.api import Stream
 
 
 class RunEndpoint:
-    """An endpoint whose methods and streams belong to one run.
+    """An endpoint whose methods and streams belong to one run; see :class:`manyhands.rpc.Endpoint` for all else.
 
     On the wire, the name of each method and kind of stream begins with the run id (it has no ``.`` in it). So one peer
     averages for several runs at once, and each run sees only its own groups.
 
     In a run with a charter each call and each stream passes its gate, at both ends: see :mod:`manyhands.access`.
-
-    Attributes:
-        on_lost, uplink: see :class:`manyhands.rpc.Endpoint`; all runs share them.
     """
 
     def __init__(self, endpoint: Endpoint, run_id: str) -> None:
         self._endpoint = endpoint
         self.run_id = run_id
+        self._gate = RunGate(endpoint, run_id)
+        self._methods: dict[str, Method[Any, Any]] = {}  # by their names in all runs
+        # of all runs
         self.peer_id = endpoint.peer_id
         self.on_lost = endpoint.on_lost
         self.uplink = endpoint.uplink
-        self._gate = RunGate(endpoint, run_id)
-        self._methods: dict[str, Method[Any, Any]] = {}  # by their names in all runs
+        self.addresses_to_tell = endpoint.addresses_to_tell
+        self.learn = endpoint.learn
+        self.is_connected = endpoint.is_connected
+        self.rtt_s = endpoint.rtt_s
+        self.held = endpoint.held
+        self.release = endpoint.release
 
     @property
     def client_mode(self) -> bool:
         """Whether this peer dials out only; it may change while it runs."""
         return self._endpoint.client_mode
 
-    # of this run
+    @property
+    def addresses(self) -> list[Address]:
+        """Where this peer can be dialled."""
+        return self._endpoint.addresses
 
     def name_of(self, name: str) -> str:
         """The name on the wire of a method or a kind of stream of this run."""
@@ -57,17 +63,15 @@ class RunEndpoint:
     def handle(
         self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response] | Response]
     ) -> None:
-        """As of the endpoint."""
         self._endpoint.handle(self.method(method), handler, self._gate.check)
 
     def unhandle(self, method: Method[Request, Response]) -> None:
-        """As of the endpoint."""
         self._endpoint.unhandle(self.method(method))
 
     async def call(
         self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float
     ) -> Response:
-        """As of the endpoint; in a run with a charter, once both peers know that the other may take part.
+        """Call a peer; in a run with a charter, once both peers know that the other may take part.
 
         Raises:
             Unavailable: also if the peer takes no part in the run, whatever it has published: a peer serves the calls
@@ -84,50 +88,17 @@ class RunEndpoint:
             raise Unavailable(f"peer {peer_id} takes no part in the run {self.run_id!r}") from refusal
 
     def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
-        """As of the endpoint."""
         self._endpoint.accept_bulk(self.name_of(kind), acceptor, self._gate.check)
 
     def refuse_bulk(self, kind: str) -> None:
-        """As of the endpoint."""
         self._endpoint.refuse_bulk(self.name_of(kind))
 
     async def open_bulk(
         self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float, *, size_bytes: int = 0
     ) -> Stream:
-        """As of the endpoint, after the same checks as of a call."""
+        """Open a stream, after the same checks as before a call."""
         return await self._gate.through(
             peer_id,
             timeout_s,
             lambda left_s: self._endpoint.open_bulk(peer_id, self.name_of(kind), header, left_s, size_bytes=size_bytes),
         )
-
-    # of all runs
-
-    @property
-    def addresses(self) -> list[Address]:
-        """Where this peer can be dialled."""
-        return self._endpoint.addresses
-
-    def addresses_to_tell(self, peer_id: PeerId) -> list[Address]:
-        """As of the endpoint."""
-        return self._endpoint.addresses_to_tell(peer_id)
-
-    def learn(self, peer_id: PeerId, addresses: Sequence[Address]) -> None:
-        """As of the endpoint."""
-        self._endpoint.learn(peer_id, addresses)
-
-    def is_connected(self, peer_id: PeerId) -> bool:
-        """As of the endpoint."""
-        return self._endpoint.is_connected(peer_id)
-
-    def rtt_s(self, peer_id: PeerId) -> float:
-        """As of the endpoint."""
-        return self._endpoint.rtt_s(peer_id)
-
-    def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
-        """As of the endpoint."""
-        return self._endpoint.held(peer_id)
-
-    def release(self, stream: Stream) -> None:
-        """As of the endpoint."""
-        self._endpoint.release(stream)

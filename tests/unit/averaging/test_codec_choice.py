@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from manyhands.averaging.codec_choice import allowed_codec, chosen_codec
 from manyhands.averaging.codecs import CODECS, INT4, INT8, NONE, BadEncoding
 from manyhands.averaging.config import AUTO, CODEC_NAMES, AveragingConfig
+from manyhands.averaging.matchmaking.admission import allowed_codec, chosen_codec
 from manyhands.base.errors import ConfigError
 
 

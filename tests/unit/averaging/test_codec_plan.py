@@ -15,7 +15,6 @@ from manyhands.averaging.codecs import (
     INT4,
     INT8,
     NONE,
-    NONE_FLOAT64,
     BadEncoding,
     Codec,
     ErrorFeedback,
@@ -96,15 +95,6 @@ def test_any_slice_is_each_part_in_its_codec(plan: Plan, ends: tuple[float, floa
     assert plan.is_exact(start, stop) == all(part.codec is NONE for part in parts)
     if plan.is_exact(start, stop):
         assert torch.equal(out, values.view(torch.uint8))
-
-
-def test_bad_plans() -> None:
-    with pytest.raises(ConfigError, match="from 6 to 8, but has to start at 5"):
-        Plan([Segment(0, 5, INT8), Segment(6, 8, INT8)])
-    with pytest.raises(ConfigError, match="from 0 to -1, but has to start at 0 and to end there or later"):
-        Plan([Segment(0, -1, INT8)])
-    with pytest.raises(ConfigError, match="one dtype"):
-        Plan([Segment(0, 5, NONE), Segment(5, 8, NONE_FLOAT64)])
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 5), (6, 5), (0, 101), (101, 101)])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from manyhands.averaging.codecs import (
     NotFinite,
     codec_named,
     codec_of_code,
-    int8,
     kernels,
 )
 from manyhands.base.errors import ConfigError
@@ -366,31 +365,6 @@ def test_bytes_of_strangers_are_refused_or_give_finite_values(codec: Codec, data
         assert torch.isfinite(decoded(codec, received, numel)).all()
 
 
-@pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(int8, "_HAS_KERNELS", False)
-
-
-@pytest.mark.parametrize("scale", [1e-40, 1e-9, 1e-4, 1.0, 1e30, 3e37])
-@pytest.mark.parametrize("numel", [7, 216, 216 * 1000 + 77])
-def test_int8_without_kernels(without_kernels: Callable[[], None], scale: float, numel: int) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    values_N = (torch.randn(numel, generator=generator) * scale).clamp(-MAX, MAX)
-    fast = encoded(INT8, values_N)
-    fast_decoded = decoded(INT8, fast, numel)
-    without_kernels()
-    plain = encoded(INT8, values_N)
-    assert torch.equal(decoded(INT8, fast, numel), fast_decoded), "the same bytes decode the same, in every bit"
-    difference = (plain.int() - fast.int()).abs()
-    assert difference.max() <= 1, "a value between two steps may go to either"
-    assert difference.count_nonzero() <= 1 + 1e-5 * numel
-    num_rows = numel // 216
-    headers = [rows[: num_rows * 224].view(-1, 224)[:, 216:] for rows in (plain, fast)]
-    assert torch.equal(*headers)
-    assert torch.equal(plain[-8:], fast[-8:])
-    check(INT8, values_N)
-
-
 def test_int8_decodes_the_same_with_fused_multiplication() -> None:
     values_N = torch.randn(216 * 1000) * torch.randn(1000).repeat_interleave(216)
     data = encoded(INT8, values_N)
@@ -414,17 +388,3 @@ def test_threads_do_not_change_the_bytes(codec: Codec) -> None:
         torch.set_num_threads(num_threads)
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@names
-def test_values_on_a_gpu(codec: Codec) -> None:
-    values_N = torch.randn(300_000, dtype=codec.dtype)
-    data = encoded(codec, values_N.cuda())
-    assert (data.int() - encoded(codec, values_N).int()).abs().max() <= 1
-    out_N = torch.empty(300_000, dtype=codec.dtype, device="cuda")
-    codec.decode(data, out_N)
-    assert torch.equal(out_N.cpu(), decoded(codec, data, 300_000))
-    on_device = torch.empty(data.numel(), dtype=torch.uint8, device="cuda")
-    codec.encode(values_N.cuda(), on_device)
-    assert torch.equal(on_device.cpu(), data)

@@ -2,70 +2,123 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
 import pytest
 
-from manyhands.averaging.matchmaking.conduct import (
+from manyhands.averaging.matchmaking.candidates import (
     GOOD_ROUNDS,
     MAX_AVOIDED_S,
     REFUSED_S,
     STRIKES,
-    Conduct,
+    Candidates,
 )
+from manyhands.testing import VirtualLoop
+from tests.swarm import FixedRoster
 from tests.unit.averaging.groups import peer
 
 GOOD, BAD = peer(1), peer(2)
 WAIT_S = 10.0
 
 
-def after_a_good_round() -> Conduct:
-    conduct = Conduct(WAIT_S)
-    conduct.note_round([GOOD, BAD], [], 0.0)
-    return conduct
+def run(story: Coroutine[Any, Any, None]) -> None:
+    """In virtual time."""
+    VirtualLoop().run(story, 1e6)
+
+
+def after_a_good_round() -> tuple[Candidates, FixedRoster]:
+    roster = FixedRoster({GOOD: False, BAD: False})
+    view = Candidates(roster, WAIT_S)
+    view.note_round([GOOD, BAD], [], is_committed=True)
+    return view, roster
 
 
 def test_a_known_peer_may_be_late_once_and_is_then_waited_for_less_and_less() -> None:
-    conduct, now = after_a_good_round(), 0.0
-    conduct.note_in_vain(BAD, now)
-    assert conduct.is_heeded(BAD, now)
-    for number in range(8):
-        conduct.note_in_vain(BAD, now)
-        until = now + min(WAIT_S * 4.0**number, MAX_AVOIDED_S)
-        assert not conduct.is_heeded(BAD, until - 0.1)
-        assert list(conduct.awaited([GOOD, BAD], until - 0.1)) == [GOOD]
-        assert conduct.is_heeded(BAD, until)
-        assert not conduct.is_refused(BAD, now), "it has a place if it comes by itself"
-        now = until
-    conduct.note_round([GOOD, BAD], [], now)
-    conduct.note_in_vain(BAD, now)
-    assert conduct.is_heeded(BAD, now)
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        view.note_in_vain([BAD])
+        assert view.is_heeded(BAD)
+        for number in range(8):
+            view.note_in_vain([BAD])
+            await asyncio.sleep(min(WAIT_S * 4.0**number, MAX_AVOIDED_S) - 0.1)
+            assert not view.is_heeded(BAD)
+            assert view.expected() == {GOOD: False}
+            assert not view.is_refused(BAD), "it has a place if it comes by itself"
+            await asyncio.sleep(0.1)
+            assert view.is_heeded(BAD)
+        view.note_round([GOOD, BAD], [], is_committed=True)
+        view.note_in_vain([BAD])
+        assert view.is_heeded(BAD)
+
+    run(story())
+
+
+def test_who_spoils_one_round_after_the_other_is_expected_only_after_a_fresh_record_and_then_later() -> None:
+    async def story() -> None:
+        view, roster = after_a_good_round()
+        for number in range(3):
+            view.note_round([GOOD, BAD], [BAD], is_committed=True)
+            assert view.expected() == {GOOD: False}
+            roster.missing.clear()  # it publishes at once
+            assert (BAD in view.expected()) == (number == 0)
+        view.note_round([GOOD, BAD], [], is_committed=True)
+        view.note_round([GOOD, BAD], [BAD], is_committed=True)
+        roster.missing.clear()
+        assert set(view.expected()) == {GOOD, BAD}
+
+    run(story())
+
+
+def test_rounds_that_nobody_committed_do_not_keep_peers_apart() -> None:
+    async def story() -> None:
+        view, roster = after_a_good_round()
+        for _ in range(9):
+            view.note_round([GOOD, BAD], [BAD], is_committed=False)
+            assert view.expected() == {GOOD: False}
+            roster.missing.clear()
+            assert set(view.expected()) == {GOOD, BAD}
+
+    run(story())
 
 
 def test_values_that_are_too_large_three_times_cost_ten_minutes_then_twenty() -> None:
-    conduct, now = after_a_good_round(), 0.0
-    for number in range(4):
-        for _ in range(STRIKES - 1):
-            assert conduct.strike(BAD, now) == 0.0
-            assert not conduct.is_refused(BAD, now)
-        assert conduct.strike(BAD, now) == pytest.approx(REFUSED_S * 2**number)
-        assert conduct.is_refused(BAD, now + REFUSED_S * 2**number - 0.1)
-        now += REFUSED_S * 2**number
-        assert not conduct.is_refused(BAD, now)
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        for number in range(4):
+            for _ in range(STRIKES - 1):
+                assert view.strike(BAD) == 0.0
+                assert not view.is_refused(BAD)
+            assert view.strike(BAD) == pytest.approx(REFUSED_S * 2**number)
+            await asyncio.sleep(REFUSED_S * 2**number - 0.1)
+            assert view.is_refused(BAD)
+            await asyncio.sleep(0.1)
+            assert not view.is_refused(BAD)
+
+    run(story())
 
 
 def test_an_odd_batch_now_and_then_is_forgiven() -> None:
-    conduct = after_a_good_round()
-    for _ in range(100):
-        assert conduct.strike(BAD, 0.0) == 0.0
-        conduct.note_round([GOOD, BAD], [BAD], 0.0)
-        for _ in range(GOOD_ROUNDS):
-            conduct.note_round([GOOD, BAD], [], 0.0)
-    assert not conduct.is_refused(BAD, 0.0)
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        for _ in range(100):
+            assert view.strike(BAD) == 0.0
+            view.note_round([GOOD, BAD], [BAD], is_committed=True)
+            for _ in range(GOOD_ROUNDS):
+                view.note_round([GOOD, BAD], [], is_committed=True)
+        assert not view.is_refused(BAD)
+
+    run(story())
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    conduct = Conduct(WAIT_S)
-    for number in range(10_000):
-        conduct.note_round([peer(number)], [], 0.0)
-        conduct.note_in_vain(peer(number), 0.0)
-        conduct.strike(peer(number), 0.0)
-    assert max(len(known) for known in (conduct._avoided._known, conduct._strikes)) <= 4096
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        for number in range(10_000):
+            view.note_round([peer(number)], [], is_committed=True)
+            view.note_in_vain([peer(number)])
+            view.strike(peer(number))
+        assert max(len(known) for known in (view._avoided.known, view._strikes)) <= 4096
+
+    run(story())

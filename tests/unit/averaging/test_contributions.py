@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.contributions import BadContribution, Contributions
+from manyhands.averaging.allreduce.means import BadContribution, Contributions
 from manyhands.averaging.messages import SpanResult
 
 NUMEL = 20

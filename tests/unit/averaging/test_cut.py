@@ -7,7 +7,7 @@ import torch
 from manyhands.averaging.averager import _result_of
 from manyhands.averaging.grid.step import StepOutcome
 from manyhands.averaging.messages import SpanResult
-from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.averaging.rounds import CommittedRound
 from tests.unit.averaging.groups import group_of, peer
 
 PARTS = [

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.grid.layout import (
+from manyhands.averaging.grid.seats import (
     MAX_CELLS,
     ONE_GROUP,
     Layout,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import subprocess
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +44,7 @@ def decoded(codec: Codec, data: torch.Tensor, numel: int) -> torch.Tensor:
 
 def test_they_are_there_and_used() -> None:
     for codec in (INT8, FP16):
-        for name in ("encode", "decode", "requantize", "add"):
+        for name in ("encode", "decode", "average"):
             assert kernels.kernel(codec.name, name, values(), encoded(codec, values())) is not None
 
 
@@ -58,16 +55,6 @@ def test_a_change_of_what_is_compiled_into_a_kernel_changes_its_file(codec: str)
     inlined = b"".join(path.read_bytes() for path in (folder / "compiling.py", folder.parent / "int8_rows.py"))
     digest = hashlib.sha256(inlined).hexdigest()[:12]
     assert f'INLINED = "{digest}"' in (folder / f"{codec}.py").read_text()
-
-
-def test_only_what_takes_long_is_told_which_is_to_compile_them() -> None:
-    """The kernels are in the cache, since this process has loaded or compiled them."""
-    code = "import logging; logging.basicConfig(level=logging.INFO); from manyhands.averaging.codecs import kernels; "
-    code += f"kernels.prepare({NUMEL}, 'auto'); assert kernels._modules"
-    loading = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "kernels" not in loading.stderr
-    compiled = types.SimpleNamespace(encode=types.SimpleNamespace(stats=types.SimpleNamespace(cache_misses={"int": 1})))
-    assert kernels._was_compiled(compiled)  # type: ignore[arg-type]
 
 
 def test_short_vectors_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +100,7 @@ def test_the_same_bits_as_torch(
     assert torch.equal(encoded(codec, values_N), written)
     assert torch.equal(decoded(codec, written, NUMEL), read)
     assert torch.equal(first, read * 0.3)
-    before, more = values(0.1), read * 0.3
-    error = (total - (before + more)).abs()
-    assert bool((error <= (before.abs() + more.abs()) * 2.0**-23).all()), "torch may round once less in the last values"
+    assert torch.equal(total, values(0.1) + read * 0.3)
     if name not in ("huge", "tiny", "large"):  # else what the kernels had done is done again, within the same bounds
         assert torch.equal(place, written)
     assert torch.equal(requantized, decoded(codec, place, NUMEL))

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.averaging.grid.layout import Layout, group_of
-from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, PublishedSeat, Seat, Step, next_step
+from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, Layout, PublishedSeat, Seat, Step, group_of, next_step
 
 MAX_GROUP_SIZE = 4
 NOBODY_YET = PublishedSeat(0, Seat())

@@ -49,10 +49,7 @@ def reduced(codec: Codec, bad_at: int | None, *, is_in_place: bool) -> tuple[tor
     encoded = torch.empty(partition.num_bytes(OWN), dtype=torch.uint8)
     if codec is NONE:
         encoded = averaged_N.view(torch.uint8)
-    weights = [member.weight for member in group.members]
-    reducer = SpanReducer(
-        plan, OWN, partition, weights, own_N, averaged_N, encoded, Memory(), None
-    )  # fmt: skip
+    reducer = SpanReducer(partition, OWN, own_N, averaged_N, encoded, Memory())
     blamed: set[int] = set()
 
     def blame(rank: int, reason: str) -> None:

@@ -6,8 +6,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from manyhands.averaging.grid.layout import Layout
-from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, NO_SEAT, Seat
+from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, NO_SEAT, Layout, Seat
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.grid_assignment import GridAssignment

@@ -26,7 +26,7 @@ class Peers:
         self.left_s = 1000.0
         self.outlook = SimpleNamespace(num_peers=2)
         self.target_batch_size = 64
-        self.is_called = self.group_stands = self.is_without_leader = False
+        self.is_called = self.is_without_leader = False
         self.on_called_ahead: list[Callable[[], None]] = []
 
     def position(self) -> Position:

@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from manyhands.averaging.grid.layout import Layout, group_of, layout_for, next_cell
+from manyhands.averaging.grid.seats import Layout, group_of, layout_for, next_cell
 from manyhands.averaging.messages import NUM_RECENT_STEPS, ROUND_NAME_BYTES, RecentRounds
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.partition_detector import PartitionDetector

@@ -26,14 +26,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.means import Means, digest_of_all
+from manyhands.averaging.allreduce.means import BadContribution, Contributions, Means, digest_of_all
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.pausing import Condition, Pausing
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
-from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
-from manyhands.averaging.codecs.gathered import ABSENT
-from manyhands.averaging.contributions import BadContribution, Contributions
+from manyhands.averaging.codecs import ABSENT, BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
 from manyhands.averaging.memory import Memory, bytes_of, empty_vector, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
 from manyhands.base.errors import PeerLost, RoundAborted
@@ -64,15 +62,13 @@ class Butterfly:
 
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
-        rank: of this member.
-        flat_N: this member's values, of the plan's dtype, on the CPU.
+        rank: of this member, whose values are ``flat_N``, of the plan's dtype, on the CPU.
         plan: how the vector is encoded; the same on all members.
         members: ranks that take part; all by default.
         region: the part to average; the whole vector by default.
         averaged_N: receives the means; only ``region`` is written. If it is ``flat_N``, the means of a chunk overwrite
             the values once its reducer has these.
-        memory: buffers for encoded data, reused from round to round.
-        feedbacks: the codec error of this member's values and means in earlier rounds; None for no error feedback.
+        feedbacks: the codec error of earlier rounds; None for no error feedback.
         is_measured: whether the reducers report how large each member's values are; the same on all members.
 
     Attributes:
@@ -108,22 +104,19 @@ class Butterfly:
         self._flat_N = flat_N
         self._plan = plan
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
-        self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
-        gathered = Gathered(plan, self._weights) if plan.passes_on else None
-        self.partition = Partition(group, self._here, region, plan, gathered)
+        self.partition = Partition(group, self._here, region, plan)
+        self._weights = self.partition.weights
         self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk, where contributions are passed on
         self._passed_on: dict[int, list[list[int]]] = {}  # by reducer, whose contributions are in each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
         self._records = Contributions(flat_N.numel(), len(group.members), contributors)
-        reduced_feedback = feedbacks.reduced if feedbacks is not None else None
         self._memory = memory if memory is not None else Memory()
         self._encoded = self._memory_of_means()
         self._norms = Norms(plan, len(group.members), group.group_id) if is_measured else None
         self._norms_record = struct.Struct(f"<{len(group.members)}f")
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
-            plan, rank, self.partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
-            self._memory, reduced_feedback, self._norms, self._encode,
+            self.partition, rank, flat_N, self.averaged_N, self._encoded[rank], self._memory, feedbacks, self._norms
         )  # fmt: skip
         self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
         self._hashers[rank] = self._reducer.hasher

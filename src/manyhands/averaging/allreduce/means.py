@@ -1,14 +1,18 @@
-"""The result of a round in the form that its digest covers: pieces that can be verified separately."""
+"""What a member holds of a round's result: its parts and who contributed to them, and the pieces that can be verified.
+
+The digest of a result covers the digests of its pieces.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from blake3 import blake3
 
 from manyhands.averaging.memory import bytes_of
+from manyhands.averaging.messages import SpanResult
 
 PIECE_BYTES = 1 << 20
 MAX_PIECES = 1 << 12
@@ -61,3 +65,98 @@ def digest_of(piece: torch.Tensor) -> bytes:
 def digest_of_all(is_again: bool, digests: Sequence[bytes]) -> bytes:
     """The digest that members vote for, over the digests of all pieces."""
     return blake3((AGAIN if is_again else b"") + b"".join(digests)).digest()
+
+
+class BadContribution(Exception):
+    """A reducer's record of its contributors is impossible."""
+
+
+class Contributions:
+    """The parts of the averaged vector that a member holds.
+
+    Args:
+        numel: of the vector.
+        num_members: of the formed group.
+        contributors: ranks with a weight above 0.
+    """
+
+    def __init__(self, numel: int, num_members: int, contributors: Iterable[int]) -> None:
+        self._numel = numel
+        self._num_members = num_members
+        self._mask_bytes = (num_members + 7) // 8
+        self._contributors = frozenset(contributors)
+        self._parts: list[SpanResult] = []
+
+    def add(self, start: int, stop: int, reducer: int, present: Iterable[int]) -> None:
+        """Add ``flat_N[start:stop]``, in place of any former content."""
+        if start >= stop:
+            return
+        self.drop(start, stop)
+        absent = set(range(self._num_members)) - set(present)
+        if self._contributors <= set(present):
+            absent &= self._contributors  # members without a weight are not absent where all others are present
+        parts = [*self._parts, SpanResult(start, stop, reducer, sorted(absent))]
+        self._parts = _joined(sorted(parts, key=lambda part: part.start))
+
+    def drop(self, start: int, stop: int) -> None:
+        """Remove ``flat_N[start:stop]``."""
+        kept: list[SpanResult] = []
+        for part in self._parts:
+            if part.start < start:
+                kept.append(SpanResult(part.start, min(part.stop, start), part.reducer, part.absent))
+            if part.stop > stop:
+                kept.append(SpanResult(max(part.start, stop), part.stop, part.reducer, part.absent))
+        self._parts = kept
+
+    def missing(self) -> tuple[int, int]:
+        """Start and stop of the shortest slice that covers all missing parts; equal if nothing is missing."""
+        gaps, at = [], 0
+        for part in self._parts:
+            if part.start > at:
+                gaps.append((at, part.start))
+            at = part.stop
+        if at < self._numel:
+            gaps.append((at, self._numel))
+        return (gaps[0][0], gaps[-1][1]) if gaps else (0, 0)
+
+    def parts(self) -> list[SpanResult]:
+        """The parts for the manifest; empty if all members contributed to everything."""
+        return [] if all(not part.absent for part in self._parts) else list(self._parts)
+
+    # the record that a reducer sends with its means
+
+    def record_bytes(self, num_chunks: int) -> int:
+        """Bytes of the record of a span with ``num_chunks`` chunks."""
+        return num_chunks * self._mask_bytes
+
+    def record(self, presents: Sequence[Iterable[int]]) -> bytes:
+        """Encode the contributors to each chunk of a span: one bit for each rank, the lowest bit of a byte first."""
+        return b"".join(sum(1 << rank for rank in present).to_bytes(self._mask_bytes, "little") for present in presents)
+
+    def read_record(self, record: bytes) -> list[list[int]]:
+        """Ranks by chunk.
+
+        Raises:
+            BadContribution: no member contributed to a chunk, or one without a weight or outside the group did.
+        """
+        size, presents = self._mask_bytes, []
+        for start in range(0, len(record), size):
+            bits = int.from_bytes(record[start : start + size], "little")
+            present = [rank for rank in range(8 * size) if bits >> rank & 1]
+            if not present or not self._contributors.issuperset(present):
+                raise BadContribution(
+                    f"ranks {present} contributed to a chunk, and only {sorted(self._contributors)} can"
+                )
+            presents.append(present)
+        return presents
+
+
+def _joined(parts: Sequence[SpanResult]) -> list[SpanResult]:
+    """Merge neighbours with the same reducer and contributors, so that all members write the same."""
+    joined: list[SpanResult] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last and (last.stop, last.reducer, last.absent) == (part.start, part.reducer, part.absent):
+            part = SpanResult(joined.pop().start, part.stop, part.reducer, part.absent)
+        joined.append(part)
+    return joined

@@ -21,13 +21,7 @@ SUSPICIOUS = 4.0
 
 
 class Norms:
-    """The norms of the members' values in one span.
-
-    Args:
-        plan: how they are encoded.
-        num_members: of the group.
-        seed: of the round; determines where samples are taken.
-    """
+    """The norms of the members' values in one span; ``seed`` determines where samples are taken."""
 
     def __init__(self, plan: Plan, num_members: int, seed: bytes) -> None:
         self._plan = plan

@@ -59,9 +59,9 @@ class Partition:
         members: ranks that take part.
         region: the part of the vector that is averaged.
         plan: how values are encoded.
-        means: how their means are encoded; by default as they are.
 
     Attributes:
+        weights: by rank; 0 for members that do not take part.
         means: how means are encoded.
         is_exact: whether values in the region are sent unencoded.
         spans: by rank; empty for a member that reduces nothing.
@@ -70,10 +70,10 @@ class Partition:
         mean_places: likewise of the means.
     """
 
-    def __init__(
-        self, group: Group, members: Collection[int], region: slice, plan: Plan, means: Plan | Gathered | None = None
-    ) -> None:
-        self.means: Plan | Gathered = plan if means is None else means
+    def __init__(self, group: Group, members: Collection[int], region: slice, plan: Plan) -> None:
+        self.plan = plan
+        self.weights = [member.weight if rank in members else 0.0 for rank, member in enumerate(group.members)]
+        self.means = Gathered(plan, self.weights) if plan.passes_on else plan
         self.is_exact = plan.is_exact(region.start, region.stop) and not plan.passes_on
         numel = region.stop - region.start
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs
@@ -89,7 +89,7 @@ class Partition:
         usual = min(most, max(smallest, math.ceil(numel / num_chunks)))
         self.chunks = [chunks_of(span, whole_units(usual, unit, most)) for span in self.spans]
         self.places = self._places(plan)
-        self.mean_places = self._places(means) if means is not None else self.places
+        self.mean_places = self._places(self.means) if plan.passes_on else self.places
 
     def _places(self, plan: Plan | Gathered) -> list[list[slice]]:
         return [

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition
-from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, Gathered, NotFinite, Plan, is_finite, square_of
+from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, is_finite, square_of
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
@@ -34,20 +34,12 @@ class SpanReducer:
     one thread averages at a time, chunk after chunk.
 
     Args:
-        plan: how chunks are encoded.
-        rank: of this member.
-        partition: of the vector; this member's span has chunks there.
-        weights: by rank; 0 for members that do not take part.
-        flat_N: this member's values.
-        averaged_N: receives the means; may be the same memory.
+        averaged_N: receives the means; may be the memory of ``flat_N``, this member's values.
         encoded: memory for the means as sent, uint8; with an exact codec that of the means themselves.
-        memory: buffers for incoming chunks.
-        feedback: the codec error of this member's means in earlier rounds.
+        feedbacks: the codec error of earlier rounds; None for no error feedback.
         norms: measures the members' values as they arrive.
-        encode: encodes this member's own values, where contributions are passed on.
 
     Attributes:
-        chunks: of the span, in order.
         inboxes: incoming chunks of each other member with a weight, by rank.
         presents: ranks that contributed, for each averaged chunk.
         hasher: of the means as sent.
@@ -56,33 +48,30 @@ class SpanReducer:
 
     def __init__(
         self,
-        plan: Plan,
-        rank: int,
         partition: Partition,
-        weights: Sequence[float],
+        rank: int,
         flat_N: torch.Tensor,
         averaged_N: torch.Tensor,
         encoded: torch.Tensor,
         memory: Memory,
-        feedback: ErrorFeedback | None,
+        feedbacks: Feedbacks | None = None,
         norms: Norms | None = None,
-        encode: Callable[[torch.Tensor, int, torch.Tensor], object] | None = None,
     ) -> None:
         self.chunks = partition.chunks[rank]
         self.presents: list[list[int]] = []
         self.hasher = blake3(max_threads=1)
         self.progress = Waker()
-        self._plan = plan
+        self._plan = plan = partition.plan
         self._is_exact = partition.is_exact
         self._rank = rank
-        self._weights = weights
+        self._weights = weights = partition.weights
         self._flat_N = flat_N
         self._averaged_N = averaged_N
         self._encoded = encoded
-        self._feedback = feedback
+        self._feedback = feedbacks.reduced if feedbacks is not None else None
         self._norms = norms
         self._square = 0.0  # of the last mean, if it is sent unencoded
-        self._encode = encode if encode is not None else plan.encode
+        self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
@@ -372,7 +361,7 @@ class Inbox:
         return bool(self._full) or self.is_ended
 
     def take(self) -> torch.Tensor | None:
-        """The next chunk, when it is ready; None if it never comes."""
+        """The next chunk, if it is ready; None if it never comes."""
         return self._full.popleft() if self._full else None
 
     def give_back(self) -> None:

@@ -51,11 +51,7 @@ MARGIN = 1.5
 
 
 class MovedQuery(msgspec.Struct):
-    """Asks a member for the progress of its exchange.
-
-    Attributes:
-        leader: of the group.
-    """
+    """Asks a member for the progress of its exchange."""
 
     group_id: Digest
     leader: PeerIdText
@@ -65,7 +61,7 @@ class Moved(msgspec.Struct):
     """A member's progress.
 
     Attributes:
-        amount: grows with progress: bytes sent and received in this exchange, and chunks averaged.
+        amount: bytes sent and received in this exchange, and chunks averaged.
         is_gone: it is not in this round, and waits for no group of that leader.
     """
 
@@ -146,7 +142,6 @@ class StragglerMonitor:
     """Watches the streams of one exchange, and gives up those with a silent other end.
 
     Args:
-        rank: of this member.
         streams: of the exchange, by rank; more may be added.
         ends_at: when the round is over (loop time).
     """

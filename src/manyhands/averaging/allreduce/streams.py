@@ -80,11 +80,7 @@ class RoundStream(PassingStream):
 
 
 class PartnerStreams:
-    """Opens, accepts, keeps and closes the streams of one peer's rounds.
-
-    Args:
-        tasks: close streams in the background.
-    """
+    """Opens, accepts, keeps and closes the streams of one peer's rounds."""
 
     def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, tasks: TaskOwner) -> None:
         self._endpoint = endpoint
@@ -196,7 +192,6 @@ class PartnerStreams:
     # idle streams that this peer has dialled
 
     def _add_idle(self, stream: Stream) -> bool:
-        """Hold a stream until a round takes it; False if there is no room."""
         peer_id = stream.remote
         if len(self._idle) >= MAX_KEPT or peer_id in self._idle:
             return False
@@ -264,8 +259,10 @@ class PartnerStreams:
         if key not in self._awaited:
             self._give_up(remote, ProtocolViolation(remote, "it opened a stream for another round"))
         future = self._future(key)
+        if future.cancelled() or (future.done() and future.exception() is not None):
+            raise PeerLost(remote, "its stream came after it was given up")
         if future.done():
-            raise _too_late(remote, future)
+            raise ProtocolViolation(remote, "a second stream for one round")
         kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         future.set_result(RoundStream(stream, before, kept))
         closing = asyncio.get_running_loop().create_task(stream.wait_closed())
@@ -290,7 +287,6 @@ class PartnerStreams:
             self._endpoint.release(future.result().stream)
 
     def _give_up(self, peer_id: PeerId, error: Unavailable | PeerError) -> None:
-        """Stop waiting for a peer's streams."""
         for (_, awaited), future in self._awaited.items():
             if awaited == peer_id and not future.done():
                 future.set_exception(error)
@@ -300,12 +296,3 @@ class PartnerStreams:
         if (unnamed := self._unnamed.get(peer_id)) is not None:
             unnamed.abort()
         self._give_up(peer_id, PeerLost(peer_id, "it was lost before it opened its stream"))
-
-
-def _too_late(remote: PeerId, future: asyncio.Future[RoundStream]) -> ProtocolViolation | PeerLost:
-    """Why a stream is refused: its round has one from the sender already, or has just given up waiting."""
-    if future.cancelled():
-        return PeerLost(remote, "its stream came after the round was over here")
-    if (error := future.exception()) is not None:
-        return PeerLost(remote, f"its stream came after it was given up: {error}")
-    return ProtocolViolation(remote, "a second stream for one round")

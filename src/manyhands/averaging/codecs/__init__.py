@@ -2,9 +2,8 @@
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, is_finite, square_of
 from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
-from manyhands.averaging.codecs.gathered import Gathered
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
-from manyhands.averaging.codecs.plan import EXACT_BELOW_NUMEL, Plan, Segment, plan_of
+from manyhands.averaging.codecs.plan import ABSENT, EXACT_BELOW_NUMEL, Gathered, Plan, Segment, plan_of
 from manyhands.averaging.codecs.registry import (
     BF16,
     CODECS,
@@ -19,6 +18,7 @@ from manyhands.averaging.codecs.registry import (
 from manyhands.averaging.codecs.sparse import Sparse
 
 __all__ = [
+    "ABSENT",
     "BF16",
     "CODECS",
     "EXACT_BELOW_NUMEL",

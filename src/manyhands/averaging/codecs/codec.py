@@ -44,9 +44,7 @@ class Codec(abc.ABC):
     """Turns values into bytes and back.
 
     Attributes:
-        name: for users.
         code: on the wire; never used again for another layout.
-        dtype: of the values that are encoded and decoded.
         piece_numel: values in a piece; the last piece of a slice may have fewer.
         num_at_once: pieces that are processed at once.
         unit_numel: values that a compiled kernel takes as a whole, such as a row.
@@ -74,8 +72,8 @@ class Codec(abc.ABC):
         """Write the encoded values to ``out``.
 
         Args:
-            values_N: of any floating dtype, which is rounded to that of the codec; on any device.
-            out: uint8, shape [num_bytes(N)], contiguous; any alignment, on any device.
+            values_N: on the CPU, of any floating dtype, which is rounded to that of the codec.
+            out: uint8, shape [num_bytes(N)], contiguous; any alignment.
         Raises:
             NotFinite: a value is NaN, infinite, or too large for the codec's dtype; ``out`` is then undefined, and must
                 not be sent.
@@ -98,8 +96,8 @@ class Codec(abc.ABC):
         """Write the decoded values to ``out_N``.
 
         Args:
-            encoded: uint8, in one dimension; any alignment, on any device; never written. May come from a stranger.
-            out_N: of the dtype of the codec, contiguous, on any device.
+            encoded: uint8, in one dimension; any alignment; never written. May come from a stranger.
+            out_N: of the dtype of the codec, contiguous.
         Raises:
             BadEncoding: the length is not ``num_bytes(N)``, or a value would not be finite; ``out_N`` is then
                 undefined, and must not be used.
@@ -115,7 +113,6 @@ class Codec(abc.ABC):
                 f"{out_N.numel()} values in {self.name} are {self.num_bytes(out_N.numel())} bytes, but there are "
                 f"{encoded.numel()}"
             )
-        encoded = encoded.to(out_N.device)
         out_N, encoded = self._after_kernel("decode", out_N, encoded)
         if not out_N.numel():
             return
@@ -123,42 +120,19 @@ class Codec(abc.ABC):
             self._decode_piece(place, out_N[start:stop])
 
     def requantize(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
-        """Encode values, and replace them with the decoded ones.
-
-        Args:
-            values_N: of the dtype of the codec, contiguous.
-            out: as in :meth:`encode`.
-        Raises:
-            NotFinite, ConfigError: as there; ``values_N`` is then undefined, too.
-        """
-        values_N, out = self._after_kernel("requantize", values_N, out)
-        if values_N.numel():
-            self.encode(values_N, out)
-            self.decode(out, values_N)
+        """Like :meth:`encode`, and replace ``values_N``, contiguous and of the codec's dtype, with the decoded ones."""
+        self.encode(values_N, out)
+        self.decode(out, values_N)
 
     def add(self, encoded: torch.Tensor, weight: float, total_N: torch.Tensor, *, is_first: bool) -> None:
-        """Decode, and add the values times ``weight`` to ``total_N``; the first ones overwrite it.
-
-        Args:
-            encoded, total_N: as in :meth:`decode`.
-        Raises:
-            BadEncoding, ConfigError: as there; ``total_N`` is then undefined.
-        """
-        total_N, encoded = self._after_kernel("add", total_N, encoded, weight, is_first)
-        if not total_N.numel():
-            return
+        """Like :meth:`decode`, but add the values times ``weight`` to ``total_N``; the first ones overwrite it."""
         values = torch.empty_like(total_N)
         self.decode(encoded, values)
-        if is_first:
-            torch.mul(values, weight, out=total_N)
-        else:
-            total_N.add_(values, alpha=weight)
+        values.mul_(weight)
+        total_N.copy_(values) if is_first else total_N.add_(values)
 
     def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
-        """An upper bound of the sum of the squares of ``numel`` encoded values, without decoding them.
-
-        Infinite if the encoding does not show one.
-        """
+        """An upper bound of the sum of the squares of ``numel`` encoded values; infinite if they do not show one."""
         return math.inf if numel else 0.0
 
     def average(
@@ -196,7 +170,7 @@ class Codec(abc.ABC):
         return self.unit_numel * int(done)
 
     def _after_kernel(
-        self, name: str, values_N: torch.Tensor, encoded: torch.Tensor, *more: object
+        self, name: str, values_N: torch.Tensor, encoded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Let a compiled kernel do what it can; returns the values and bytes left to torch: all, or a few."""
         num_units = values_N.numel() // self.unit_numel
@@ -205,7 +179,7 @@ class Codec(abc.ABC):
         run = kernel(self.name, name, whole_N, whole_encoded)
         if run is None:
             return values_N, encoded
-        done = self.unit_numel * run(whole_N.detach().numpy(), whole_encoded.numpy(), *more)
+        done = self.unit_numel * run(whole_N.detach().numpy(), whole_encoded.numpy())
         return values_N[done:], encoded[self.num_bytes(done) :]
 
     def _pieces(self, numel: int, encoded: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
@@ -231,7 +205,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
-        """Decode up to ``num_at_once`` whole pieces, or a shorter one, of the right length; both are on one device."""
+        """Decode up to ``num_at_once`` whole pieces, or a shorter one, of the right length."""
 
 
 def largest_magnitude(values: torch.Tensor) -> float:
@@ -254,11 +228,7 @@ def square_of(values: torch.Tensor) -> float:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is infinite or NaN.
-
-    A sum is the fastest pass over memory, and not finite if one of the values is not. Only if the sum has overflowed
-    are the values checked again.
-    """
+    """Whether no value is infinite or NaN. Their sum is the fastest pass over memory; it may have overflowed."""
     return math.isfinite(values.sum().item()) or math.isfinite(largest_magnitude(values))
 
 

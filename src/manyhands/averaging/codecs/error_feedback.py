@@ -31,30 +31,22 @@ class ErrorFeedback:
 
     Memory: one vector, and during a round one more for encoded values.
 
-    Args:
-        plan: of the vector.
-        device: of the values.
-
     Attributes:
         share: of the vectors in the mean, from the next round on; above 0 whenever there is something to encode.
     """
 
-    def __init__(self, plan: Plan, device: torch.device | str = "cpu") -> None:
+    def __init__(self, plan: Plan) -> None:
         self.share = 1.0
         self._decay = plan.decay
         self._kept_share = 1.0  # for which the residuals are scaled
         self._plan = plan
-        self._residual_N = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
+        self._residual_N = torch.zeros(plan.numel, dtype=plan.dtype)
         self._pending: list[tuple[slice, torch.Tensor]] = []
 
     def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> torch.Tensor:
         """Encode ``values``, which is ``flat_N[start : start + len(values)]``, with the residual of its last round.
 
-        Returns:
-            The values that receivers will decode, of the plan's dtype.
-        Raises:
-            NotFinite: a value is not finite, or its sum with the residual.
-            ConfigError: a shape or a dtype is wrong.
+        Returns the values that receivers will decode, of the plan's dtype; raises as :meth:`Plan.encode`.
         """
         part = slice(start, start + values.numel())
         scale = self._decay * min(self._kept_share / self.share, MAX_SCALE)
@@ -81,12 +73,7 @@ class ErrorFeedback:
 
 @dataclass(frozen=True)
 class Feedbacks:
-    """A peer's error feedback in the rounds of one codec.
-
-    Attributes:
-        sent: of its values that others reduce.
-        reduced: of the means that it reduces.
-    """
+    """A peer's error feedback with one codec: of the values that it sends, and of the means that it reduces."""
 
     plan: Plan
     sent: ErrorFeedback
@@ -94,7 +81,6 @@ class Feedbacks:
 
     @classmethod
     def of(cls, plan: Plan) -> Feedbacks:
-        """Without any residual yet."""
         return cls(plan, ErrorFeedback(plan), ErrorFeedback(plan))
 
     def commit(self, *, is_left_out: bool = False) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ EXACT_BELOW_NUMEL = 4096
 SAMPLED_OF = 64
 """One of this many values of a slice is sampled for its size; more in a small slice."""
 LEAST_SAMPLE_NUMEL = 4096
+ABSENT, PRESENT = 0, 1
+"""The first byte of a contribution that is passed on."""
 
 
 @dataclass(frozen=True)
@@ -56,28 +58,19 @@ class Plan:
         segments: the first one starts at 0.
     Attributes:
         decay: factor of an error feedback, from round to round.
-        passes_on: a reducer sends the contributions to a mean in place of it (``manyhands.averaging.codecs.gathered``).
-    Raises:
-        ConfigError: there is a gap, or codecs of several dtypes.
+        passes_on: a reducer sends the contributions to a mean in place of it (:class:`Gathered`).
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         joined: list[Segment] = []
         numel = 0
         for segment in segments:
-            if segment.start != numel or segment.stop < segment.start:
-                raise ConfigError(
-                    f"a segment goes from {segment.start} to {segment.stop}, but has to start at {numel} and to end "
-                    "there or later"
-                )
             numel = segment.stop
             if segment.start == segment.stop:
                 continue
             if joined and joined[-1].codec is segment.codec:
                 segment = Segment(joined.pop().start, segment.stop, segment.codec)
             joined.append(segment)
-        if len({segment.codec.dtype for segment in joined}) > 1:
-            raise ConfigError("a vector has one dtype, but the codecs of its segments have several")
         self.segments = tuple(joined)
         self.numel = numel
         self.dtype = joined[0].codec.dtype if joined else NONE.dtype
@@ -104,9 +97,8 @@ class Plan:
     def num_bytes(self, start: int, stop: int) -> int:
         """Encoded size of ``flat_N[start:stop]`` as one slice, in bytes.
 
-        It is cut at the segments, then at the pieces and blocks of each codec, counted from the start of the part. So
-        two slices may take a few bytes more than one of both, and decode to other values within the same bounds. Slices
-        of a multiple of 864 values fit the rows of int8 and the blocks of int4; a shorter last row costs time.
+        It is cut at the segments, then at the pieces of each codec, counted from the start of the part. So two slices
+        may take a few bytes more than one of both, and decode to other values within the same bounds.
         """
         return sum(part.codec.num_bytes(part.stop - part.start) for part in self.cut(start, stop))
 
@@ -115,14 +107,7 @@ class Plan:
         return all(part.codec in (NONE, NONE_FLOAT64) for part in self.cut(start, stop))
 
     def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        """Encode ``values``, which is ``flat_N[start : start + len(values)]``, into ``out``.
-
-        Args:
-            out: uint8, shape [num_bytes(start, start + len(values))], contiguous.
-        Raises:
-            NotFinite: a value is NaN or infinite.
-            ConfigError: a shape or a dtype is wrong.
-        """
+        """Like :meth:`Codec.encode`; ``values`` is ``flat_N[start : start + len(values)]``."""
         stop = start + values.numel()
         if out.shape != (self.num_bytes(start, stop),):
             raise ConfigError(
@@ -133,15 +118,7 @@ class Plan:
             codec.encode(some_values, place)
 
     def decode(self, encoded: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        """Decode what ``encode`` wrote for ``flat_N[start : start + len(out)]`` into ``out``.
-
-        Args:
-            encoded: uint8, in one dimension. May come from a stranger.
-            out: of the plan's dtype, contiguous.
-        Raises:
-            BadEncoding: its length is wrong, or a value would not be finite; ``out`` must then not be used.
-            ConfigError: a dtype or the slice is wrong.
-        """
+        """Like :meth:`Codec.decode`; ``out`` becomes ``flat_N[start : start + len(out)]``."""
         stop = start + out.numel()
         if encoded.shape != (self.num_bytes(start, stop),):
             raise BadEncoding(
@@ -157,11 +134,7 @@ class Plan:
             codec.requantize(some_values, place)
 
     def add(self, encoded: torch.Tensor, start: int, weight: float, total: torch.Tensor, *, is_first: bool) -> None:
-        """Like :meth:`decode`, but add the values times ``weight`` to ``total``; the first ones overwrite it.
-
-        Raises:
-            BadEncoding, ConfigError: as there; ``total`` is then undefined.
-        """
+        """Like :meth:`decode`, but add the values times ``weight`` to ``total``; the first ones overwrite it."""
         if encoded.shape != (self.num_bytes(start, start + total.numel()),):
             raise BadEncoding(f"{total.numel()} values from {start} on are not {encoded.numel()} bytes")
         for codec, some_total, place in self._parts(total, start, encoded):
@@ -183,7 +156,7 @@ class Plan:
         return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if len(parts) == 1 else 0
 
     def largest_square(self, start: int, stop: int, encoded: torch.Tensor) -> float:
-        """A bound of the sum of the squares of ``flat_N[start:stop]``, as :meth:`Codec.largest_square`."""
+        """As :meth:`Codec.largest_square`, of ``flat_N[start:stop]``."""
         total, offset = 0.0, 0
         for part in self.cut(start, stop):
             numel = part.stop - part.start
@@ -254,3 +227,49 @@ def plan_of(
         segments.append(Segment(start, start + numel, exact if stays_exact else codec))
         start += numel
     return Plan(segments)
+
+
+class Gathered:
+    """The contributions to a mean, passed on by the reducer in its place; all members add them up in order of ranks.
+
+    Has the methods of a :class:`Plan` that means need. The encoding of a slice has a slot for each contributor, in the
+    order of ranks: a byte that says whether it came, and its values as it has encoded them.
+
+    Args:
+        plan: of one contribution.
+        weights: of all members of the group, by rank; 0 for those that contribute nothing.
+    """
+
+    def __init__(self, plan: Plan, weights: Sequence[float]) -> None:
+        self._plan = plan
+        self._weights = weights
+        self._contributors = [rank for rank, weight in enumerate(weights) if weight > 0]
+
+    def num_bytes(self, start: int, stop: int) -> int:
+        return len(self._contributors) * (1 + self._plan.num_bytes(start, stop))
+
+    def slots(self, encoded: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The slot of each contributor, by rank."""
+        size = encoded.numel() // max(1, len(self._contributors))
+        return {rank: encoded[at * size : (at + 1) * size] for at, rank in enumerate(self._contributors)}
+
+    def fill(self, encoded: torch.Tensor, received: Mapping[int, torch.Tensor]) -> None:
+        """Write the contributions that have come, by rank; the slots of the others stay empty."""
+        for rank, slot in self.slots(encoded).items():
+            slot[0] = PRESENT if rank in received else ABSENT
+            slot[1:].copy_(received[rank]) if rank in received else slot[1:].zero_()
+
+    def decode(self, encoded: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        """Write the weighted mean of the contributions that have come.
+
+        Raises:
+            BadEncoding: there is none, or one cannot be decoded; ``out`` must then not be used.
+        """
+        if encoded.numel() != self.num_bytes(start, start + out.numel()):
+            raise BadEncoding(f"{out.numel()} contributed values from {start} on are not {encoded.numel()} bytes")
+        present = {rank: slot for rank, slot in self.slots(encoded).items() if slot[0] == PRESENT}
+        if not present:
+            raise BadEncoding("no member's values are there")
+        total = sum(self._weights[rank] for rank in present)
+        for number, (rank, slot) in enumerate(present.items()):
+            self._plan.add(slot[1:], start, self._weights[rank] / total, out, is_first=number == 0)

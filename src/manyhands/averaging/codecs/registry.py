@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec
-from manyhands.averaging.codecs.half import Bf16, Fp16
+from manyhands.averaging.codecs.floats import Bf16, Fp16, Plain, PlainFloat64
 from manyhands.averaging.codecs.int4 import Int4
 from manyhands.averaging.codecs.int8 import Int8
-from manyhands.averaging.codecs.plain import Plain, PlainFloat64
 from manyhands.averaging.codecs.sparse import SPARSE, Sparse, sparse_named
 from manyhands.base.errors import ConfigError
 

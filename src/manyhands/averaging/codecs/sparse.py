@@ -2,7 +2,7 @@
 
 The rest is meant to stay in an error feedback, from which it is sent later. A mean of several such vectors has more
 values than each of them, so the means of a span are not encoded anew: its reducer passes the contributions on, and all
-members add them up in the order of ranks (:class:`manyhands.averaging.codecs.gathered.Gathered`).
+members add them up in the order of ranks (:class:`manyhands.averaging.codecs.plan.Gathered`).
 
 Layout of a piece, which is one chunk: a table of magnitudes in bfloat16, the mean of each bin; then for each kept value
 its index and, in the lowest bits, sign and bin, packed without gaps, high bits first. The bins divide the range of the

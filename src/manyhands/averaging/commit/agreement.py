@@ -92,7 +92,6 @@ class VotingState:
         self.changed: asyncio.Future[None] = self._loop.create_future()
 
     def add(self, rank: int, vote: Vote) -> None:
-        """Count a vote."""
         self.count.add(rank, vote)
         self._decide()
 
@@ -114,7 +113,6 @@ class VotingState:
             self.decided_at = self._loop.time()
 
     def wake(self) -> None:
-        """Wake the tasks that wait for news."""
         changed, self.changed = self.changed, self._loop.create_future()
         changed.set_result(None)
 
@@ -134,11 +132,7 @@ class VotingState:
 
 
 class Agreement:
-    """Votes, and counts votes, in the rounds of one run.
-
-    Args:
-        probing: asks a member that does not vote whether it is in the round at all.
-    """
+    """Votes, and counts votes, in the rounds of one run."""
 
     def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, probing: Probing) -> None:
         self._endpoint = endpoint
@@ -173,12 +167,13 @@ class Agreement:
         state = self._rounds[group.group_id] = VotingState(group, rank)
         for member in group.members:
             self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
-        watching = None
-        if state.is_leader:
-            self._last_led = state
-            watching = self._tasks.spawn(self._watch(state), name="asking members that do not vote")
         try:
-            yield
+            if not state.is_leader:
+                yield
+                return
+            self._last_led = state
+            async with self._tasks.beside(self._watch(state), name="asking members that do not vote"):
+                yield
         finally:
             state.close("the leader gave the round up")
             if state.verdict.done():
@@ -186,12 +181,9 @@ class Agreement:
                 while len(self._verdicts) > REMEMBERED_VERDICTS:
                     self._verdicts.popitem(last=False)
             del self._rounds[group.group_id]
-            if watching is not None:
-                self._tasks.cancel(watching)
-                await asyncio.gather(watching, return_exceptions=True)
 
     def is_in(self, group_id: bytes) -> bool:
-        """Whether this peer is in the round of a group now."""
+        """Whether this peer is in the round of a group."""
         return group_id in self._rounds
 
     def has_lost(self, group: Group) -> bool:

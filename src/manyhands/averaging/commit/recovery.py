@@ -1,23 +1,53 @@
-"""One member's averaging in one round: the means it holds, their contributors, and what is reduced again."""
+"""One member's averaging in one round: the means it holds, what is reduced again, and what is fetched in the end.
+
+A member that lacks means when its round has committed fetches them::
+
+    lacks some of them    holds the result
+    ------------------    ----------------
+    group, digest    ──>
+                     <──  whether it was averaged again, digest of each piece
+    which pieces     ──>
+                     <──  those pieces
+
+The digests of the pieces are checked against the one that the ballot committed, and each piece against its own digest,
+so any member may send them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import torch
 from blake3 import blake3
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
-from manyhands.averaging.allreduce.means import Means, again, digest_of_all
+from manyhands.averaging.allreduce.means import Contributions, Means, again, digest_of, digest_of_all
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.commit.limits import MemberLimits, witnessed
-from manyhands.averaging.contributions import Contributions
-from manyhands.averaging.memory import Memory, empty_vector
-from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Order, Vote
-from manyhands.base.deadline import time_limit
-from manyhands.base.errors import RoundAborted, Timeout
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.memory import Memory, bytes_of, empty_vector
+from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Digest, Group, Order, RoundManifest, Vote
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.deadline import time_limit, while_moving
+from manyhands.base.errors import PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
+from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime.executor import run_to_end
+from manyhands.transport.api import Stream
+
+logger = logging.getLogger(__name__)
+
+MEANS_KIND = "averaging.means"
+OPENING_S = 2.0
+"""Time to reach a holder before the next one is asked."""
+STALLED_S = 3.0
+"""A holder that sends nothing for this long is given up: there are others."""
+DIGEST_BYTES = 32  # of BLAKE3
 
 Refill = Callable[[], torch.Tensor]
 """Returns this member's values again, in memory of their own; may take a while."""
@@ -32,13 +62,9 @@ class Recovery:
     """Averages the whole vector first, then the parts that the leader orders; makes the vote after each.
 
     Args:
-        rank: of this member.
-        flat_N: its values.
-        exchange: connects a butterfly with the other members, and runs it.
+        rank: of this member, whose values are ``flat_N``.
         refill: returns the values again, if the means may overwrite them; without it they are never written.
-        mean_N: memory for the means, as that of the values.
-        memory: buffers for encoded data.
-        feedbacks: the codec error of this member's values and means in earlier rounds.
+        feedbacks: the codec error of earlier rounds; None for no error feedback.
         limits: members that exceed them are left out; None for no limits.
 
     Attributes:
@@ -54,23 +80,19 @@ class Recovery:
         plan: Plan,
         exchange: Exchange,
         *,
-        refill: Refill | None = None,
-        mean_N: torch.Tensor | None = None,
-        memory: Memory | None = None,
-        feedbacks: Feedbacks | None = None,
-        limits: MemberLimits | None = None,
+        memory: Memory,
+        refill: Refill | None,
+        feedbacks: Feedbacks | None,
+        limits: MemberLimits | None,
     ) -> None:
-        self._group = group
-        self._rank = rank
+        self.group = group
+        self.rank = rank
         self._flat_N = flat_N
         self._plan = plan
         self._exchange = exchange
         self._refill = refill
-        if refill is not None:
-            self._mean_N = flat_N
-        else:
-            self._mean_N = mean_N if mean_N is not None else empty_vector(flat_N.numel(), flat_N.dtype)
-        self._memory = memory if memory is not None else Memory()
+        self._mean_N = flat_N if refill is not None else empty_vector(flat_N.numel(), flat_N.dtype)
+        self._memory = memory
         self._feedbacks = feedbacks
         self._limits = limits
         self.outsized: set[int] = set()
@@ -82,7 +104,7 @@ class Recovery:
 
     def everything(self) -> Order:
         """The first ballot's order: all members average the whole vector."""
-        return Order(0, list(range(len(self._group.members))), 0, self._flat_N.numel())
+        return Order(0, list(range(len(self.group.members))), 0, self._flat_N.numel())
 
     async def average(self, order: Order, timeout_s: float) -> Vote:
         """Average a part of the vector among the remaining members; returns the vote on the result."""
@@ -93,7 +115,7 @@ class Recovery:
         region = slice(order.start, order.stop)
         self._contributions.drop(order.start, order.stop)
         butterfly = Butterfly(
-            self._group, self._rank, self._flat_N, self._plan,
+            self.group, self.rank, self._flat_N, self._plan,
             members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
             feedbacks=self._feedbacks, is_measured=self._limits is not None,
         )  # fmt: skip
@@ -101,21 +123,21 @@ class Recovery:
             self._first = butterfly.means()  # also if the others decide while this member still averages
         reason, own_fault = "", []
         try:
-            if not any(self._group.members[rank].weight > 0 for rank in order.members):
+            if not any(self.group.members[rank].weight > 0 for rank in order.members):
                 raise RoundAborted(NO_WEIGHT)
             async with time_limit(timeout_s, "averaging"):
-                await self._exchange(self._group, self._rank, butterfly, stream_id(self._group, order.ballot))
+                await self._exchange(self.group, self.rank, butterfly, stream_id(self.group, order.ballot))
         except (RoundAborted, Timeout) as error:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, InvalidContribution):  # its own values: no stream carries them
-                own_fault = [Accusation(self._rank, reason, is_violation=True)]
+                own_fault = [Accusation(self.rank, reason, is_violation=True)]
         means = self._first if order.ballot == 0 and self._first is not None else again(self._mean_N)
         for chunk, reducer, present in butterfly.held():
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
         outsized = self._find_outsized(butterfly, order.members)
         accusations = [*butterfly.faults.values(), *own_fault, *outsized]
         numel, missing = self._flat_N.numel(), self._contributions.missing()
-        vote = Vote(self._group.group_id, b"", ballot=order.ballot, accusations=accusations, numel=numel)
+        vote = Vote(self.group.group_id, b"", ballot=order.ballot, accusations=accusations, numel=numel)
         if missing[0] < missing[1] or own_fault or outsized:
             vote.reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
             vote.missing = (0, numel) if outsized else missing
@@ -128,7 +150,7 @@ class Recovery:
 
     def _find_outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
         """Members with too large values; these are in every span's means, so all is averaged without them."""
-        told, members = butterfly.norms(), self._group.members
+        told, members = butterfly.norms(), self.group.members
         if self._limits is None or not told:
             return []
         weights = [member.weight if rank in here else 0.0 for rank, member in enumerate(members)]
@@ -153,7 +175,7 @@ class Recovery:
         return again(self._mean_N) if is_again else self._first
 
     def complete(self, digest: bytes, means: Means) -> None:
-        """Take over the fetched parts of a committed result."""
+        """All parts of a committed result have been fetched."""
         self._results[digest] = means
 
 
@@ -162,3 +184,159 @@ def stream_id(group: Group, ballot: int) -> bytes:
     if ballot == 0:
         return group.group_id
     return blake3(msgspec.msgpack.encode((group.group_id, ballot))).digest(16)
+
+
+class MeansHeader(msgspec.Struct):
+    """Opens a stream to a member that may hold a result."""
+
+    group_id: Digest
+    digest: Digest
+
+
+make_ready(MeansHeader)
+
+
+class Fetching:
+    """Serves the results of one peer's last round, and fetches what it lacks."""
+
+    def __init__(self, endpoint: RunEndpoint, config: AveragingConfig) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._group: Group | None = None
+        self._recovery: Recovery | None = None
+        self._kept: dict[bytes, Means] = {}  # by digest
+        self._forgetting: asyncio.TimerHandle | None = None
+        self._serving: set[PeerId] = set()
+        endpoint.accept_bulk(MEANS_KIND, self._on_stream)
+
+    def close(self) -> None:
+        self._endpoint.refuse_bulk(MEANS_KIND)
+        self._forget()
+
+    @contextmanager
+    def of(self, recovery: Recovery) -> Iterator[None]:
+        """Serve this round's results within the block, and afterwards those that are kept."""
+        self._forget()
+        self._group, self._recovery = recovery.group, recovery
+        try:
+            yield
+        finally:
+            self._recovery = None
+
+    async def keep(self, means: Means, digest: bytes) -> None:
+        """Copy a result for members that may still fetch it: the vector itself belongs to the caller."""
+        self._kept[digest] = await run_to_end(means.copy)
+        self._forgetting = asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._forget)
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+            self._forgetting = None
+
+    async def fetch(
+        self, recovery: Recovery, manifest: RoundManifest, doubtful: Sequence[PeerId], timeout_s: float
+    ) -> Means | None:
+        """Fetch the parts of the committed result that this member lacks; None if no member sends them.
+
+        Args:
+            doubtful: members that are asked last.
+            timeout_s: of all attempts together.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        for peer_id in self._holders(recovery, doubtful):
+            left_s = deadline - loop.time()
+            if left_s <= 0:
+                break
+            try:
+                async with time_limit(left_s, f"fetching means from peer {peer_id}"):
+                    means = await self._fetch_from(peer_id, recovery, manifest, left_s)
+            except (Unavailable, PeerError) as error:
+                logger.info("the means that this peer lacks do not come: %s", error)
+                continue
+            recovery.complete(manifest.digest, means)
+            return means
+        return None
+
+    def _holders(self, recovery: Recovery, doubtful: Sequence[PeerId]) -> list[PeerId]:
+        """Members to ask, beginning with the next rank, so that not all ask the same one."""
+        members, rank = recovery.group.members, recovery.rank
+        others = [*members[rank + 1 :], *members[:rank]]
+        dialable = [member.peer_id for member in others if not member.is_client]
+        return sorted(dialable, key=lambda peer_id: (peer_id in doubtful, not self._endpoint.is_connected(peer_id)))
+
+    async def _fetch_from(
+        self, peer_id: PeerId, recovery: Recovery, manifest: RoundManifest, timeout_s: float
+    ) -> Means:
+        header = msgspec.msgpack.encode(MeansHeader(manifest.group_id, manifest.digest))
+        stream = await self._endpoint.open_bulk(peer_id, MEANS_KIND, header, min(OPENING_S, timeout_s))
+        try:
+            return await while_moving(
+                self._receive(stream, recovery, manifest),
+                lambda: stream.bytes_received,
+                at_least=1,
+                within_s=STALLED_S,
+                phase=f"waiting for the means that peer {peer_id} holds",
+            )
+        finally:
+            self._endpoint.release(stream)
+
+    async def _receive(self, stream: Stream, recovery: Recovery, manifest: RoundManifest) -> Means:
+        kind = bytearray(1)
+        await stream.receive_into(memoryview(kind))
+        means = recovery.incomplete(is_again=bool(kind[0]))
+        if means is None:
+            raise ProtocolViolation(stream.remote, "a result of a kind that cannot be")
+        table = bytearray(DIGEST_BYTES * len(means.pieces))
+        await _receive_all(stream, memoryview(table))
+        digests = [bytes(table[at : at + DIGEST_BYTES]) for at in range(0, len(table), DIGEST_BYTES)]
+        if digest_of_all(means.is_again, digests) != manifest.digest:
+            raise ProtocolViolation(stream.remote, "the digests are not those of what was committed")
+        own = await run_to_end(means.digests)
+        wanted = [mine != committed for mine, committed in zip(own, digests, strict=True)]
+        await stream.send(bytes(wanted))
+        for piece, digest, is_wanted in zip(means.pieces, digests, wanted, strict=True):
+            if is_wanted:
+                await _receive_all(stream, bytes_of(piece))
+                if await run_to_end(digest_of, piece) != digest:
+                    raise ProtocolViolation(stream.remote, "means that are not what was committed")
+        await run_to_end(means.decode)
+        return means
+
+    async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
+        try:
+            request = msgspec.msgpack.decode(header, type=MeansHeader)
+        except UNREADABLE as error:
+            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        means = self._means_for(remote, request)
+        if means is None or remote in self._serving:
+            return
+        self._serving.add(remote)
+        try:
+            async with time_limit(self._config.averaging_timeout_s, f"sending means to peer {remote}"):
+                await self._send(stream, means)
+                await stream.wait_closed()  # by the other end, when all is there
+        finally:
+            self._serving.remove(remote)
+
+    def _means_for(self, remote: PeerId, request: MeansHeader) -> Means | None:
+        group, digest = self._group, request.digest
+        if group is None or group.group_id != request.group_id or group.rank_of(remote) is None:
+            return None
+        held = self._recovery.means_of(digest) if self._recovery is not None else None
+        return held or self._kept.get(digest)
+
+    async def _send(self, stream: Stream, means: Means) -> None:
+        digests = await run_to_end(means.digests)
+        await stream.send(bytes([means.is_again]), *digests)
+        wanted = bytearray(len(means.pieces))
+        await _receive_all(stream, memoryview(wanted))
+        for piece, is_wanted in zip(means.pieces, wanted, strict=True):
+            if is_wanted and piece.numel():
+                await stream.send(bytes_of(piece))
+
+
+async def _receive_all(stream: Stream, view: memoryview) -> None:
+    if view.nbytes:
+        await stream.receive_into(view)

@@ -32,7 +32,6 @@ from manyhands.averaging.messages import (
     Accusation,
     Group,
     Order,
-    RoundManifest,
     SpanResult,
     Verdict,
     Vote,
@@ -179,7 +178,6 @@ class VoteCount:
     # evaluation of the votes
 
     def _by_result(self) -> dict[bytes, list[int]]:
-        """Ranks by the result that they hold."""
         by_result: dict[bytes, list[int]] = defaultdict(list)
         for rank, vote in sorted(self.votes.items()):
             if vote.digest:
@@ -197,7 +195,7 @@ class VoteCount:
         return here - gone.keys()
 
     def _can_average(self, here: set[int]) -> bool:
-        return self._is_majority(len(here)) and _can_average(self.group, here)
+        return self._is_majority(len(here)) and _includes_values(self.group, here)
 
     def _is_majority(self, num_members: int) -> bool:
         return 2 * num_members > len(self.group.members)
@@ -224,7 +222,7 @@ class VoteCount:
         return sorted(self.group.members[rank].peer_id for rank in {**self.lost, **self.faults})
 
 
-def _can_average(group: Group, ranks: Iterable[int]) -> bool:
+def _includes_values(group: Group, ranks: Iterable[int]) -> bool:
     """Whether some members include a reducer and one with values."""
     members = [group.members[rank] for rank in ranks]
     return any(not member.is_client for member in members) and any(member.weight > 0 for member in members)
@@ -243,7 +241,9 @@ def checked(group: Group, verdict: Verdict, vote: Vote | None = None, rank: int 
         ProtocolViolation: it is not about this group, or not possible.
     """
     manifest, order = verdict.manifest, verdict.order
-    if manifest is not None and not _is_of(group, manifest):
+    if manifest is not None and not (
+        manifest == group.manifest(manifest.digest, manifest.parts) and _are_whole(group, manifest.parts)
+    ):
         raise ProtocolViolation(group.leader, "a verdict that is not about the group it was asked about")
     if (verdict.is_known and order is not None) or (manifest is not None and not verdict.is_known):
         raise ProtocolViolation(group.leader, "a verdict that is not about the group: it is known and open at once")
@@ -251,10 +251,6 @@ def checked(group: Group, verdict: Verdict, vote: Vote | None = None, rank: int 
         raise ProtocolViolation(group.leader, "an order that this member cannot follow")
     blamed = [peer_id for peer_id in verdict.blamed if group.rank_of(peer_id) is not None]
     return Verdict(verdict.is_known, manifest, readable(verdict.reason), blamed, order, verdict.is_open)
-
-
-def _is_of(group: Group, manifest: RoundManifest) -> bool:
-    return manifest == group.manifest(manifest.digest, manifest.parts) and _are_whole(group, manifest.parts)
 
 
 def _are_whole(group: Group, parts: Sequence[SpanResult]) -> bool:
@@ -272,4 +268,4 @@ def _can_follow(group: Group, order: Order, vote: Vote, rank: int) -> bool:
     ranks = order.members
     is_sound = ranks == sorted(set(ranks)) and all(other < len(group.members) for other in ranks)
     is_next = order.ballot > vote.ballot and rank in ranks and order.start < order.stop <= vote.numel
-    return is_sound and is_next and _can_average(group, ranks)
+    return is_sound and is_next and _includes_values(group, ranks)

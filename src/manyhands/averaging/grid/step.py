@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Position, RoundManifest
-from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.matchmaking.candidates import Roster
+from manyhands.averaging.messages import RoundManifest
+from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import NobodyThere, NothingToAverage, Overruled, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -38,7 +38,7 @@ LOOK_S = 0.2
 NO_SAMPLES = "no peer whose values have come here has any samples"
 
 
-class GridPlace(Protocol):
+class GridPlace(Roster, Protocol):
     """A peer's place among the groups, in its current step.
 
     Attributes:
@@ -54,12 +54,6 @@ class GridPlace(Protocol):
     @property
     def num_rounds_left(self) -> int | None:
         """Of the step, in a grid; None if all are one group."""
-
-    def position(self) -> Position:
-        """Of the next round."""
-
-    def expected(self) -> Mapping[PeerId, bool]:
-        """The peers that should come to it, and whether each is in client mode."""
 
     def is_left_behind(self) -> bool:
         """Whether others are done with the next round."""
@@ -132,8 +126,8 @@ class GridSteps:
         """
         place, loop = self._place, asyncio.get_running_loop()
         mean_N, num_empty = flat_N, 0
-        outcome.num_rounds, outcome.num_rounds_committed, outcome.reason = place.num_rounds, 0, ""
-        outcome.weight = weight
+        outcome.num_rounds, outcome.num_rounds_committed = place.num_rounds, 0
+        outcome.reason, outcome.weight = "", weight
         try:
             while num_left := place.num_rounds_left:
                 round_deadline = loop.time() + (deadline - loop.time()) / num_left
@@ -175,14 +169,13 @@ class GridSteps:
             expected = place.expected().keys()
             if expected - elsewhere or place.called.is_set():
                 place.called.clear()
-                gather_s = min(self._patience_s(), left_s * GATHER_SHARE)
                 try:
                     return await self._rounds.average(
                         mean_N,
                         outcome.weight,
                         shapes=self._shapes,
                         timeout_s=left_s,
-                        gather_s=gather_s,
+                        gather_s=min(self._patience_s(), left_s * GATHER_SHARE),
                         meter=outcome.meter,
                         part=self._part,
                     )

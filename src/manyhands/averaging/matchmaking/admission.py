@@ -1,32 +1,42 @@
-"""Rules for admission: which peers may join a group, and which groups a member accepts. Pure."""
+"""Rules for admission: which peers may join a group, which codec it takes, and which groups a member accepts. Pure."""
 
 from __future__ import annotations
 
-from manyhands.averaging.codec_choice import allowed_codec
-from manyhands.averaging.codecs import BadEncoding
-from manyhands.averaging.grid.layout import MAX_AXES
+from collections.abc import Iterable
+
+from manyhands.averaging.codecs import INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
+from manyhands.averaging.config import AUTO
+from manyhands.averaging.grid.seats import MAX_AXES
 from manyhands.averaging.messages import Group, JoinRequest, Member, Position
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
+# codes of refusals
 BEHIND = "behind"
-"""Refusal code: the asked peer has made steps that the asking one has not."""
+"""The asked peer has made steps that the asking one has not."""
 TOLD_BEHIND = "told_behind"
 """Likewise, but the asked peer only heard so from a peer that it invited."""
 OTHER_MANIFEST = "other_manifest"
-"""Refusal code: the asking peer has another model or other settings."""
+"""The asking peer has another model or other settings."""
 OTHER_POSITION = "other_position"
-"""Refusal code: the asking peer is at another position in the run."""
+"""The asking peer is at another position in the run."""
 OTHER_PART = "other_part"
-"""Refusal code: the position has the same name, but the two peers made their last steps apart."""
+"""The position has the same name, but the two peers made their last steps apart."""
 UNKNOWN = "unknown"
-"""Refusal code: there is no record of the asking peer."""
+"""There is no record of the asking peer."""
 REFUSED = "refused"
-"""Refusal code: the asking peer has spoilt rounds."""
+"""The asking peer has spoilt rounds."""
 AVOIDED = "avoided"
-"""Refusal code of an invitation: the inviting peer did not come, or was to blame, twice in a row."""
+"""Of an invitation: the inviting peer did not come, or was to blame, twice in a row."""
+BUSY = "busy"
+"""The asked peer would lead, but its training loop did not come to the round."""
 FULL = "full"
-"""Refusal code: all places of the group are taken."""
+"""All places of the group are taken."""
+
+WIDE_AREA_RTT_S = 0.01
+"""Round trip; within one site it is shorter."""
+SLOW_BYTES_PER_S = 25_000_000
+"""Below this rate, sending a quarter of the bytes saves far more time than encoding takes."""
 
 
 def check_ahead(me: PeerId, here: Position, position: Position) -> None:
@@ -95,3 +105,30 @@ def is_later_round(position: Position, here: Position) -> bool:
     """Whether a peer that is ``here`` in a grid reaches ``position`` without loading a state."""
     is_same_grid = bool(here.group_key) and position.lineage == here.lineage
     return is_same_grid and here.step < position.step <= here.step + MAX_AXES
+
+
+def chosen_codec(setting: str, bandwidths: Iterable[int], rtts_s: Iterable[float]) -> Codec:
+    """The codec of a round, as its leader chooses it: exact where links are fast, else 8 bits.
+
+    Args:
+        setting: the user's; only ``auto`` leaves a choice.
+        bandwidths: bytes per second of the members; 0 if unknown.
+        rtts_s: round trips between the leader and the others; infinite if unknown.
+    """
+    if setting != AUTO:
+        return codec_named(setting)
+    is_slow = any(0 < bandwidth < SLOW_BYTES_PER_S for bandwidth in bandwidths)
+    is_far = any(WIDE_AREA_RTT_S < rtt_s < float("inf") for rtt_s in rtts_s)
+    return INT8 if is_slow or is_far else NONE
+
+
+def allowed_codec(setting: str, code: int) -> Codec:
+    """The codec that a leader chose, if this peer's setting allows it.
+
+    Raises:
+        BadEncoding: it does not, or there is no such codec.
+    """
+    codec = codec_of_code(code, setting)
+    if setting not in (AUTO, codec.name) and not codec.passes_on:  # that one is made from the setting
+        raise BadEncoding(f"codec {codec.name!r}, but this peer's is {setting!r}")
+    return codec

@@ -1,23 +1,46 @@
-"""The peers that could form a group with this one: the roster, corrected by what this peer learnt since."""
+"""The peers that could form a group with this one: the roster, corrected by what this peer learnt since.
+
+=============================================================  ======================================================
+what another peer did                                          what follows here
+=============================================================  ======================================================
+it was to blame in a committed round; or it, or the group      the second time in a row: it is not waited for, and its
+that it led, did not come within the longest wait              calls are ignored, for the longest wait, then four
+                                                               times that, ... 10 min
+its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ... a day
+=============================================================  ======================================================
+
+A peer that is not waited for still gets a place if it comes by itself. A round without blame ends the first penalty.
+Ten such rounds cancel one round with values that were too large.
+
+The first penalty begins with the time that the peer has cost here, because it may be innocent: a broken link between
+two honest peers looks the same at both ends. So after a short fault both go on together after a short time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from manyhands.averaging.matchmaking.conduct import STRIKES, Conduct
 from manyhands.averaging.messages import SHORT_ID_BYTES, Position, short_id
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
 logger = logging.getLogger(__name__)
 
+MAX_AVOIDED_S = 600.0
+REFUSED_S = 600.0
+MAX_REFUSED_S = 86400.0
+STRIKES = 3
+GOOD_ROUNDS = 10
+"""Rounds that cancel one strike."""
 BELIEVE_BEHIND_S = 3.0
 """How long a claim that the run went on is believed without a record that shows it: records take a moment."""
-MAX_MET = 4096
+MAX_KNOWN = 4096
 MAX_SHOWN_REFUSALS = 3
+
+T = TypeVar("T")
 
 
 def short_ids(peer_ids: Iterable[PeerId]) -> bytes:
@@ -64,77 +87,84 @@ class Roster(Protocol):
 class Candidates:
     """The peers that should come to the next round, as this peer knows them.
 
+    Args:
+        longest_wait_s: how long this peer waits for a peer that does not come.
+
     Attributes:
         refusals: peers that refused to average with this one in the current search, and why.
-        conduct: how the others behaved so far.
     """
 
     def __init__(self, roster: Roster, longest_wait_s: float) -> None:
         self.roster = roster
-        self.conduct = Conduct(longest_wait_s)
-        self._ahead: dict[PeerId, tuple[Position, float]] = {}
-        self._met: set[bytes] = set()
         self.refusals: dict[PeerId, str] = {}
+        self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0)
+        self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S, factor=2.0)
+        self._strikes: dict[PeerId, float] = {}
+        self._ahead: dict[PeerId, tuple[Position, float]] = {}  # where it said that, and when (loop time)
+        self._met: set[bytes] = set()
 
     def expected(self) -> Mapping[PeerId, bool]:
-        """The roster's peers, without those that claim that the run went on while no record shows it.
-
-        Peers excluded by :mod:`manyhands.averaging.matchmaking.conduct` are left out, too.
-        """
-        expected = self.roster.expected()
-        awaited = self.conduct.awaited(expected, asyncio.get_running_loop().time())
-        if awaited is not expected:
-            expected = {peer_id: expected[peer_id] for peer_id in awaited}
-        if not self._ahead:
-            return expected
-        position, believed_since = self.roster.position(), asyncio.get_running_loop().time() - BELIEVE_BEHIND_S
-        return {
-            peer_id: is_client
-            for peer_id, is_client in expected.items()
-            if peer_id not in self._ahead
-            or self._ahead[peer_id][0] != position
-            or self._ahead[peer_id][1] > believed_since
+        """The roster's peers, without those that are avoided, or claim in vain that the run went on."""
+        expected, position, now = self.roster.expected(), self.roster.position(), _now()
+        if self._avoided.known or self._refused.known:
+            expected = {peer_id: is_client for peer_id, is_client in expected.items() if self.is_heeded(peer_id)}
+        disbelieved = {
+            peer_id
+            for peer_id, (there, since) in self._ahead.items()
+            if there == position and since + BELIEVE_BEHIND_S <= now
         }
+        if not disbelieved.isdisjoint(expected):
+            expected = {peer_id: is_client for peer_id, is_client in expected.items() if peer_id not in disbelieved}
+        return expected
+
+    def is_refused(self, peer_id: PeerId) -> bool:
+        """Whether a peer gets no place."""
+        return self._refused.is_on(peer_id)
+
+    def is_heeded(self, peer_id: PeerId) -> bool:
+        """Whether this peer waits for another one, and follows its calls."""
+        return not (self._avoided.is_on(peer_id) or self.is_refused(peer_id))
 
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer does not come; others may still expect it."""
         self._met.add(short_id(peer_id))
         self.roster.report_missing(peer_id)
 
-    def note_round(
-        self,
-        members: Iterable[PeerId],
-        blamed: Collection[PeerId],
-        *,
-        is_committed: bool,
-    ) -> None:
+    def note_round(self, members: Collection[PeerId], blamed: Collection[PeerId], *, is_committed: bool) -> None:
         """Record a round: a peer to blame is expected again only after a fresh record, and later each time.
 
-        If the others depend on it, they find each other as soon as they can.
+        In a round that did not commit, others may depend on a peer that seems to blame here.
         """
-        members = list(members)
         for peer_id in members:
             if peer_id in blamed:
                 self.report_missing(peer_id)
-        if is_committed:
-            self.conduct.note_round(members, blamed, asyncio.get_running_loop().time())
+            if not is_committed:
+                continue
+            if peer_id in blamed:
+                self._avoided.add(peer_id, num_free=1)
+                continue
+            self._avoided.known.pop(peer_id, None)
+            if peer_id in self._strikes:
+                self._strikes[peer_id] -= 1 / GOOD_ROUNDS
+                if self._strikes[peer_id] <= 0:
+                    del self._strikes[peer_id]
 
     def note_in_vain(self, peer_ids: Iterable[PeerId]) -> None:
         """These peers, or the groups they led, did not come within the longest wait."""
         for peer_id in peer_ids:
             logger.info("peer %s was waited for in vain", peer_id)
-            self.conduct.note_in_vain(peer_id, asyncio.get_running_loop().time())
+            self._avoided.add(peer_id, num_free=1)
 
-    def strike(self, peer_id: PeerId) -> None:
-        """At least two other members found a peer's values too large."""
-        refused_s = self.conduct.strike(peer_id, asyncio.get_running_loop().time())
-        if refused_s:
-            logger.warning("The values of peer %s were too large in %d rounds: it gets no place here for %.0f min",
-                           peer_id, STRIKES, refused_s / 60)  # fmt: skip
-
-    def is_heeded(self, peer_id: PeerId) -> bool:
-        """Whether this peer follows a call of another one."""
-        return self.conduct.is_heeded(peer_id, asyncio.get_running_loop().time())
+    def strike(self, peer_id: PeerId) -> float:
+        """At least two other members found a peer's values too large; returns how many seconds it is now refused."""
+        strikes = self._strikes.pop(peer_id, 0.0) + 1.0
+        if strikes <= STRIKES - 1:
+            _set(self._strikes, peer_id, strikes)
+            return 0.0
+        refused_s = self._refused.add(peer_id)
+        logger.warning("The values of peer %s were too large in %d rounds: it gets no place here for %.0f min",
+                       peer_id, STRIKES, refused_s / 60)  # fmt: skip
+        return refused_s
 
     def note_refusal(self, peer_id: PeerId, refusal: Refused) -> None:
         """Do not ask a peer of another model or with other settings again before its next record."""
@@ -147,19 +177,56 @@ class Candidates:
 
     def note_ahead(self, peer_id: PeerId) -> None:
         """A peer says that the run went on. Its first claim counts until this peer moves."""
-        position, now = self.roster.position(), asyncio.get_running_loop().time()
-        self._ahead = {other: said for other, said in self._ahead.items() if said[0] == position}
-        self._ahead.setdefault(peer_id, (position, now))
+        position = self.roster.position()
+        self._ahead = {other: claim for other, claim in self._ahead.items() if claim[0] == position}
+        self._ahead.setdefault(peer_id, (position, _now()))
 
     def unheard_of(self, expects: bytes, own_id: PeerId) -> set[bytes]:
         """The peers in another peer's list that this one has never heard of; each is returned once.
 
         Peers already known are skipped: some may have left.
         """
-        if len(self._met) > MAX_MET:
+        if len(self._met) > MAX_KNOWN:
             self._met.clear()
         self._met.add(short_id(own_id))
         self._met.update(map(short_id, self.expected()))
         strangers = split_ids(expects) - self._met
         self._met |= strangers
         return strangers
+
+
+class _Penalties:
+    """Times during which peers are avoided: each in a row is ``factor`` times as long as the one before.
+
+    Attributes:
+        known: the number in a row, and until when the last one lasts (loop time).
+    """
+
+    def __init__(self, first_s: float, max_s: float, factor: float) -> None:
+        self._first_s = first_s
+        self._max_s = max_s
+        self._factor = factor
+        self.known: dict[PeerId, tuple[int, float]] = {}
+
+    def add(self, peer_id: PeerId, num_free: int = 0) -> float:
+        """Begin the next one, without effect for the first ``num_free``; returns its length in seconds."""
+        num_before, _ = self.known.get(peer_id, (0, 0.0))
+        is_free = num_before < num_free
+        length_s = 0.0 if is_free else min(self._first_s * self._factor ** (num_before - num_free), self._max_s)
+        _set(self.known, peer_id, (num_before + 1, _now() + length_s))
+        return length_s
+
+    def is_on(self, peer_id: PeerId) -> bool:
+        return peer_id in self.known and self.known[peer_id][1] > _now()
+
+
+def _set(known: dict[PeerId, T], peer_id: PeerId, value: T) -> None:
+    """Set as the latest entry; drop the oldest ones beyond ``MAX_KNOWN``."""
+    known.pop(peer_id, None)
+    known[peer_id] = value
+    while len(known) > MAX_KNOWN:
+        del known[next(iter(known))]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

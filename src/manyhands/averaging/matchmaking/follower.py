@@ -9,7 +9,7 @@ that cannot be reached is left out, and is expected again only after a fresh rec
 If a peer answers that the run went on, the attempt ends and the training loop looks for the later position. If it finds
 none within seconds, that peer is ignored at this position.
 
-In a grid of groups (:mod:`manyhands.averaging.grid.layout`) the position also names the group, and groups finish at
+In a grid of groups (:mod:`manyhands.averaging.grid.seats`) the position also names the group, and groups finish at
 different times. A peer waits for a leader that is still in an earlier round of the same grid. No peer waits for one
 that is in a later round.
 """
@@ -27,6 +27,7 @@ from typing import Any
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
     BEHIND,
+    BUSY,
     FULL,
     OTHER_MANIFEST,
     OTHER_PART,
@@ -78,7 +79,6 @@ class Matchmaker:
     """Finds the group of one run for this peer, as follower or leader.
 
     Attributes:
-        group_stands: while :meth:`hold_place` runs, whether all expected peers hold places.
         on_called_ahead: called when another peer begins to form the group of a future round.
     """
 
@@ -105,7 +105,6 @@ class Matchmaker:
         self._ends_at = math.inf
         self._is_closed = False
         self._held: tuple[PeerId, Position] | None = None  # the last leader that held a place for this peer
-        self.group_stands = False
         self.on_called_ahead = self._reception.on_called_ahead
         endpoint.on_lost.append(self._on_lost)
 
@@ -184,79 +183,37 @@ class Matchmaker:
         own, lineage = self._member(0.0, 0), self._roster.position().lineage
         leader: PeerId | None = None
         unreachable: set[PeerId] = set()
-        self.group_stands = False
-        try:
-            while not self._is_closed and self._roster.position().lineage == lineage:
-                try:
-                    leader = await self._hold_with(leader, own, unreachable)
-                except (Unavailable, PeerError, RoundAborted) as error:
-                    logger.info("no place in a group yet: %s", error)
-                    leader, self.group_stands = None, False
-                    await asyncio.sleep(HOLD_AGAIN_S)
-                    unreachable.clear()
-        finally:
-            self.group_stands = False
+        while not self._is_closed and self._roster.position().lineage == lineage:
+            try:
+                leader = await self._hold_with(leader, own, unreachable)
+            except (Unavailable, PeerError, RoundAborted) as error:
+                logger.info("no place in a group yet: %s", error)
+                leader = None
+                await asyncio.sleep(HOLD_AGAIN_S)
+                unreachable.clear()
 
     async def _hold_with(self, leader: PeerId | None, own: Member, unreachable: set[PeerId]) -> PeerId | None:
-        """Hold a place with one leader until it has news; returns the leader to go on with, None to choose another.
-
-        Raises:
-            Unavailable, PeerError, RoundAborted: no place is available now.
-        """
+        """Hold a place with one leader for a while; returns the leader to go on with, None to choose another."""
         if leader is None and (leader := self._state.invitation()) in unreachable:
             leader = None  # a stranger may invite again
         leader = leader or self._choose_leader(unreachable)
         self._held = (leader, self._roster.position())
-        try:
-            if leader == own.peer_id:
-                response = await self._group_leader.reserve(leader, b"", self.group_stands)
-            else:
-                response = await self._follow(leader, own, unreachable, is_early=True)
-        except Unavailable:
-            self._view.report_missing(leader)
-            unreachable.add(leader)
-            await self._try_the_others(unreachable, leader)
-            return None
-        except Refused as refusal:
-            if refusal.code != OTHER_PART:
-                raise
-            unreachable.add(leader)
-            await self._group_leader.told_apart(leader)
-            return None
-        self.group_stands = response.stands
-        return await self._redirected(response, unreachable) if response.leader else leader
+        response = await self._ask(leader, own, unreachable, is_early=True)
+        if response is None or not response.leader:
+            return leader if response is not None else None
+        return await self._redirected(response, unreachable)
 
     async def _find(self, own: Member) -> Group:
         unreachable: set[PeerId] = set()
         self._group_leader.shunned = unreachable
         self._view.refusals.clear()
-        leader, loop = self._first_leader(), asyncio.get_running_loop()
+        leader = self._first_leader()
         for _ in range(MAX_REDIRECTS):
             if self._is_closed:
                 raise RoundAborted("this peer leaves the run")
             leader = leader or self._state.invitation() or self._choose_leader(unreachable)
-            asked_at = loop.time()
-            try:
-                if leader == own.peer_id:
-                    response = await self._group_leader.lead(own, self._gather_s, self._ends_at)
-                else:
-                    response = await self._follow(leader, own, unreachable)
-            except (Unavailable, PeerError) as error:
-                logger.info("peer %s cannot lead this round: %s", leader, error)
-                patience_s = self._config.matchmaking_time_s
-                if leader != own.peer_id and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
-                    self._view.note_in_vain([leader])
-                if isinstance(error, Refused):
-                    self._give_up_if_told(leader, error)
-                    if error.code == OTHER_MANIFEST:
-                        self._view.note_refusal(leader, error)
-                    elif error.code == OTHER_PART:
-                        await self._group_leader.told_apart(leader)
-                if isinstance(error, Unavailable) or (isinstance(error, Refused) and error.code == "busy"):
-                    self._view.report_missing(leader)
-                unreachable.add(leader)
-                if isinstance(error, Unavailable):
-                    await self._try_the_others(unreachable, leader)
+            response = await self._ask(leader, own, unreachable)
+            if response is None:
                 leader = None
                 continue
             if response.group is not None:
@@ -267,6 +224,56 @@ class Matchmaker:
                 raise RoundAborted(fault, [leader])
             leader = await self._redirected(response, unreachable)
         raise RoundAborted(f"no group found after {MAX_REDIRECTS} redirects")
+
+    async def _ask(
+        self, leader: PeerId, own: Member, unreachable: set[PeerId], *, is_early: bool = False
+    ) -> JoinResponse | None:
+        """Ask a leader for a place, or lead; None if this peer has to go to another leader.
+
+        Raises:
+            RoundAborted: no leader can have a group for this peer.
+        """
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        try:
+            if leader != own.peer_id:
+                return await self._follow(leader, own, unreachable, is_early=is_early)
+            if is_early:
+                return await self._group_leader.reserve(leader)
+            return await self._group_leader.lead(own, self._gather_s, self._ends_at)
+        except (Unavailable, PeerError) as error:
+            logger.info("peer %s cannot lead this round: %s", leader, error)
+            unreachable.add(leader)
+            patience_s = self._config.matchmaking_time_s
+            if leader != own.peer_id and not is_early and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
+                self._view.note_in_vain([leader])
+            if isinstance(error, Refused):
+                await self._refused(leader, error)
+            elif isinstance(error, Unavailable):
+                self._view.report_missing(leader)
+                await self._try_the_others(unreachable, leader)
+            return None
+
+    async def _refused(self, leader: PeerId, refusal: Refused) -> None:
+        """Handle a leader's refusal, or why this peer cannot lead.
+
+        Raises:
+            RoundAborted: no leader can have a group for this peer.
+        """
+        if refusal.code == OTHER_MANIFEST:
+            self._view.note_refusal(leader, refusal)
+        elif refusal.code == OTHER_PART:
+            await self._group_leader.told_apart(leader)
+        elif refusal.code == BUSY:
+            self._view.report_missing(leader)
+        elif refusal.code == FULL:
+            raise RoundAborted(refusal.message) from refusal
+        elif refusal.code == BEHIND and leader != self._endpoint.peer_id:
+            if self._roster.position().group_key:
+                return  # its group is done with this round of the grid; others may not be
+            self._view.note_ahead(leader)
+        if refusal.code in (BEHIND, TOLD_BEHIND):
+            raise RoundAborted(f"the run went on without this peer: {refusal.message}") from refusal
 
     def _first_leader(self) -> PeerId | None:
         """The leader that held a place for this peer, or a better one that called since; None if there is neither."""
@@ -296,18 +303,6 @@ class Matchmaker:
             if peer_id not in unreachable and peer_id != leader and not self._endpoint.is_connected(peer_id)
         ]
         await asyncio.gather(*(reach(peer_id) for peer_id in others))
-
-    def _give_up_if_told(self, leader: PeerId, refusal: Refused) -> None:
-        """Abort if no leader can have a group for this peer at this position."""
-        is_ahead = refusal.code == BEHIND and leader != self._endpoint.peer_id
-        if is_ahead and self._roster.position().group_key:
-            return  # its group is done with this round of the grid; others may not be
-        if is_ahead:
-            self._view.note_ahead(leader)
-        if refusal.code in (BEHIND, TOLD_BEHIND):
-            raise RoundAborted(f"the run went on without this peer: {refusal.message}") from refusal
-        if refusal.code == FULL:
-            raise RoundAborted(refusal.message) from refusal
 
     def _choose_leader(self, unreachable: set[PeerId]) -> PeerId:
         expected = self._view.expected()
@@ -339,9 +334,8 @@ class Matchmaker:
             short_ids(expected)[: SHORT_ID_BYTES * MAX_EXPECTED],
             short_ids(clients)[: SHORT_ID_BYTES * MAX_EXPECTED],
             is_early,
-            self.group_stands,
-            0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
-            self._roster.recent_rounds(),
+            gather_s=0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
+            recent_rounds=self._roster.recent_rounds(),
         )
         better = self._state.follow(leader)
         self._group_leader.send_to(leader)

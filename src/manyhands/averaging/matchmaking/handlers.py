@@ -97,11 +97,7 @@ class MatchmakingState:
 
 
 class MatchmakingHandlers:
-    """Serves JOIN, LEAVE and INVITE for one run.
-
-    Attributes:
-        on_called_ahead: called when another peer begins to form the group of a future round.
-    """
+    """Serves JOIN, LEAVE and INVITE for one run."""
 
     def __init__(
         self,
@@ -119,7 +115,6 @@ class MatchmakingHandlers:
         self._group_leader = group_leader
         self._state = state
         self._config = config
-        self._catching_up: set[PeerId] = set()  # peers that asked for a place at a position this peer has yet to reach
         self.on_called_ahead: list[Callable[[], None]] = []
         endpoint.handle(JOIN, self._on_join)
         endpoint.handle(LEAVE, self._on_leave)
@@ -160,13 +155,9 @@ class MatchmakingHandlers:
         return InviteResponse()
 
     async def _check_known(self, remote: PeerId) -> None:
-        """Refuse a peer without a record, after another look, as it may be new.
-
-        Raises:
-            Refused: there is no record, or the peer gets no place because of its conduct.
-        """
+        """Refuse a peer that gets no place, or has no record, after another look, as it may be new."""
         me = self._endpoint.peer_id
-        if self._view.conduct.is_refused(remote, asyncio.get_running_loop().time()):
+        if self._view.is_refused(remote):
             raise Refused(me, REFUSED, "this peer has spoilt rounds, and gets no place in one for a while")
         if not self._roster.is_known(remote):
             await self._group_leader.look_again(is_due=True)
@@ -174,11 +165,7 @@ class MatchmakingHandlers:
                 raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
 
     async def _check_part(self, remote: PeerId, recent_rounds: Sequence[bytes]) -> None:
-        """Refuse a peer of another part of the run, after another look, as the records read here may be late.
-
-        Raises:
-            Refused: the peer is of another part of the run.
-        """
+        """Refuse a peer of another part of the run, after another look, as the records read here may be late."""
         if self._roster.is_stranger(remote, recent_rounds):
             await self._group_leader.look_again()
             if self._roster.is_stranger(remote, recent_rounds):
@@ -197,20 +184,10 @@ class MatchmakingHandlers:
         return InviteResponse(redirect.leader, redirect.leader_addresses)
 
     def _on_leave(self, remote: PeerId, request: LeaveRequest) -> LeaveResponse:
-        if remote in self._catching_up:
-            self._catching_up.remove(remote)  # it gets no place
-            return LeaveResponse()
         return LeaveResponse(is_too_late=not self._group_leader.let_go(remote, request.position))
 
     async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
-        self._catching_up.add(remote)
-        try:
-            await self._catch_up(request.position)
-        finally:
-            has_left = remote not in self._catching_up
-            self._catching_up.discard(remote)
-        if has_left:
-            return JoinResponse()
+        await self._catch_up(request.position)
         me, is_client, here = self._endpoint.peer_id, self._endpoint.client_mode, self._roster.position()
         try:
             check_join(me, is_client, self._run_fingerprint, here, remote, request)
@@ -227,11 +204,10 @@ class MatchmakingHandlers:
         self._endpoint.learn(remote, readable_addresses(request.member.addresses))
         self._call(is_early=request.is_early)
         if request.is_early:
-            return await self._group_leader.reserve(remote, request.expects, request.knows_it_stands)
+            return await self._group_leader.reserve(remote, request.expects)
         return await self._group_leader.take_in(request)
 
     def _call(self, *, is_early: bool) -> None:
-        """Another peer has begun a round, or to form its group."""
         if not is_early:
             self._roster.call_to_round()
             return

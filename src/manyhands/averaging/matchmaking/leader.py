@@ -8,19 +8,19 @@ import math
 import random
 from collections.abc import Collection, Mapping
 
-from manyhands.averaging.codec_choice import chosen_codec
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
     AVOIDED,
     BEHIND,
+    BUSY,
     FULL,
     OTHER_MANIFEST,
     OTHER_PART,
     TOLD_BEHIND,
+    chosen_codec,
     strange_part,
 )
 from manyhands.averaging.matchmaking.candidates import Candidates, split_ids
-from manyhands.averaging.matchmaking.pending_group import PendingGroup
 from manyhands.averaging.messages import (
     INVITE,
     MAX_ROUND_S,
@@ -36,7 +36,7 @@ from manyhands.averaging.messages import (
     short_id,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.base.deadline import time_limit
+from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import (
     ManyhandsError,
     NobodyThere,
@@ -52,6 +52,7 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 ROSTER_POLL_S = 0.2
+ASK_AGAIN_S = 1.0
 LOOK_TIMEOUT_S = 1.0
 LOOK_AGAIN_S = 2.0
 LOOK_FOR_NEWCOMER_S = 0.5
@@ -67,6 +68,102 @@ HELD_S = 1.0
 LEADER_S = 1.0
 """The least time that a leader's own training loop has to come, however impatient the followers are."""
 FLOAT_BYTES = 4
+
+
+class PendingGroup:
+    """A group that is still forming, at its leader. All times are those of the loop.
+
+    Attributes:
+        joined: the peers that have come.
+        reserved: peers that hold places until their values are there, and until when.
+        absent: peers that said that they do not come: on another branch, or at a later round of the grid.
+        due_since: when the first member had its values; infinite before that.
+        deadline: when the group closes with the members it has; infinite until a member has its values.
+        leader_due: how long the most patient member waits for the leader itself; None if there is none.
+        ends_at: end of the leader's time for the round.
+        seen: clients that are connected to a member, by short id.
+        hearsay: peers that only members know, by short id, and until when they are waited for.
+        answer: to all waiting members, once the group closes.
+    """
+
+    def __init__(self, position: Position) -> None:
+        loop = asyncio.get_running_loop()
+        self.position = position
+        self.began = loop.time()
+        self.due_since = self.deadline = self.ends_at = math.inf
+        self.leader_due: float | None = None
+        self.joined: dict[PeerId, Member] = {}
+        self.reserved: dict[PeerId, float] = {}
+        self.absent: set[PeerId] = set()
+        self.seen: set[bytes] = set()
+        self.hearsay: dict[bytes, float] = {}
+        self.changed = asyncio.Event()
+        self.answer: asyncio.Future[JoinResponse] = loop.create_future()
+        self.answer.add_done_callback(lambda answer: answer.exception())  # waiting members get it, if any
+        self._ask_again_at: dict[PeerId, float] = {}
+
+    async def wait_with(self, member: Member) -> JoinResponse:
+        """Give a peer its place, and wait for the outcome; raises why there is no group here."""
+        self.joined[member.peer_id] = member
+        self.hearsay.pop(short_id(member.peer_id), None)
+        self.changed.set()
+        try:
+            return await asyncio.shield(self.answer)
+        finally:
+            if not self.answer.done() and self.joined.get(member.peer_id) is member:  # it has not asked again
+                self._let_out(member.peer_id)
+
+    def _let_out(self, peer_id: PeerId) -> None:
+        del self.joined[peer_id]
+        self._ask_again_at.pop(peer_id, None)
+        self.changed.set()
+
+    def let_go(self, peer_id: PeerId) -> bool:
+        """Release a member's place; False if the group has closed with it."""
+        if self.answer.done():
+            return peer_id not in self.joined
+        if peer_id in self.joined:
+            self._let_out(peer_id)  # it is invited again, and its answer names its leader
+        return True
+
+    def begin(self, deadline: float) -> None:
+        """A member's values are there: set the deadline, and call the peers that hold places."""
+        if self.deadline == math.inf:
+            self.deadline, self.due_since = deadline, asyncio.get_running_loop().time()
+            self._ask_again_at.clear()
+
+    def left_s(self, leader: PeerId) -> float:
+        """Seconds until the group must close."""
+        until = self.deadline
+        if leader not in self.joined and self.leader_due is not None:
+            until = min(until, self.leader_due)
+        return until - asyncio.get_running_loop().time()
+
+    def have_places(self, now: float) -> set[PeerId]:
+        """Peers that have come or still hold a place."""
+        self.reserved = {peer_id: until for peer_id, until in self.reserved.items() if until > now}
+        return self.joined.keys() | self.reserved.keys()
+
+    def waits_for_hearsay(self, now: float) -> bool:
+        self.hearsay = {short: until for short, until in self.hearsay.items() if until > now}
+        return bool(self.hearsay)
+
+    def is_to_be_asked(self, peer_id: PeerId, now: float) -> bool:
+        """Whether it is time to invite a peer; one that did not come may have joined another group since."""
+        if peer_id in self.absent or now < self._ask_again_at.get(peer_id, now):
+            return False
+        self._ask_again_at[peer_id] = now + ASK_AGAIN_S
+        return True
+
+    def close(self, answer: JoinResponse | Exception) -> None:
+        """Answer all waiting members; only the first answer counts."""
+        if self.answer.done():
+            return
+        if isinstance(answer, JoinResponse):
+            self.answer.set_result(answer)
+        else:
+            self.answer.set_exception(answer)
+        self.changed.set()
 
 
 class GroupLeader:
@@ -112,60 +209,44 @@ class GroupLeader:
         pending.begin(now + self._config.matchmaking_time_s)
         pending.deadline = min(pending.deadline, now + gather_s)
         pending.ends_at = ends_at
-        pending.lead(own)
-        try:
-            return await asyncio.shield(pending.answer)
-        finally:
-            pending.remove(own)
+        return await pending.wait_with(own)
 
     async def take_in(self, request: JoinRequest) -> JoinResponse:
-        """Give another peer a place; wait for the outcome.
-
-        Raises:
-            PeerError, RoundAborted: why there is no group here.
-        """
-        now, member = asyncio.get_running_loop().time(), request.member
-        due = math.inf if self._has_come() else self._called_at(now) + self._patience_s(request)
-        if now >= due:
+        """Give another peer a place; wait for the outcome."""
+        now, member, position = asyncio.get_running_loop().time(), request.member, self._roster.position()
+        if self._called is None or self._called[0] != position:
+            self._called = (
+                position,
+                now,
+            )  # all count from the first call, so that equally patient peers leave together
+        patience_s = min(max(LEADER_S, request.gather_s or math.inf), self._config.matchmaking_time_s)
+        due, pending = self._called[1] + patience_s, self.pending
+        if now >= due and not (pending is not None and self._endpoint.peer_id in pending.joined):
             raise self._not_here()
         pending = self.open()
         if member.peer_id not in pending.joined and self._is_full(pending):
             size = self._config.max_group_size
             raise Refused(self._endpoint.peer_id, FULL, f"the group has its {size} members; try the next round")
         pending.begin(now + self._config.matchmaking_time_s)
+        pending.leader_due = max(due, pending.leader_due or due)
         self._note_hearsay(pending, request.expects)
         pending.seen |= split_ids(request.clients)
-        return await pending.wait_with(member, due)
-
-    def _called_at(self, now: float) -> float:
-        """When others first called this peer to the round (loop time), while it did not come.
-
-        All requests count from then, so that equally patient peers leave together.
-        """
-        position = self._roster.position()
-        if self._called is None or self._called[0] != position:
-            self._called = (position, now)
-        return self._called[1]
-
-    def _patience_s(self, request: JoinRequest) -> float:
-        """How long a peer waits for this one to come itself."""
-        return min(max(LEADER_S, request.gather_s or math.inf), self._config.matchmaking_time_s)
-
-    def _has_come(self) -> bool:
-        return self.pending is not None and self._endpoint.peer_id in self.pending.joined
+        return await pending.wait_with(member)
 
     def _not_here(self) -> Refused:
-        return Refused(self._endpoint.peer_id, "busy", "the leader's own training loop did not come to the round")
+        return Refused(self._endpoint.peer_id, BUSY, "the leader's own training loop did not come to the round")
 
-    async def reserve(self, peer_id: PeerId, expects: bytes, knows_it_stands: bool) -> JoinResponse:
-        """Hold a place for a peer, possibly this one; wait for news of whether the group stands."""
+    async def reserve(self, peer_id: PeerId, expects: bytes = b"") -> JoinResponse:
+        """Hold a place for a peer, possibly this one, until the group closes or it has to ask again."""
         pending = self.open()
         self._note_hearsay(pending, expects)
         pending.hearsay.pop(short_id(peer_id), None)
         pending.reserved[peer_id] = math.inf
         pending.changed.set()
         try:
-            return await pending.news(knows_it_stands, HOLD_S)
+            await asyncio.wait([pending.answer], timeout=HOLD_S)
+            end = pending.answer.result() if pending.answer.done() else JoinResponse()
+            return JoinResponse(leader=end.leader, leader_addresses=end.leader_addresses)
         finally:  # it asks again or comes at once, unless it has given its round up
             pending.reserved[peer_id] = asyncio.get_running_loop().time() + HELD_S
             if peer_id != self._endpoint.peer_id and not self._endpoint.is_connected(peer_id):
@@ -199,7 +280,7 @@ class GroupLeader:
     def open(self) -> PendingGroup:
         position, pending = self._roster.position(), self.pending
         if pending is None or pending.position != position or pending.answer.done():
-            pending = self.pending = PendingGroup(position, math.inf)
+            pending = self.pending = PendingGroup(position)
             self._tasks.spawn(self._gather(pending), name="gathering a group")
         return pending
 
@@ -226,11 +307,7 @@ class GroupLeader:
             logger.info("this peer leads with what it knew before: %s", error)
 
     async def look_again(self, *, is_due: bool = False) -> None:
-        """Like :meth:`_look_around`, but rate-limited, however many strangers ask.
-
-        Args:
-            is_due: wait until a look is allowed; all waiting calls share one look.
-        """
+        """Like :meth:`_look_around`, but rate-limited; with ``is_due`` wait until it is allowed, all in one look."""
         if self._looking is None:
             pause_s = LOOK_FOR_NEWCOMER_S if is_due else LOOK_AGAIN_S
             left_s = self._looked_again_at + pause_s - asyncio.get_running_loop().time()
@@ -301,10 +378,7 @@ class GroupLeader:
     async def _wait_for_all(self, pending: PendingGroup, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()
         while not pending.answer.done() and pending.position == self._roster.position():
-            own_id, next_due = self._endpoint.peer_id, math.inf
-            if own_id not in pending.joined:
-                pending.give_up_leader(loop.time(), self._not_here())
-                next_due = pending.next_due()
+            own_id = self._endpoint.peer_id
             left_s = pending.left_s(own_id)
             expected = self._without_lost_clients(pending)
             have_places = self._with_places(pending)
@@ -314,18 +388,15 @@ class GroupLeader:
             is_full = own_id in pending.joined and self._is_full(pending)
             if left_s <= 0 or are_all_here or is_full or (left_s == math.inf and not have_places):
                 return
-            pending.note_standing(awaited <= have_places and not waits_for_hearsay)
             self._invite_all(expected, pending, invitations)
             pending.changed.clear()
-            waiter = loop.create_task(pending.changed.wait())
-            await asyncio.wait([waiter], timeout=min(left_s, ROSTER_POLL_S, next_due - loop.time()))
-            waiter.cancel()
+            await wait_at_most(pending.changed, min(left_s, ROSTER_POLL_S))
 
     def _with_places(self, pending: PendingGroup) -> set[PeerId]:
         """The peers that have come, and those with places that are still waited for."""
         now, own = asyncio.get_running_loop().time(), {self._endpoint.peer_id}
-        holders = pending.have_places(now)
-        return pending.joined.keys() | holders & own | set(self._view.conduct.awaited(holders - own, now))
+        heeded = {peer_id for peer_id in pending.have_places(now) - own if self._view.is_heeded(peer_id)}
+        return pending.joined.keys() | heeded | (pending.reserved.keys() & own)
 
     def _without_lost_clients(self, pending: PendingGroup) -> Mapping[PeerId, bool]:
         """The expected peers, without clients that no peer here is connected to."""
@@ -382,7 +453,6 @@ class GroupLeader:
         pending.changed.set()
 
     async def _refused(self, peer_id: PeerId, refusal: Refused, pending: PendingGroup) -> None:
-        """Handle an invited peer's refusal."""
         if refusal.code == OTHER_MANIFEST:
             self._view.note_refusal(peer_id, refusal)
         elif refusal.code == OTHER_PART:
@@ -394,7 +464,7 @@ class GroupLeader:
             if pending.joined.keys() == {self._endpoint.peer_id}:  # nobody comes, so this peer goes to another leader
                 pending.close(refusal)
         elif refusal.code == BEHIND and pending.position.group_key:
-            pending.leave_out(peer_id)  # its group is done with this round of the grid; others may not be
+            pending.absent.add(peer_id)  # its group is done with this round of the grid; others may not be
         elif refusal.code == BEHIND and peer_id in self._view.expected():
             self._view.note_ahead(peer_id)
             pending.close(Refused(self._endpoint.peer_id, TOLD_BEHIND, refusal.message))

@@ -1,6 +1,6 @@
 """Assigns this peer its place among the groups of a run that is too large for one group; the roster of its rounds.
 
-A global step has one round along each axis of the grid (:mod:`manyhands.averaging.grid.layout`). Rounds are numbered
+A global step has one round along each axis of the grid (:mod:`manyhands.averaging.grid.seats`). Rounds are numbered
 consecutively: step s in a grid of d axes has the rounds s x d to s x d + d - 1. So the step and a peer's seat determine
 its group. Each peer publishes its seat with its progress. A run of up to ``max_group_size`` peers has no seats and no
 grid.

@@ -20,8 +20,7 @@ import torch
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position, RoundManifest
-from manyhands.averaging.round_outcome import CommittedRound
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Unavailable
 from manyhands.base.identity import PeerId

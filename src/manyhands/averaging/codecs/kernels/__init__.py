@@ -24,6 +24,8 @@ MIN_NUMEL = 1 << 14
 """Fewer values are not worth preparing for."""
 
 CODECS = ("int8", "fp16")
+LONG_S = 5.0
+"""What loading never takes."""
 
 _modules: dict[str, ModuleType | None] = {}
 
@@ -42,16 +44,9 @@ def prepare(numel: int, codec: str) -> None:
     began = time.monotonic()
     loaded = {codec: _load(codec) for codec in CODECS}
     seconds = time.monotonic() - began
-    if any(module is not None and _was_compiled(module) for module in loaded.values()):
-        logger.info("compiled the kernels of the codecs in %.1f s; from the next start on they are loaded", seconds)
-    else:
-        logger.debug("loaded the kernels of the codecs in %.1f s", seconds)
+    level = logging.INFO if seconds > LONG_S else logging.DEBUG
+    logger.log(level, "compiled or loaded the kernels of the codecs in %.1f s; they are compiled only once", seconds)
     _modules.update(loaded)
-
-
-def _was_compiled(module: ModuleType) -> bool:
-    """Whether this process compiled a kernel of the module, since Numba's cache did not have it."""
-    return any(stats.cache_misses for made in vars(module).values() if (stats := getattr(made, "stats", None)))
 
 
 def _load(codec: str) -> ModuleType | None:

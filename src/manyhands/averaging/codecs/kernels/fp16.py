@@ -121,21 +121,6 @@ def encode(values: Floats, encoded: Bytes) -> int:
 
 
 @compiled("int64(float32[::1], uint8[::1])")
-def requantize(values: Floats, encoded: Bytes) -> int:
-    """The same, and ``values`` become what is decoded of them; returns how many pieces are done."""
-    bits, halves, scales = values.view(np.int32), encoded.view(np.uint16), encoded.view(np.float32)
-    num_pieces = values.size // PIECE_NUMEL
-    for piece in range(num_pieces):
-        if not _write_piece(values, bits, piece, halves, scales):
-            return piece
-        start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
-        scale, place = scales[scale_at], 2 * scale_at + SCALE_BYTES // 2
-        for i in range(PIECE_NUMEL):
-            values[start + i] = _from_half(halves[place + i]) * scale
-    return num_pieces
-
-
-@compiled("int64(float32[::1], uint8[::1])")
 def decode(values: Floats, encoded: Bytes) -> int:
     """The values of whole pieces; returns how many are done."""
     halves, scales = encoded.view(np.uint16), encoded.view(np.float32)
@@ -154,25 +139,6 @@ def decode(values: Floats, encoded: Bytes) -> int:
             write_past_cache(values, start + row * ROW_NUMEL, decoded, 0, ROW_NUMEL)
     after_writes_past_cache()
     return num_done
-
-
-@compiled("int64(float32[::1], uint8[::1], float32, boolean)")
-def add(total: Floats, encoded: Bytes, weight: np.float32, is_first: bool) -> int:
-    """Add the weighted values of whole pieces to ``total``, or write them if they are the first; how many are done."""
-    halves, scales = encoded.view(np.uint16), encoded.view(np.float32)
-    num_pieces = total.size // PIECE_NUMEL
-    for piece in range(num_pieces):
-        start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
-        scale, place = scales[scale_at], 2 * scale_at + SCALE_BYTES // 2
-        if not _is_ordinary(scale, halves, place):
-            return piece
-        if is_first:
-            for i in range(PIECE_NUMEL):
-                total[start + i] = _from_half(halves[place + i]) * scale * weight
-        else:
-            for i in range(PIECE_NUMEL):
-                total[start + i] += _from_half(halves[place + i]) * scale * weight
-    return num_pieces
 
 
 @compiled("int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")

@@ -92,22 +92,6 @@ def encode(values: Floats, packed: Bytes) -> int:
 
 
 @compiled("int64(float32[::1], uint8[::1])")
-def requantize(values: Floats, packed: Bytes) -> int:
-    """The same, and ``values`` become what is decoded of them; returns how many rows are done."""
-    bits, headers = values.view(np.int32), packed.view(np.float32)
-    num_rows = values.size // ROW_NUMEL
-    for row in range(num_rows):
-        if not _quantize_row(values, bits, row, packed, headers):
-            return row
-        start, place = row * ROW_NUMEL, row * ROW_BYTES
-        header = (place + ROW_NUMEL) // 4
-        scale, bias = headers[header], headers[header + 1]
-        for i in range(ROW_NUMEL):
-            values[start + i] = np.float32(packed[place + i]) * scale + bias
-    return num_rows
-
-
-@compiled("int64(float32[::1], uint8[::1])")
 def decode(values: Floats, packed: Bytes) -> int:
     """The values of whole rows; returns how many are done."""
     headers, decoded = packed.view(np.float32), np.empty(ROW_NUMEL, np.float32)
@@ -125,26 +109,6 @@ def decode(values: Floats, packed: Bytes) -> int:
         write_past_cache(values, row * ROW_NUMEL, decoded, 0, ROW_NUMEL)
     after_writes_past_cache()
     return num_done
-
-
-@compiled("int64(float32[::1], uint8[::1], float32, boolean)")
-def add(total: Floats, packed: Bytes, weight: np.float32, is_first: bool) -> int:
-    """Add the weighted values of whole rows to ``total``, or write them if they are the first; how many are done."""
-    headers = packed.view(np.float32)
-    num_rows = total.size // ROW_NUMEL
-    for row in range(num_rows):
-        start, place = row * ROW_NUMEL, row * ROW_BYTES
-        header = (place + ROW_NUMEL) // 4
-        scale, bias = headers[header], headers[header + 1]
-        if not _is_ordinary(scale, bias):
-            return row
-        if is_first:
-            for i in range(ROW_NUMEL):
-                total[start + i] = (np.float32(packed[place + i]) * scale + bias) * weight
-        else:
-            for i in range(ROW_NUMEL):
-                total[start + i] += (np.float32(packed[place + i]) * scale + bias) * weight
-    return num_rows
 
 
 @compiled("int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")

@@ -1,4 +1,7 @@
-"""Sixteen bits for each value: fp16 with a scale for each piece, and bf16.
+"""Floats with 64, 32 or 16 bits for each value: exact, bf16, and fp16 with a scale for each piece.
+
+Unencoded values need not be copied: the encoding of a contiguous tensor is its own memory,
+``values_N.view(torch.uint8)``, and bytes received into such a view only have to be checked with ``check_finite``.
 
 Float16 has 11 significant bits, but only exponents from -24 to 15. So each piece of 65,536 values is multiplied by a
 power of two that brings its largest magnitude to [2^14, 2^15): gradients of 1e-8 and values of 1e38 keep 11 bits.
@@ -10,11 +13,49 @@ import math
 
 import torch
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, largest_magnitude, store, viewed_as
+from manyhands.averaging.codecs.codec import (
+    BadEncoding,
+    Codec,
+    NotFinite,
+    check_finite,
+    largest_magnitude,
+    store,
+    viewed_as,
+)
 
 SCALE_BYTES = 4
 LARGEST_BELOW_2_15 = 32752.0
 LARGEST_BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
+
+
+class Plain(Codec):
+    """Unencoded float32."""
+
+    name = "none"
+    code = 0
+    piece_numel = 1 << 20
+
+    def _piece_bytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+        check_finite(values_N)
+        out.copy_(values_N.view(torch.uint8))
+
+    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+        out_N.view(torch.uint8).copy_(encoded)
+        try:
+            check_finite(out_N)
+        except NotFinite as error:
+            raise BadEncoding(f"{self.name}: NaN or infinite values") from error
+
+
+class PlainFloat64(Plain):
+    """Unencoded float64, for vectors of float64, which are reduced in float64."""
+
+    name = "none_float64"
+    code = 1
+    dtype = torch.float64
 
 
 class Fp16(Codec):
