@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from manyhands.averaging.allreduce.bandwidth import Exchange, RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
@@ -27,7 +28,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.candidates import Roster
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Verdict, Vote
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict, Vote
 from manyhands.averaging.round_outcome import CommittedRound, Phase, RoundMeter
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
@@ -57,6 +58,7 @@ class RoundRunner:
 
     Attributes:
         on_phase: called when this peer enters a phase of its round.
+        on_means: called with what a round has committed, and the means as sent, before anybody changes these.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class RoundRunner:
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
         self._streams = PartnerStreams(own, config, self._tasks)
         self.on_phase: list[Callable[[Phase], None]] = []
+        self.on_means: list[Callable[[RoundManifest, Means], Awaitable[None]]] = []
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
         """Whether this peer is in a group's round, or may still be placed there by the leader's answer."""
@@ -261,6 +264,9 @@ class RoundRunner:
                 means = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
             if means is not None and (verdict.blamed or self._agreement.has_lost(group)):
                 await self._fetching.keep(means, manifest.digest)
+            if means is not None:
+                for tell in self.on_means:
+                    await tell(manifest, means)
             averaged_N = means.averaged_N if means is not None else None
             return CommittedRound(averaged_N, manifest, 0.0, 0.0, verdict.reason, tuple(verdict.blamed), is_outsized)
 

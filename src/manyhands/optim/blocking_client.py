@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import Timeout, Unavailable
+from manyhands.base.text import counted
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
+from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state.download import MAX_DOWNLOAD_S
+from manyhands.optim.state.replay import MissedStep
 from manyhands.optim.state.state import State
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
@@ -67,6 +70,7 @@ class BlockingRunClient:
             state = self._catch_up()
             place = self._replica.position, self._replica.lineage_samples
             self._call("joining the run", self._collaboration.begin, *place, state)
+            self.tell()
         except BaseException:
             self.leave()
             raise
@@ -80,6 +84,8 @@ class BlockingRunClient:
             try:
                 state = self._download()
                 self._restore(state)
+                for step in self.missed_steps():
+                    self.replay(step)
             except Unavailable as error:
                 failures.append(error)
             else:
@@ -194,6 +200,22 @@ class BlockingRunClient:
             return False
         self.moved_elsewhere(state)
         return True
+
+    def missed_steps(self) -> Iterator[MissedStep]:
+        """The steps that the others have made since this peer loaded a state, as far as its donors have kept them."""
+        while steps := self._run(self._collaboration.missed_steps(), "fetching steps", MAX_DOWNLOAD_S):
+            yield from steps
+            logger.info("Made %s of the others, up to step %d", counted(len(steps), "step"),
+                        self._replica.position.step)  # fmt: skip
+
+    def replay(self, step: MissedStep) -> None:
+        """Make a step of the others as they have made it; :meth:`tell` says so to the network thread."""
+        replica, manifest = self._replica, step.manifest
+        lineage, samples = replica.position.after(manifest).lineage, sum_of_samples(manifest.weights)
+        replica.advance(step.mean(), lineage, samples, None, contributors=list(manifest.contributors()))
+        replica.show()
+        place = replica.position, replica.lineage_samples, replica.sketch()
+        self._untold = partial(self._collaboration.replayed, *place)
 
     def _download(self) -> State:
         started = self._peer.time()

@@ -141,6 +141,8 @@ class LocalReplica(Replica):
         ConfigError: ``outer`` makes no optimizer of the given parameters, or there are fewer tensors than fragments.
     """
 
+    can_replay = False  # each step changes a part, and newcomers take the inner optimizer's statistics over
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,

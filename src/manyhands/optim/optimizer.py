@@ -374,10 +374,13 @@ class Optimizer(OptimizerWrapper):
     # global steps
 
     def _act_on(self, decision: Decision) -> None:
+        if decision is Decision.LOAD_STATE and self._replay():
+            return
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
             if state := self._membership.downloaded():
                 self._go_to(state, is_reload=decision is Decision.RELOAD)
                 self._membership.tell()
+                self._replay()
         elif decision is Decision.AVERAGE:
             if self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
                 self._step_alone()
@@ -517,6 +520,18 @@ class Optimizer(OptimizerWrapper):
             if is_reload:
                 self._failed(self._replica.position.step, "its parameters were not those of the majority")
             self._moved_elsewhere()
+
+    def _replay(self) -> bool:
+        """Make the steps that the others have made since a state was loaded; returns whether there were any."""
+        position = self._replica.position
+        for step in self._membership.missed_steps():
+            with uninterrupted():
+                before = self._replica.position
+                self._membership.replay(step)
+                self._samples.load(before)
+                self._moved_elsewhere()
+        self._membership.tell()
+        return self._replica.position != position
 
     def _moved_elsewhere(self) -> None:
         """Reset what describes the last own step: the parameters now come from elsewhere."""

@@ -107,6 +107,7 @@ class Butterfly:
         self._rank = rank
         self._flat_N = flat_N
         self._plan = plan
+        self._codec = group.codec
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
         gathered = Gathered(plan, self._weights) if plan.passes_on else None
@@ -137,7 +138,8 @@ class Butterfly:
 
     def means(self) -> Means:
         """The means as sent, by reducer, as far as they have come; call it once the butterfly has ended."""
-        return Means(self.averaged_N, False, self._encoded, self._decode_all)
+        chunks = () if self._plan.passes_on else self.partition.chunks
+        return Means(self.averaged_N, False, self._encoded, self._decode_all, self._codec, chunks)
 
     def partners(self) -> list[int]:
         """Ranks with which values are exchanged; two members without spans exchange nothing."""

@@ -52,9 +52,14 @@ def longest_attempt_s(config: AveragingConfig) -> float:
 
 
 class LocalState(Protocol):
-    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`."""
+    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`.
+
+    Attributes:
+        can_replay: whether an averaged vector is all that a step takes.
+    """
 
     position: Position
+    can_replay: bool
 
     @property
     def drift_bound(self) -> float:

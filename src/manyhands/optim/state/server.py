@@ -14,7 +14,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import msgspec
@@ -129,6 +129,9 @@ class StateServer:
         capture: copies the current state; called on an executor thread.
         position: of this peer.
         recent_rounds: of its last steps in a grid.
+
+    Attributes:
+        state_bytes: size of the tensors of the last state that was copied.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class StateServer:
         self._capture = capture
         self._position = position
         self._recent_rounds = recent_rounds
+        self.state_bytes = 0
         self._snapshot: weakref.ref[Snapshot] | None = None  # lives as long as a peer downloads it
         self._capturing = asyncio.Lock()
         self._serving: set[PeerId] = set()
@@ -165,16 +169,20 @@ class StateServer:
         """
         return (self._late_downloads if by_latecomers else self._downloads).recent(patience_s)
 
+    def following(self, remote: PeerId) -> AbstractContextManager[None]:
+        """Within the block, a peer counts as one that downloads the state."""
+        return self._downloads.one_more(remote)
+
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
             request = msgspec.msgpack.decode(header, type=StateRequest)
         except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
         if request.run_id != self._run_id:
-            await _send(stream, _encoded(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
+            await send_moving(stream, framed(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
         elif remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
             reason = "it hands the state out as often as it can already"
-            await _send(stream, _encoded(StateAnswer(reason=reason, is_full=True)))
+            await send_moving(stream, framed(StateAnswer(reason=reason, is_full=True)))
         else:
             with ExitStack() as counting:
                 self._serving.add(remote)
@@ -192,7 +200,7 @@ class StateServer:
         """Send what the newcomer asks for until it closes the stream, or asks for nothing for long."""
         state, wanted, news = snapshot.state, deque[int](), asyncio.Event()
         logger.info("peer %s downloads the state of step %d", stream.remote, state.header.position.step)
-        await _send(stream, _encoded(StateAnswer(state.header, recent_rounds=state.recent_rounds)))
+        await send_moving(stream, framed(StateAnswer(state.header, recent_rounds=state.recent_rounds)))
         reading = asyncio.get_running_loop().create_task(_take_requests(stream, snapshot, wanted, news))
         reading.add_done_callback(lambda _: news.set())
         num_announced = 0
@@ -202,10 +210,10 @@ class StateServer:
                     news.clear()
                     if digests := snapshot.digests[num_announced:]:
                         num_announced += len(digests)
-                        await _send(stream, FRAME.pack(DIGESTS, len(digests)), *digests)
+                        await send_moving(stream, FRAME.pack(DIGESTS, len(digests)), *digests)
                     elif wanted:
                         index = wanted.popleft()
-                        await _send(stream, FRAME.pack(CHUNK, index), snapshot.state.chunk(index))
+                        await send_moving(stream, FRAME.pack(CHUNK, index), snapshot.state.chunk(index))
                     else:
                         await wait_at_most(news, STALL_TIMEOUT_S)
                         if not news.is_set():
@@ -224,7 +232,7 @@ class StateServer:
                 rounds,
             ):
                 snapshot = Snapshot(replace(await run_to_end(self._capture), recent_rounds=rounds))
-                self._snapshot = weakref.ref(snapshot)
+                self._snapshot, self.state_bytes = weakref.ref(snapshot), snapshot.state.content.numel()
                 self._tasks.spawn(snapshot.hash(), name="hashing the state")
             return snapshot
 
@@ -269,12 +277,14 @@ def longest_s(header: StateHeader) -> float:
     return STALL_TIMEOUT_S + offsets_of(header.tensors)[1] / MIN_BYTES_PER_S
 
 
-def _encoded(answer: StateAnswer) -> bytes:
+def framed(answer: msgspec.Struct) -> bytes:
+    """An answer on the wire, behind its length."""
     encoded = msgspec.msgpack.encode(answer)
     return len(encoded).to_bytes(4, "big") + encoded
 
 
-async def _send(stream: Stream, *buffers: bytes | memoryview) -> None:
+async def send_moving(stream: Stream, *buffers: bytes | memoryview) -> None:
+    """Send as long as the other end takes something."""
     phase = f"for peer {stream.remote} to take the next {MIN_STALL_BYTES} bytes of the state"
     await while_moving(
         stream.send(*buffers),

@@ -66,7 +66,10 @@ class Replica:
         lineage_samples: samples in all steps that led there.
         origin: the last of these steps; None at the beginning, or if unknown.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
+        can_replay: whether a newcomer can make past steps from their averaged vectors alone.
     """
+
+    can_replay = True
 
     def __init__(
         self,

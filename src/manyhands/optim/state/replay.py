@@ -1,0 +1,299 @@
+"""Hands the steps that a run makes while a newcomer downloads its state to that newcomer, which makes them itself.
+
+From the beginning of a download on, the donor keeps the means of each step as they travelled, with what the round has
+committed. A newcomer that has the state of step s opens a bulk stream with a :class:`ReplayRequest`; the donor answers
+with a :class:`ReplayAnswer`, and then with each step after s: a :class:`KeptStep` and the means. The digest in what was
+committed covers the means, and the lineage of a position covers all that was committed on the way. So a newcomer that
+has come to the position of the majority has applied the very means that the others have (docs/explanation/state.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+import torch
+
+from manyhands.access.gate import RunGate
+from manyhands.averaging.allreduce.means import Means, again, digest_of_all
+from manyhands.averaging.codecs import BadEncoding, Plan
+from manyhands.averaging.memory import bytes_of, empty_vector
+from manyhands.averaging.messages import Count, Position, RoundManifest
+from manyhands.base.deadline import time_limit, while_moving
+from manyhands.base.errors import ProtocolViolation
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
+from manyhands.optim.state.server import (
+    MAX_DOWNLOADS,
+    MIN_BYTES_PER_S,
+    MIN_STALL_BYTES,
+    STALL_TIMEOUT_S,
+    StateServer,
+    framed,
+    send_moving,
+)
+from manyhands.rpc import Endpoint
+from manyhands.rpc.frames import UNREADABLE, readable
+from manyhands.runtime.executor import run_to_end
+from manyhands.transport.api import Stream
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+STREAM_KIND = "replay/1"
+OPENING_S = 5.0
+KEPT_S = 10.0
+"""Steps are kept for so long after the last download has ended: the newcomer may miss one more."""
+MAX_HEADER_BYTES = 1 << 20
+MAX_PIECES = 1 << 12
+MAX_CHUNKS = 1 << 15
+
+
+class ReplayRequest(msgspec.Struct):
+    """Opens the stream: asks for the steps from a position on."""
+
+    run_id: str
+    position: Position
+
+
+class ReplayAnswer(msgspec.Struct):
+    """Sent first, prefixed by its length as each header.
+
+    Attributes:
+        num_steps: that follow.
+        is_current: the last of them leads to the donor's own position; without steps, the newcomer is there already.
+    """
+
+    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+    is_current: bool
+
+
+class KeptStep(msgspec.Struct):
+    """A step; its means follow, piece by piece.
+
+    Attributes:
+        manifest: what the group has committed.
+        codec: code of the encoding of the means.
+        is_again: the vector was averaged in more than one ballot: the pieces are plain parts of it.
+        stops: else for each piece, the ends of its chunks in the vector, in elements.
+    """
+
+    manifest: RoundManifest
+    codec: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    is_again: bool
+    stops: Annotated[
+        list[Annotated[list[Count], msgspec.Meta(max_length=MAX_CHUNKS)]], msgspec.Meta(max_length=MAX_PIECES)
+    ] = []
+
+
+make_ready(ReplayRequest, ReplayAnswer, KeptStep)
+
+
+class StepKeeper:
+    """Keeps this peer's last steps while others download the state, and hands them out.
+
+    Args:
+        server: knows who downloads the state, and how large that is: all kept steps together take no more memory. If
+            the steps that are made during a download are more than that, the newcomer could never catch up.
+        position: of this peer.
+    """
+
+    def __init__(self, endpoint: Endpoint, run_id: str, server: StateServer, position: Callable[[], Position]) -> None:
+        self._endpoint = endpoint
+        self._run_id = run_id
+        self._server = server
+        self._position = position
+        self._steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = deque()
+        self._serving: set[PeerId] = set()
+        self._forgetting: asyncio.TimerHandle | None = None
+        endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(endpoint, run_id).check)
+
+    def close(self) -> None:
+        self._endpoint.refuse_bulk(STREAM_KIND)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+            self._forgetting = None
+
+    async def add(self, manifest: RoundManifest, means: Means) -> None:
+        """Keep a step that this peer's round has committed, if anybody may need it."""
+        if not self._server.followers(KEPT_S):
+            self._forget()
+            return
+        if manifest.position.group_key or not (means.is_again or means.chunks):  # a grid's, or no means were sent
+            return
+        lasting = await run_to_end(means.lasting)
+        stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
+        self._steps.append((KeptStep(manifest, means.codec, means.is_again, stops), lasting.pieces))
+        while sum(piece.numel() for _, pieces in self._steps for piece in pieces) > self._server.state_bytes:
+            self._steps.popleft()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = asyncio.get_running_loop().call_later(KEPT_S, self._forget_unless_followed)
+
+    def _forget_unless_followed(self) -> None:
+        self._look_again() if self._server.followers(KEPT_S) else self._forget()
+
+    async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
+        try:
+            request = msgspec.msgpack.decode(header, type=ReplayRequest)
+        except UNREADABLE as error:
+            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        if request.run_id != self._run_id:
+            return
+        if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
+            await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
+            return
+        self._serving.add(remote)
+        with self._server.following(remote):
+            try:
+                limit_s = await self._send_steps(stream, request.position)
+            finally:
+                self._serving.discard(remote)  # it may ask again before this stream is closed
+            async with time_limit(limit_s, f"peer {remote} to take the steps"):
+                await stream.wait_closed()
+
+    async def _send_steps(self, stream: Stream, position: Position) -> float:
+        """Send the kept steps from a position on; returns a time limit for their way."""
+        steps = self._steps_from(position)
+        last = steps[-1][0].manifest if steps else None
+        end = last.position.after(last) if last is not None else position
+        num_bytes = sum(piece.numel() for _, pieces in steps for piece in pieces)
+        limit_s = STALL_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S
+        async with time_limit(limit_s, f"sending steps to peer {stream.remote}"):
+            await send_moving(stream, framed(ReplayAnswer(len(steps), is_current=end == self._position())))
+            for kept, pieces in steps:
+                await send_moving(stream, framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel()))
+        return limit_s
+
+    def _steps_from(self, position: Position) -> list[tuple[KeptStep, Sequence[torch.Tensor]]]:
+        """The kept steps that lead on from a position, without a gap."""
+        found = []
+        for kept, pieces in self._steps:
+            if kept.manifest.position == position:
+                found.append((kept, pieces))
+                position = position.after(kept.manifest)
+        return found
+
+
+class MissedStep:
+    """A step that was made without this peer.
+
+    Attributes:
+        manifest: what the group has committed.
+    """
+
+    def __init__(self, manifest: RoundManifest, means: Means) -> None:
+        self.manifest = manifest
+        self._means = means
+
+    def mean(self) -> torch.Tensor:
+        """The averaged vector; float32, on the host, shape [N]. Each call but the first may return changed values."""
+        self._means.decode()
+        return self._means.averaged_N
+
+
+async def fetch_steps(
+    endpoint: Endpoint, run_id: str, donor: PeerId, position: Position, plan_of_code: Callable[[int], Plan]
+) -> tuple[list[MissedStep], bool]:
+    """Fetch the steps that a donor has kept from a position on, and whether it has no more.
+
+    Args:
+        plan_of_code: the encoding of the vectors of the run with the codec of a code.
+    Raises:
+        ProtocolViolation: they are not what was committed, or do not follow each other.
+        PeerError, Unavailable: it does not send them.
+    """
+    request = msgspec.msgpack.encode(ReplayRequest(run_id, position))
+    stream = await RunGate(endpoint, run_id).through(
+        donor, OPENING_S, lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s)
+    )
+    try:
+        async with time_limit(OPENING_S, f"asking peer {donor} for the steps since {position.step}"):
+            answer = await _receive(stream, ReplayAnswer)
+        steps = []
+        for _ in range(answer.num_steps):
+            kept = await _receive(stream, KeptStep)
+            if kept.manifest.position != position:
+                raise ProtocolViolation(donor, f"sent a step from {kept.manifest.position}, in place of {position}")
+            steps.append(await _receive_means(stream, kept, plan_of_code))
+            position = position.after(kept.manifest)
+        return steps, answer.is_current
+    finally:
+        endpoint.release(stream)
+
+
+async def _receive_means(stream: Stream, kept: KeptStep, plan_of_code: Callable[[int], Plan]) -> MissedStep:
+    try:
+        means = _room_for(kept, plan_of_code(kept.codec))
+    except BadEncoding as error:
+        raise ProtocolViolation(stream.remote, f"sent a step that cannot be: {readable(str(error))}") from error
+    for piece in means.pieces:
+        if piece.numel():
+            await _receive_into(stream, bytes_of(piece))
+    if digest_of_all(means.is_again, await run_to_end(means.digests)) != kept.manifest.digest:
+        raise ProtocolViolation(stream.remote, "sent means that are not what was committed")
+    return MissedStep(kept.manifest, means)
+
+
+def _room_for(kept: KeptStep, plan: Plan) -> Means:
+    """Memory for the means of a step.
+
+    Raises:
+        BadEncoding: they are not those of a whole vector.
+    """
+    if kept.is_again:
+        return again(empty_vector(plan.numel, plan.dtype))
+    bounds = [0, *itertools.chain.from_iterable(kept.stops)]
+    if bounds[-1] != plan.numel or len(bounds) > MAX_CHUNKS or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise BadEncoding(f"{len(bounds) - 1} chunks up to {bounds[-1]}, in a vector of {plan.numel}")
+    parts = [slice(*bound) for bound in itertools.pairwise(bounds)]
+    ends = list(itertools.accumulate(len(stops) for stops in kept.stops))
+    chunks = [parts[end - len(stops) : end] for end, stops in zip(ends, kept.stops, strict=True)]
+    sizes = [[plan.num_bytes(part.start, part.stop) for part in of_piece] for of_piece in chunks]
+    pieces = [empty_vector(sum(of_piece), torch.uint8) for of_piece in sizes]
+    averaged_N = torch.empty(0, dtype=plan.dtype)
+
+    def decode() -> None:
+        means.averaged_N = empty_vector(plan.numel, plan.dtype)
+        for piece, of_piece, of_chunks in zip(pieces, sizes, chunks, strict=True):
+            for encoded, part in zip(torch.split(piece, of_piece), of_chunks, strict=True):
+                plan.decode(encoded, part.start, means.averaged_N[part])
+
+    means = Means(averaged_N, False, pieces, decode, kept.codec, chunks)
+    return means
+
+
+async def _receive(stream: Stream, kind: type[T]) -> T:
+    prefix = bytearray(4)
+    await _receive_into(stream, memoryview(prefix))
+    num_bytes = int.from_bytes(prefix, "big")
+    if num_bytes > MAX_HEADER_BYTES:
+        raise ProtocolViolation(stream.remote, f"the header of a step has {num_bytes} bytes")
+    encoded = bytearray(num_bytes)
+    await _receive_into(stream, memoryview(encoded))
+    try:
+        return msgspec.msgpack.decode(encoded, type=kind)
+    except UNREADABLE as error:
+        raise ProtocolViolation(
+            stream.remote, f"the header of a step cannot be read: {readable(str(error))}"
+        ) from error
+
+
+async def _receive_into(stream: Stream, view: memoryview) -> None:
+    await while_moving(
+        stream.receive_into(view),
+        lambda: stream.bytes_received,
+        at_least=MIN_STALL_BYTES,
+        within_s=STALL_TIMEOUT_S,
+        phase=f"for the next {MIN_STALL_BYTES} bytes of the steps that peer {stream.remote} keeps",
+    )
