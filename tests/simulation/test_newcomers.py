@@ -16,16 +16,17 @@ from tests.simulation.swarm_of_trainers import Member, Swarm, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TRAINERS = ("p0", "p1", "p2")
+TRAINERS = ("p0", "p1")
 NEWCOMER = "late"
 BATCH_SIZE = 4
-TARGET = 96
-"""Three trainers take 4 s for it."""
-WIDTHS = (240, 250)
+BATCH_S = 1.0
+TARGET = 32
+"""Two trainers take 4 s for it."""
+WIDTHS = (150, 160)
 STATE_BYTES = 4 * 4 * WIDTHS[0] * WIDTHS[1]
 """Parameters and three statistics of AdamW, about."""
 STEP_S = 4.2
-JOINS_S = 20.0
+JOINS_S = 12.0
 
 
 @pytest.fixture(autouse=True)
@@ -57,26 +58,29 @@ class Run:
 
     swarm: Swarm
     joined_at: Position = field(default_factory=lambda: Position(0, b""))
-    begun_at: int = 0
+    is_over: bool = False
     contributors: dict[int, list[str]] = field(default_factory=dict)
     digests: dict[int, set[str]] = field(default_factory=dict)
 
     def train(self, member: Member, until_s: float) -> None:
         generator = torch.Generator().manual_seed(len(member.name))
-        while member.peer.time() < until_s:
+        while not self.is_over and member.peer.time() < until_s:
             inputs = torch.randn(BATCH_SIZE, WIDTHS[0], generator=generator)
             before = member.optimizer.global_step
-            member.step(member.model(inputs).square().mean())
+            member.step(member.model(inputs).square().mean(), BATCH_S)
             member.check_samples()
             step = member.optimizer.global_step
             if step != before:
                 self.digests.setdefault(step, set()).add(member.optimizer.state_digest())
             if step != before and (round_ := member.optimizer.last_round) is not None:
                 self.contributors[step] = list(round_.contributors())
+            self.is_over = self.is_over or (
+                member.name == NEWCOMER and member.optimizer.statistics.rounds_committed >= 2
+            )
 
 
 def joined(codec: str, num_steps: float, until_s: float = 110.0, **options: Any) -> Run:
-    """Three peers train; one more joins, whose line takes so many steps for the state."""
+    """Two peers train; one more joins, whose line takes so many steps for the state."""
     run = Run(swarm := Swarm(seed=3))
     averaging = AveragingConfig(codec=codec, matchmaking_time_s=4.0, averaging_timeout_s=30.0)
     options = {"target_batch_size": TARGET, "batch_size_per_step": BATCH_SIZE, "averaging": averaging, **options}

@@ -205,6 +205,7 @@ class BlockingRunClient:
         """The steps that the others have made since this peer loaded a state, as far as its donors have kept them."""
         while steps := self._run(self._collaboration.missed_steps(), "fetching steps", MAX_DOWNLOAD_S):
             yield from steps
+            self.tell()
             logger.info("Made %s of the others, up to step %d", counted(len(steps), "step"),
                         self._replica.position.step)  # fmt: skip
 

@@ -43,6 +43,8 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
+AT_ONCE = 2
+"""Steps that a newcomer fetches at a time take about the memory of so many vectors in float32."""
 MAX_DOUBTED = 3
 """States to download until one has the sums that the majority published."""
 NEAR_TIMEOUT_S = 1.0
@@ -438,18 +440,23 @@ class Collaboration:
         """Fetch the steps that the others have made since this peer loaded a state, as far as its donors kept them."""
         if not self._num_vain_loads or self._has_parted or not self._local.can_replay:
             return []
-        for donor in self._state_donors:
+        await self.tracker.look(NEAR_TIMEOUT_S)
+        position, believed = self._local.position, self.tracker.branches.believed.values()
+        num_due = max((record.position.step for record in believed), default=0) + 1 - position.step  # donors know first
+        numel = sum(math.prod(shape) for shape in self._local.shapes)
+        for donor in self._state_donors if num_due > 0 else ():
             try:
                 steps, is_current = await fetch_steps(
-                    self._presence.endpoint, self.run_id, donor, self._local.position, self._plan_of
-                )
+                    self._presence.endpoint, self.run_id, donor, position, self._plan_of,
+                    max_bytes=AT_ONCE * 4 * numel,
+                )  # fmt: skip
             except (PeerError, Unavailable) as error:
                 logger.info("the steps since the state was loaded do not come from peer %s: %s", donor, error)
                 if isinstance(error, ProtocolViolation):
                     self.tracker.shun(donor)
                 continue
             if steps or is_current:
-                return steps
+                return steps[:num_due]
         return []
 
     def _plan_of(self, code: int) -> Plan:

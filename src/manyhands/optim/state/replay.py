@@ -53,10 +53,11 @@ MAX_CHUNKS = 1 << 15
 
 
 class ReplayRequest(msgspec.Struct):
-    """Opens the stream: asks for the steps from a position on."""
+    """Opens the stream: asks for the steps from a position on, but no further ones once these have ``max_bytes``."""
 
     run_id: str
     position: Position
+    max_bytes: Count
 
 
 class ReplayAnswer(msgspec.Struct):
@@ -153,35 +154,36 @@ class StepKeeper:
         if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
             await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
             return
+        steps = self._steps_from(request)
+        num_bytes = sum(piece.numel() for _, pieces in steps for piece in pieces)
+        limit_s = STALL_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S
         self._serving.add(remote)
-        with self._server.following(remote):
+        with self._server.following(remote, is_late=len(steps) == 1):  # with one more it takes part, so wait for it
             try:
-                limit_s = await self._send_steps(stream, request.position)
+                async with time_limit(limit_s, f"sending steps to peer {remote}"):
+                    await self._send_steps(stream, request.position, steps)
             finally:
                 self._serving.discard(remote)  # it may ask again before this stream is closed
             async with time_limit(limit_s, f"peer {remote} to take the steps"):
                 await stream.wait_closed()
 
-    async def _send_steps(self, stream: Stream, position: Position) -> float:
-        """Send the kept steps from a position on; returns a time limit for their way."""
-        steps = self._steps_from(position)
+    async def _send_steps(
+        self, stream: Stream, position: Position, steps: list[tuple[KeptStep, Sequence[torch.Tensor]]]
+    ) -> None:
         last = steps[-1][0].manifest if steps else None
         end = last.position.after(last) if last is not None else position
-        num_bytes = sum(piece.numel() for _, pieces in steps for piece in pieces)
-        limit_s = STALL_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S
-        async with time_limit(limit_s, f"sending steps to peer {stream.remote}"):
-            await send_moving(stream, framed(ReplayAnswer(len(steps), is_current=end == self._position())))
-            for kept, pieces in steps:
-                await send_moving(stream, framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel()))
-        return limit_s
+        await send_moving(stream, framed(ReplayAnswer(len(steps), is_current=end == self._position())))
+        for kept, pieces in steps:
+            await send_moving(stream, framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel()))
 
-    def _steps_from(self, position: Position) -> list[tuple[KeptStep, Sequence[torch.Tensor]]]:
+    def _steps_from(self, request: ReplayRequest) -> list[tuple[KeptStep, Sequence[torch.Tensor]]]:
         """The kept steps that lead on from a position, without a gap."""
-        found = []
+        found, position, num_bytes = [], request.position, 0
         for kept, pieces in self._steps:
-            if kept.manifest.position == position:
+            if kept.manifest.position == position and num_bytes < request.max_bytes:
                 found.append((kept, pieces))
                 position = position.after(kept.manifest)
+                num_bytes += sum(piece.numel() for piece in pieces)
         return found
 
 
@@ -190,38 +192,48 @@ class MissedStep:
 
     Attributes:
         manifest: what the group has committed.
+        num_bytes: of the averaged vector as it travelled.
     """
 
     def __init__(self, manifest: RoundManifest, means: Means) -> None:
         self.manifest = manifest
+        self.num_bytes = sum(piece.numel() for piece in means.pieces)
         self._means = means
 
     def mean(self) -> torch.Tensor:
-        """The averaged vector; float32, on the host, shape [N]. Each call but the first may return changed values."""
+        """The averaged vector, which the caller may change; float32, on the host, shape [N]. Call it once."""
         self._means.decode()
         return self._means.averaged_N
 
 
 async def fetch_steps(
-    endpoint: Endpoint, run_id: str, donor: PeerId, position: Position, plan_of_code: Callable[[int], Plan]
+    endpoint: Endpoint,
+    run_id: str,
+    donor: PeerId,
+    position: Position,
+    plan_of_code: Callable[[int], Plan],
+    max_bytes: int,
 ) -> tuple[list[MissedStep], bool]:
     """Fetch the steps that a donor has kept from a position on, and whether it has no more.
 
     Args:
         plan_of_code: the encoding of the vectors of the run with the codec of a code.
+        max_bytes: take no more steps once these take more memory.
     Raises:
         ProtocolViolation: they are not what was committed, or do not follow each other.
         PeerError, Unavailable: it does not send them.
     """
-    request = msgspec.msgpack.encode(ReplayRequest(run_id, position))
+    request = msgspec.msgpack.encode(ReplayRequest(run_id, position, max_bytes))
     stream = await RunGate(endpoint, run_id).through(
         donor, OPENING_S, lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s)
     )
     try:
         async with time_limit(OPENING_S, f"asking peer {donor} for the steps since {position.step}"):
             answer = await _receive(stream, ReplayAnswer)
-        steps = []
+        steps: list[MissedStep] = []
         for _ in range(answer.num_steps):
+            if sum(step.num_bytes for step in steps) >= max_bytes:
+                raise ProtocolViolation(donor, f"sent more steps than have {max_bytes} bytes")
             kept = await _receive(stream, KeptStep)
             if kept.manifest.position != position:
                 raise ProtocolViolation(donor, f"sent a step from {kept.manifest.position}, in place of {position}")

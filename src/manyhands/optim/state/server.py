@@ -14,7 +14,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import msgspec
@@ -169,9 +169,11 @@ class StateServer:
         """
         return (self._late_downloads if by_latecomers else self._downloads).recent(patience_s)
 
-    def following(self, remote: PeerId) -> AbstractContextManager[None]:
+    @contextmanager
+    def following(self, remote: PeerId, *, is_late: bool = False) -> Iterator[None]:
         """Within the block, a peer counts as one that downloads the state."""
-        return self._downloads.one_more(remote)
+        with self._downloads.one_more(remote), self._late_downloads.one_more(remote) if is_late else nullcontext():
+            yield
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
@@ -188,9 +190,7 @@ class StateServer:
                 self._serving.add(remote)
                 counting.callback(self._serving.discard, remote)
                 if not request.is_onlooker:
-                    counting.enter_context(self._downloads.one_more(remote))
-                if request.is_late:
-                    counting.enter_context(self._late_downloads.one_more(remote))
+                    counting.enter_context(self.following(remote, is_late=request.is_late))
                 snapshot = await self._current()
                 async with time_limit(longest_s(snapshot.state.header), f"handing the state out to peer {remote}"):
                     await self._serve(stream, snapshot)
