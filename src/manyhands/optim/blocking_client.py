@@ -84,6 +84,7 @@ class BlockingRunClient:
             try:
                 state = self._download()
                 self._restore(state)
+                self._run(collaboration.tracker.look(), phase)
                 for step in self.missed_steps():
                     self.replay(step)
             except Unavailable as error:
@@ -203,11 +204,14 @@ class BlockingRunClient:
 
     def missed_steps(self) -> Iterator[MissedStep]:
         """The steps that the others have made since this peer loaded a state, as far as its donors have kept them."""
-        while steps := self._run(self._collaboration.missed_steps(), "fetching steps", MAX_DOWNLOAD_S):
+        collaboration, phase = self._collaboration, "fetching the steps since the state was loaded"
+        while steps := self._run(collaboration.missed_steps(), phase, MAX_DOWNLOAD_S):
             yield from steps
             self.tell()
-            logger.info("Made %s of the others, up to step %d", counted(len(steps), "step"),
-                        self._replica.position.step)  # fmt: skip
+            logger.info(
+                "Made %s of the others, up to step %d", counted(len(steps), "step"), self._replica.position.step
+            )
+            self._run(collaboration.tracker.look(), phase)
 
     def replay(self, step: MissedStep) -> None:
         """Make a step of the others as they have made it; :meth:`tell` says so to the network thread."""

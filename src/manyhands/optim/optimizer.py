@@ -380,7 +380,6 @@ class Optimizer(OptimizerWrapper):
             if state := self._membership.downloaded():
                 self._go_to(state, is_reload=decision is Decision.RELOAD)
                 self._membership.tell()
-                self._replay()
         elif decision is Decision.AVERAGE:
             if self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
                 self._step_alone()

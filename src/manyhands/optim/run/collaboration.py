@@ -440,7 +440,6 @@ class Collaboration:
         """Fetch the steps that the others have made since this peer loaded a state, as far as its donors kept them."""
         if not self._num_vain_loads or self._has_parted or not self._local.can_replay:
             return []
-        await self.tracker.look(NEAR_TIMEOUT_S)
         position, believed = self._local.position, self.tracker.branches.believed.values()
         num_due = max((record.position.step for record in believed), default=0) + 1 - position.step  # donors know first
         numel = sum(math.prod(shape) for shape in self._local.shapes)

@@ -44,7 +44,8 @@ from manyhands.transport.api import Stream
 T = TypeVar("T", bound=msgspec.Struct)
 
 STREAM_KIND = "replay/1"
-OPENING_S = 5.0
+OPENING_S = 2.0
+"""Time for a donor to answer before the next one is asked."""
 KEPT_S = 10.0
 """Steps are kept for so long after the last download has ended: the newcomer may miss one more."""
 MAX_HEADER_BYTES = 1 << 20
