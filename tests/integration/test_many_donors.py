@@ -242,3 +242,23 @@ async def test_chunks_that_have_not_changed_are_not_downloaded_again() -> None:
         assert torch.equal(second.tensors[0], donor.weights[0].detach())
         assert second.num_bytes <= 2 * CHUNK_BYTES
         assert one.bytes_sent - before < 3 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+async def test_of_several_states_the_one_that_most_donors_hold_is_taken(first: int) -> None:
+    async with endpoints(4) as (*holders, newcomer):
+        donors = [slowly(Donor(endpoint)) for endpoint in holders]
+        with torch.no_grad():
+            donors[0].weights[0][0] += 1e-7
+        state = await download(newcomer, *donors[first:], *donors[:first])
+        assert state.digests == donors[1].state().digests
+        assert donors[0].peer_id not in state.donors
+
+
+async def test_a_donor_that_does_not_answer_delays_the_choice_by_a_moment() -> None:
+    async with endpoints(3) as (one, two, newcomer):
+        silent, donor = Donor(one), Donor(two)
+        behave(silent, lambda stream: stream.wait_closed())
+        begun = asyncio.get_running_loop().time()
+        assert_whole(await download(newcomer, silent, donor), donor)
+        assert asyncio.get_running_loop().time() - begun < 1.5, "0.3 s, and what a busy machine takes"

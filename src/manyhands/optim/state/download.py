@@ -2,8 +2,8 @@
 
 Each donor announces the digests of its chunks. Donors whose announcements agree hold the same state, bit by bit, and
 share the work: who is fast is asked for more. A chunk counts once its bytes match its digest, whoever sent it, so
-nothing is lost with a donor. Donors that differ, as machines of another kind do by rounding, are kept for the case that
-all others fail.
+nothing is lost with a donor. Of donors that differ, as machines of unlike kinds do by rounding, the larger group is
+asked; the others are kept for the case that all of these fail.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ MAX_LOSSES = 2
 MAX_FULL_S = 30.0
 """Donors that are busy with others are asked again for this time."""
 TELL_PERIOD_S = 10.0
+BALLOT_S = 0.3
+"""From the first announcement on, others are waited for as long before one of several states is chosen."""
 FULL = "full"
 
 
@@ -123,12 +125,23 @@ class _Source:
 
     donor: PeerId
     stream: Stream
+    header: StateHeader
     answer: StateAnswer
     moved_at: float
     digests: list[bytes] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     num_bytes: int = 0
     is_idle: bool = False
+
+    @property
+    def num_announced(self) -> int:
+        """Chunks of its whole state."""
+        return num_chunks_of(offsets_of(self.header.tensors)[1])
+
+    @property
+    def has_voted(self) -> bool:
+        """Whether its first digests are there."""
+        return bool(self.digests) or self.num_announced == 0
 
 
 class _Differs(Refused):
@@ -141,7 +154,7 @@ class _Differs(Refused):
 class _Download:
     """One download. Lives on the network thread.
 
-    What is downloaded is the state of the first donor that answers, until none that holds it is left.
+    What is downloaded is the state that most of the first donors announce, until none that holds it is left.
     """
 
     def __init__(
@@ -162,6 +175,7 @@ class _Download:
         self._held = held
         self._num_tensors = num_tensors
         self._on_violation = on_violation
+        self._least_bytes = sum(4 * math.prod(spec.shape) for spec in manifest.tensors)  # about; more with statistics
         self._loop = asyncio.get_running_loop()
         self._waiting = list(dict.fromkeys(donors))
         self._full: list[PeerId] = []
@@ -172,15 +186,17 @@ class _Download:
         self._drawing: dict[PeerId, asyncio.Task[None]] = {}
         self._opened_at: dict[PeerId, float] = {}  # of those that have not answered yet
         self._sources: list[_Source] = []
+        self._chosen = asyncio.Event()
         self._changed = asyncio.Event()  # chunks may be asked for that could not before
         self._news = asyncio.Event()  # a donor has answered or ended, or all is there
         self._forget()
 
     def _forget(self) -> None:
+        self._ballot_until = math.inf  # loop time; then the state of most is chosen
+        self._chosen.clear()
         self._state: State | None = None
-        self._num_announced = 0  # chunks of the whole state
-        self._num_chunks = 0  # of them, the first ones that are downloaded
-        self._digests: list[bytes] = []  # of the first chunks
+        self._num_chunks = 0  # the first ones of the state, which are downloaded
+        self._digests: list[bytes] = []  # of the first chunks; none before a state is chosen
         self._missing: set[int] = set()
         self._arriving: dict[int, PeerId] = {}  # chunks that are received to their places, and from whom
         self._free: list[int] = []  # a heap of the chunks that nobody was asked for, and of some that are here
@@ -192,8 +208,10 @@ class _Download:
         try:
             while not self._is_complete:
                 self._ask_more()
+                await self._choose()
+                now = self._loop.time()
                 if self._drawing:
-                    await wait_at_most(self._news, LOOK_PERIOD_S)
+                    await wait_at_most(self._news, max(0.0, min(LOOK_PERIOD_S, self._ballot_until - now)))
                     self._news.clear()
                 elif self._full and self._loop.time() < full_until:
                     await asyncio.sleep(LOOK_PERIOD_S)
@@ -243,7 +261,8 @@ class _Download:
                 source.num_bytes, source.moved_at = source.stream.bytes_received, now
         num_moving = sum(now < source.moved_at + PATIENCE_S for source in self._sources)
         num_moving += sum(now < opened_at + PATIENCE_S for opened_at in self._opened_at.values())
-        num_needed = MAX_SOURCES if self._num_chunks > CHUNKS_OF_ONE else 1
+        is_large = max(self._num_chunks, num_chunks_of(self._least_bytes)) > CHUNKS_OF_ONE
+        num_needed = MAX_SOURCES if is_large else 1
         while self._waiting and num_moving < num_needed and len(self._drawing) < 2 * MAX_SOURCES:
             donor = self._waiting.pop(0)
             self._opened_at[donor] = now
@@ -251,14 +270,40 @@ class _Download:
             self._drawing[donor].add_done_callback(lambda _: self._news.set())
             num_moving += 1
 
+    async def _choose(self) -> None:
+        """Choose the state that most of the first donors announce; of equally many, that of the first one."""
+        voters = [source for source in self._sources if source.has_voted]
+        if self._state is not None or not voters:
+            return
+        self._ballot_until = min(self._ballot_until, self._loop.time() + BALLOT_S)
+        if len(voters) < len(self._drawing) and self._loop.time() < self._ballot_until:
+            return
+        common = min(len(source.digests) for source in voters)
+        votes = [(_content_of(source.header), source.digests[:common]) for source in voters]
+        most = max(votes, key=votes.count)
+        header = voters[votes.index(most)].header
+        self._num_chunks = num_chunks_of(offsets_of(header.tensors[: self._num_tensors])[1])
+        self._state = State.to_receive(header, self._num_chunks)
+        self._missing, self._free = set(range(self._num_chunks)), list(range(self._num_chunks))
+        self._digests = list(most[1])
+        for source in [source for source, vote in zip(voters, votes, strict=True) if vote != most]:
+            await self._stop(source.donor)
+            del self._drawing[source.donor]
+            self._put_aside(source.donor, _Differs(source.donor))
+        await self._copy_held(0)
+        self._chosen.set()
+
+    def _put_aside(self, donor: PeerId, error: _Differs) -> None:
+        self._failures[donor] = error.message
+        self._differing.append(donor)
+
     def _ended(self, donor: PeerId, task: asyncio.Task[None]) -> None:
         """Decide what becomes of a donor that sends no more."""
         error = None if task.cancelled() else task.exception()
         if task.cancelled():
             self._overtaken.append(donor)
         elif isinstance(error, _Differs):
-            self._failures[donor] = error.message
-            self._differing.append(donor)
+            self._put_aside(donor, error)
         elif isinstance(error, Refused) and error.code == FULL:
             self._failures[donor] = error.message
             self._full.append(donor)
@@ -289,11 +334,11 @@ class _Download:
                 async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
                     header, answer = await _receive_header(stream)
                 _check_header(donor, header, self._manifest, self._wanted)
-                self._adopt_or_compare(donor, header)
+                self._compare(donor, header)
                 self._opened_at.pop(donor)
                 self._news.set()
                 async with time_limit(longest_s(header), f"the state of peer {donor}"):
-                    await self._take_chunks(_Source(donor, stream, answer, self._loop.time()))
+                    await self._take_chunks(_Source(donor, stream, header, answer, self._loop.time()))
             finally:
                 self._endpoint.release(stream)
         finally:
@@ -301,29 +346,28 @@ class _Download:
 
     async def _open(self, donor: PeerId) -> Stream:
         endpoint, run_id = self._endpoint, self._manifest.run_id
-        size_bytes = sum(4 * math.prod(spec.shape) for spec in self._manifest.tensors)  # about; more with statistics
         request = msgspec.msgpack.encode(self._request)
         return await RunGate(endpoint, run_id, for_observers=True).through(
             donor,
             OPENING_S,
-            lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s, size_bytes=size_bytes),
+            lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s, size_bytes=self._least_bytes),
         )
 
-    def _adopt_or_compare(self, donor: PeerId, header: StateHeader) -> None:
-        if self._state is None:
-            self._num_announced = num_chunks_of(offsets_of(header.tensors)[1])
-            self._num_chunks = num_chunks_of(offsets_of(header.tensors[: self._num_tensors])[1])
-            self._state = State.to_receive(header, self._num_chunks)
-            self._missing, self._free = set(range(self._num_chunks)), list(range(self._num_chunks))
-        if _content_of(header) != _content_of(self._state.header):
+    def _compare(self, donor: PeerId, header: StateHeader) -> None:
+        if self._state is not None and _content_of(header) != _content_of(self._state.header):
             raise _Differs(donor)
 
     async def _take_chunks(self, source: _Source) -> None:
         self._sources.append(source)
         try:
             while not self._is_complete:
+                if self._state is None and source.has_voted:
+                    self._news.set()
+                    await self._chosen.wait()  # or until it is cancelled
+                    self._compare(source.donor, source.header)
+                    await self._compare_digests(source)
                 await self._ask(source)
-                if source.asked or len(source.digests) < self._num_chunks:
+                if source.asked or self._state is None or len(source.digests) < self._num_chunks:
                     phase = f"for the next {MIN_STALL_BYTES} bytes of the state of peer {source.donor}"
                     await while_moving(
                         self._take_frame(source),
@@ -365,7 +409,7 @@ class _Download:
         frame = bytearray(FRAME.size)
         await source.stream.receive_into(memoryview(frame))
         kind, number = FRAME.unpack(frame)
-        if kind == DIGESTS and 0 < number <= self._num_announced - len(source.digests):
+        if kind == DIGESTS and 0 < number <= source.num_announced - len(source.digests):
             await self._take_digests(source, number)
         elif kind == CHUNK and source.asked and number == source.asked[0]:
             await self._take_chunk(source, number)
@@ -378,6 +422,11 @@ class _Download:
         source.digests += [
             bytes(announced[start : start + DIGEST_BYTES]) for start in range(0, len(announced), DIGEST_BYTES)
         ]
+        if self._state is not None:
+            await self._compare_digests(source)
+
+    async def _compare_digests(self, source: _Source) -> None:
+        """Check that a donor holds the state that was chosen, and take over what it has announced first."""
         if any(one != other for one, other in zip(source.digests, self._digests, strict=False)):
             raise _Differs(source.donor)
         first = len(self._digests)
