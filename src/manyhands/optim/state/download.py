@@ -285,7 +285,7 @@ class _Download:
         self._num_chunks = num_chunks_of(offsets_of(header.tensors[: self._num_tensors])[1])
         self._state = State.to_receive(header, self._num_chunks)
         self._missing, self._free = set(range(self._num_chunks)), list(range(self._num_chunks))
-        self._digests = list(most[1])
+        self._digests, self._ballot_until = list(most[1]), math.inf
         for source in [source for source, vote in zip(voters, votes, strict=True) if vote != most]:
             await self._stop(source.donor)
             del self._drawing[source.donor]
