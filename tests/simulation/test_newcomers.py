@@ -3,106 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
-import torch
 
-from manyhands.averaging import AveragingConfig
-from manyhands.averaging.messages import Position
-from manyhands.testing import links, stream
-from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from manyhands.optim.step.replica import Replica
+from tests.simulation.newcomers import NEWCOMER, joined
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TRAINERS = ("p0", "p1")
-NEWCOMER = "late"
-BATCH_SIZE = 4
-BATCH_S = 1.0
-TARGET = 32
-"""Two trainers take 4 s for it."""
-WIDTHS = (150, 160)
-STATE_BYTES = 4 * 4 * WIDTHS[0] * WIDTHS[1]
-"""Parameters and three statistics of AdamW, about."""
-STEP_S = 4.2
-JOINS_S = 12.0
-
 
 @pytest.fixture(autouse=True)
-def _small_packets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that calls get through beside the state on the slow line."""
-    monkeypatch.setattr(links, "TURN_BYTES", 1400)
-    monkeypatch.setattr(stream, "TURN_BYTES", 1400)
+def _quiet() -> None:
     logging.getLogger("manyhands").setLevel(logging.ERROR)
 
 
-def new_model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Linear(*WIDTHS)
-
-
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, amsgrad=True)
-
-
-@dataclass
-class Run:
-    """A run that a newcomer joins.
-
-    Attributes:
-        joined_at: where the newcomer was when it had joined.
-        contributors: of each step, by the step that it led to.
-        digests: of the state after each step, of all peers that were seen there.
-    """
-
-    swarm: Swarm
-    joined_at: Position = field(default_factory=lambda: Position(0, b""))
-    is_over: bool = False
-    contributors: dict[int, list[str]] = field(default_factory=dict)
-    digests: dict[int, set[str]] = field(default_factory=dict)
-
-    def train(self, member: Member, until_s: float) -> None:
-        generator = torch.Generator().manual_seed(len(member.name))
-        while not self.is_over and member.peer.time() < until_s:
-            inputs = torch.randn(BATCH_SIZE, WIDTHS[0], generator=generator)
-            before = member.optimizer.global_step
-            member.step(member.model(inputs).square().mean(), BATCH_S)
-            member.check_samples()
-            step = member.optimizer.global_step
-            if step != before:
-                self.digests.setdefault(step, set()).add(member.optimizer.state_digest())
-            if step != before and (round_ := member.optimizer.last_round) is not None:
-                self.contributors[step] = list(round_.contributors())
-            self.is_over = self.is_over or (
-                member.name == NEWCOMER and member.optimizer.statistics.rounds_committed >= 2
-            )
-
-
-def joined(codec: str, num_steps: float, until_s: float = 110.0, **options: Any) -> Run:
-    """Two peers train; one more joins, whose line takes so many steps for the state."""
-    run = Run(swarm := Swarm(seed=3))
-    averaging = AveragingConfig(codec=codec, matchmaking_time_s=4.0, averaging_timeout_s=30.0)
-    options = {"target_batch_size": TARGET, "batch_size_per_step": BATCH_SIZE, "averaging": averaging, **options}
-
-    def train(member: Member) -> None:
-        together(len(TRAINERS), member)
-        run.train(member, until_s)
-
-    def join(member: Member) -> None:
-        run.joined_at = member.optimizer._replica.position
-        run.train(member, until_s)
-
-    for name in TRAINERS:
-        swarm.start(name, new_model, adamw, train, **options)
-    swarm.start(NEWCOMER, new_model, adamw, join, begins_s=JOINS_S, **options)
-    mbit_s = 8e-6 * STATE_BYTES / (num_steps * STEP_S)
-    swarm.world.network.set_bandwidth(NEWCOMER, up_mbit_s=10.0, down_mbit_s=mbit_s)
-    swarm.run()
-    return run
-
-
-@pytest.mark.parametrize("codec", ["int8", "fp16"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("fp16", marks=pytest.mark.long)])
 def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five_were_made_meanwhile(
     codec: str,
 ) -> None:
@@ -113,3 +28,12 @@ def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five
     assert newcomer.statistics.states_loaded == 1
     assert peer_id in run.contributors[run.joined_at.step + 1]
     assert all(len(digests) == 1 for digests in run.digests.values())
+
+
+@pytest.mark.long
+def test_without_kept_steps_it_loads_the_state_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what the steps are kept for."""
+    monkeypatch.setattr(Replica, "can_replay", False)
+    run = joined("int8", 5.0)
+    assert run.contributed_at_s is None
+    assert run.swarm.members[NEWCOMER].optimizer.statistics.states_loaded >= 3
