@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 import torch
+from blake3 import blake3
 
 from manyhands.averaging.allreduce.means import again, digest_of_all
 from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
@@ -150,6 +151,13 @@ async def test_a_newcomer_takes_no_more_at_a_time_than_it_has_memory_for() -> No
             assert len(steps) == 2
 
 
+def undecodable(kept: KeptStep, pieces: list[bytes]) -> tuple[KeptStep, list[bytes]]:
+    """Scales that are not finite, and a digest of them."""
+    pieces = [b"\xff" * len(piece) for piece in pieces]
+    digest = digest_of_all(False, [blake3(piece).digest() for piece in pieces])
+    return msgspec.structs.replace(kept, manifest=msgspec.structs.replace(kept.manifest, digest=digest)), pieces
+
+
 def altered(pieces: list[bytes]) -> list[bytes]:
     return [bytes([pieces[0][0] ^ 1]) + pieces[0][1:], *pieces[1:]]
 
@@ -161,6 +169,7 @@ LIES: dict[str, Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]]
         pieces,
     ),
     "in a vector of": lambda kept, pieces: (msgspec.structs.replace(kept, stops=[[5], [4]]), pieces),
+    "is not finite": undecodable,
     "no codec has code": lambda kept, pieces: (msgspec.structs.replace(kept, codec=99), pieces),
 }
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.allreduce.means import Means, again, digest_of_all
+from manyhands.averaging.allreduce.means import Means, again, digest_of, digest_of_all
 from manyhands.averaging.codecs import BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
 from manyhands.averaging.messages import Count, Position, RoundManifest
@@ -191,20 +191,38 @@ class StepKeeper:
 class MissedStep:
     """A step that was made without this peer.
 
+    Args:
+        pieces: of the averaged vector as it travelled; uint8.
+        chunks: of each piece, the parts of the vector that were encoded one by one; none if the pieces are plain.
+
     Attributes:
         manifest: what the group has committed.
-        num_bytes: of the averaged vector as it travelled.
+        num_bytes: of all pieces.
     """
 
-    def __init__(self, manifest: RoundManifest, means: Means) -> None:
+    def __init__(
+        self, manifest: RoundManifest, plan: Plan, pieces: Sequence[torch.Tensor], chunks: Sequence[Sequence[slice]]
+    ) -> None:
         self.manifest = manifest
-        self.num_bytes = sum(piece.numel() for piece in means.pieces)
-        self._means = means
+        self.num_bytes = sum(piece.numel() for piece in pieces)
+        self._plan = plan
+        self._pieces = pieces
+        self._chunks = chunks
 
     def mean(self) -> torch.Tensor:
-        """The averaged vector, which the caller may change; float32, on the host, shape [N]. Call it once."""
-        self._means.decode()
-        return self._means.averaged_N
+        """The averaged vector; float32, on the host, shape [N].
+
+        Raises:
+            BadEncoding: it cannot be decoded.
+        """
+        if not self._chunks:
+            return torch.cat(list(self._pieces)).view(self._plan.dtype)
+        mean_N = empty_vector(self._plan.numel, self._plan.dtype)
+        for piece, chunks in zip(self._pieces, self._chunks, strict=True):
+            sizes = [self._plan.num_bytes(chunk.start, chunk.stop) for chunk in chunks]
+            for encoded, chunk in zip(torch.split(piece, sizes), chunks, strict=True):
+                self._plan.decode(encoded, chunk.start, mean_N[chunk])
+        return mean_N
 
 
 async def fetch_steps(
@@ -247,43 +265,35 @@ async def fetch_steps(
 
 async def _receive_means(stream: Stream, kept: KeptStep, plan_of_code: Callable[[int], Plan]) -> MissedStep:
     try:
-        means = _room_for(kept, plan_of_code(kept.codec))
+        plan = plan_of_code(kept.codec)
+        chunks = [] if kept.is_again else _chunks_of(kept.stops, plan.numel)
+        sizes = [sum(plan.num_bytes(chunk.start, chunk.stop) for chunk in of_piece) for of_piece in chunks]
+        plain = again(empty_vector(plan.numel, plan.dtype)).pieces if kept.is_again else []
+        pieces = plain or [empty_vector(size, torch.uint8) for size in sizes]
+        for piece in pieces:
+            if piece.numel():
+                await _receive_into(stream, bytes_of(piece))
+        digests = await run_to_end(lambda: [digest_of(piece) for piece in pieces])
+        if digest_of_all(kept.is_again, digests) != kept.manifest.digest:
+            raise ProtocolViolation(stream.remote, "sent means that are not what was committed")
+        step = MissedStep(kept.manifest, plan, pieces, chunks)
+        await run_to_end(step.mean)  # to know that it can be decoded: the donor may have made all of it up
     except BadEncoding as error:
         raise ProtocolViolation(stream.remote, f"sent a step that cannot be: {readable(str(error))}") from error
-    for piece in means.pieces:
-        if piece.numel():
-            await _receive_into(stream, bytes_of(piece))
-    if digest_of_all(means.is_again, await run_to_end(means.digests)) != kept.manifest.digest:
-        raise ProtocolViolation(stream.remote, "sent means that are not what was committed")
-    return MissedStep(kept.manifest, means)
+    return step
 
 
-def _room_for(kept: KeptStep, plan: Plan) -> Means:
-    """Memory for the means of a step.
+def _chunks_of(stops: Sequence[Sequence[int]], numel: int) -> list[list[slice]]:
+    """The chunks of each piece of a vector, from their ends.
 
     Raises:
         BadEncoding: they are not those of a whole vector.
     """
-    if kept.is_again:
-        return again(empty_vector(plan.numel, plan.dtype))
-    bounds = [0, *itertools.chain.from_iterable(kept.stops)]
-    if bounds[-1] != plan.numel or len(bounds) > MAX_CHUNKS or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise BadEncoding(f"{len(bounds) - 1} chunks up to {bounds[-1]}, in a vector of {plan.numel}")
-    parts = [slice(*bound) for bound in itertools.pairwise(bounds)]
-    ends = list(itertools.accumulate(len(stops) for stops in kept.stops))
-    chunks = [parts[end - len(stops) : end] for end, stops in zip(ends, kept.stops, strict=True)]
-    sizes = [[plan.num_bytes(part.start, part.stop) for part in of_piece] for of_piece in chunks]
-    pieces = [empty_vector(sum(of_piece), torch.uint8) for of_piece in sizes]
-    averaged_N = torch.empty(0, dtype=plan.dtype)
-
-    def decode() -> None:
-        means.averaged_N = empty_vector(plan.numel, plan.dtype)
-        for piece, of_piece, of_chunks in zip(pieces, sizes, chunks, strict=True):
-            for encoded, part in zip(torch.split(piece, of_piece), of_chunks, strict=True):
-                plan.decode(encoded, part.start, means.averaged_N[part])
-
-    means = Means(averaged_N, False, pieces, decode, kept.codec, chunks)
-    return means
+    bounds = [0, *itertools.chain.from_iterable(stops)]
+    if bounds[-1] != numel or len(bounds) > MAX_CHUNKS or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise BadEncoding(f"{len(bounds) - 1} chunks up to {bounds[-1]}, in a vector of {numel}")
+    parts = (slice(*bound) for bound in itertools.pairwise(bounds))
+    return [list(itertools.islice(parts, len(of_piece))) for of_piece in stops]
 
 
 async def _receive(stream: Stream, kind: type[T]) -> T:
