@@ -27,8 +27,9 @@ from _command_line import Parser, json_path, run, write_json
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the simulated worlds of the tests
 
 from manyhands.averaging.messages import Position
-from manyhands.optim.state import state as state_module
-from manyhands.optim.state.state import capture, sealed
+from manyhands.averaging.state import content as state_module
+from manyhands.averaging.state.content import sealed
+from manyhands.optim.state.state import capture
 from manyhands.optim.step.replica import Replica
 from tests.simulation.newcomers import STATE_BYTES, STEP_S, adamw, joined, new_model
 

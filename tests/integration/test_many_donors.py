@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state import content as state_module
+from manyhands.averaging.state import download as download_module
+from manyhands.averaging.state import server as server_module
+from manyhands.averaging.state.server import CHUNK, DIGESTS, FRAME, INDEX, StateAnswer
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.state import download as download_module
-from manyhands.optim.state import server as server_module
-from manyhands.optim.state import state as state_module
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.server import CHUNK, DIGESTS, FRAME, INDEX, StateAnswer
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from tests.integration.test_state_transfer import AT, Donor, assert_whole, behave, download, framed

@@ -16,8 +16,10 @@ from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.state.content import State, StateHeader, state_of
+from manyhands.averaging.state.server import StateServer, framed
 from manyhands.base.errors import ProtocolViolation
-from manyhands.optim.manifest import ParameterSpec
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.state import replay as replay_module
 from manyhands.optim.state.replay import (
     STREAM_KIND,
@@ -27,8 +29,6 @@ from manyhands.optim.state.replay import (
     StepKeeper,
     fetch_steps,
 )
-from manyhands.optim.state.server import StateServer, framed
-from manyhands.optim.state.state import State, StateHeader, state_of
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from tests.swarm import RUN_ID, FixedRoster, averagers

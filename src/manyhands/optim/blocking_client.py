@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.state.content import State
+from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.errors import Timeout, Unavailable
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Contribution
@@ -16,9 +18,7 @@ from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
-from manyhands.optim.state.download import MAX_DOWNLOAD_S
 from manyhands.optim.state.replay import MissedStep
-from manyhands.optim.state.state import State
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import BlockingPeer

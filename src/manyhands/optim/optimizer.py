@@ -12,6 +12,7 @@ import torch
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
+from manyhands.averaging.state.content import State, sealed
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import Failure, RecentSteps
@@ -35,7 +36,6 @@ from manyhands.optim.run.collaboration import Collaboration, Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
-from manyhands.optim.state.state import State, sealed
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
 from manyhands.optim.wrapper import OptimizerWrapper

@@ -20,6 +20,8 @@ from manyhands.averaging.commit.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.state.content import State, without_origin
+from manyhands.averaging.state.server import StateServer
 from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
@@ -34,8 +36,6 @@ from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
 from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_steps
-from manyhands.optim.state.server import StateServer
-from manyhands.optim.state.state import State, without_origin
 from manyhands.peer import Presence
 from manyhands.runtime import TaskOwner
 from manyhands.runtime.executor import run_to_end

@@ -23,11 +23,7 @@ from manyhands.averaging.allreduce.means import Means, again, digest_of, digest_
 from manyhands.averaging.codecs import BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
 from manyhands.averaging.messages import Count, Position, RoundManifest
-from manyhands.base.deadline import time_limit, while_moving
-from manyhands.base.errors import ProtocolViolation
-from manyhands.base.identity import PeerId
-from manyhands.base.structs import make_ready
-from manyhands.optim.state.server import (
+from manyhands.averaging.state.server import (
     MAX_DOWNLOADS,
     MIN_BYTES_PER_S,
     MIN_STALL_BYTES,
@@ -36,6 +32,10 @@ from manyhands.optim.state.server import (
     framed,
     send_moving,
 )
+from manyhands.base.deadline import time_limit, while_moving
+from manyhands.base.errors import ProtocolViolation
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import UNREADABLE, readable
 from manyhands.runtime.executor import run_to_end

@@ -21,11 +21,7 @@ import msgspec
 
 from manyhands.access.gate import RunGate
 from manyhands.averaging.messages import Position, RecentRounds
-from manyhands.base.deadline import time_limit, wait_at_most, while_moving
-from manyhands.base.errors import PeerLost, ProtocolViolation
-from manyhands.base.identity import PeerId
-from manyhands.base.structs import make_ready
-from manyhands.optim.state.state import (
+from manyhands.averaging.state.content import (
     State,
     StateHeader,
     digest_of_chunk,
@@ -33,6 +29,10 @@ from manyhands.optim.state.state import (
     offsets_of,
     with_digests,
 )
+from manyhands.base.deadline import time_limit, wait_at_most, while_moving
+from manyhands.base.errors import PeerLost, ProtocolViolation
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime import TaskOwner
