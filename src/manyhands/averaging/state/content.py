@@ -111,6 +111,25 @@ class State:
         return chunk_of(self.content, index)
 
 
+@dataclass(frozen=True)
+class LoadedState:
+    """What was loaded.
+
+    Attributes:
+        global_step: of the run, at which these parameters were trained; of an Averager its rounds.
+        samples: behind them, in all steps; 0 where nobody counts them.
+        donors: the peers that sent them.
+        num_bytes: received.
+        seconds: that it took.
+    """
+
+    global_step: int
+    samples: int
+    donors: Sequence[PeerId]
+    num_bytes: int
+    seconds: float
+
+
 def state_of(header: StateHeader, tensors: Sequence[torch.Tensor]) -> State:
     """A state with copies of these tensors, without digests."""
     state = State(header, empty_content(header.tensors))

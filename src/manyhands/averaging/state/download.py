@@ -90,6 +90,7 @@ async def download(
     held: State | None = None,
     num_tensors: int | None = None,
     on_violation: Callable[[PeerId], None] = lambda donor: None,
+    kind: str = STREAM_KIND,
 ) -> State:
     """Download a state.
 
@@ -101,10 +102,13 @@ async def download(
         held: an earlier state, or its beginning; chunks that have not changed since are taken from it.
         num_tensors: download no more than the first tensors; the others, and the digest, are left out.
         on_violation: called with each donor that sent what the protocol does not allow, such as a wrong chunk.
+        kind: of the streams, as of the donors' servers.
     Raises:
         Unavailable: no donor could send it; names each with its reason.
     """
-    return await _Download(endpoint, request, donors, wanted, check, least_bytes, held, num_tensors, on_violation).run()
+    return await _Download(
+        endpoint, request, donors, wanted, check, least_bytes, held, num_tensors, on_violation, kind
+    ).run()
 
 
 @dataclass(eq=False)
@@ -164,6 +168,7 @@ class _Download:
         held: State | None,
         num_tensors: int | None,
         on_violation: Callable[[PeerId], None],
+        kind: str,
     ) -> None:
         self._endpoint = endpoint
         self._wanted = wanted
@@ -172,6 +177,7 @@ class _Download:
         self._held = held
         self._num_tensors = num_tensors
         self._on_violation = on_violation
+        self._kind = kind
         self._least_bytes = least_bytes
         self._loop = asyncio.get_running_loop()
         self._waiting = list(dict.fromkeys(donors))
@@ -347,7 +353,7 @@ class _Download:
         return await RunGate(endpoint, run_id, for_observers=True).through(
             donor,
             OPENING_S,
-            lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s, size_bytes=self._least_bytes),
+            lambda left_s: endpoint.open_bulk(donor, self._kind, request, left_s, size_bytes=self._least_bytes),
         )
 
     def _compare(self, donor: PeerId, header: StateHeader) -> None:

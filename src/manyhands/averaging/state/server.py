@@ -129,6 +129,7 @@ class StateServer:
         capture: copies the current state; called on an executor thread.
         position: of this peer.
         recent_rounds: of its last steps in a grid.
+        kind: of the streams; a peer has one server for each.
 
     Attributes:
         state_bytes: size of the tensors of the last state that was copied.
@@ -141,6 +142,8 @@ class StateServer:
         capture: Callable[[], State],
         position: Callable[[], Position],
         recent_rounds: Callable[[], list[bytes]] = list,
+        *,
+        kind: str = STREAM_KIND,
     ) -> None:
         self._endpoint = endpoint
         self._run_id = run_id
@@ -154,11 +157,12 @@ class StateServer:
         self._downloads = _Downloads()
         self._late_downloads = _Downloads()
         self._tasks = TaskOwner("state server")
-        endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(endpoint, run_id, for_observers=True).check)
+        self._kind = kind
+        endpoint.accept_bulk(kind, self._on_stream, RunGate(endpoint, run_id, for_observers=True).check)
 
     async def close(self) -> None:
         """Accept no more downloads."""
-        self._endpoint.refuse_bulk(STREAM_KIND)
+        self._endpoint.refuse_bulk(self._kind)
         await self._tasks.close()
 
     def followers(self, patience_s: float, *, by_latecomers: bool = False) -> set[PeerId]:
