@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 import manyhands
+from manyhands.averaging.state.content import State
 from manyhands.optim.loading import leading_donors
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.state import State
 from manyhands.rpc import RpcConfig
 
 LOOPBACK = "127.0.0.1"

@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from manyhands.averaging.averager import Averager, RoundResult
     from manyhands.averaging.codecs.sparse import Sparse
     from manyhands.averaging.config import AveragingConfig
+    from manyhands.averaging.state.content import LoadedState
     from manyhands.checkpoints.checkpoints import Checkpoints
     from manyhands.optim.config import ProgressConfig
-    from manyhands.optim.loading import LoadedState, load_state_from_peers
+    from manyhands.optim.loading import load_state_from_peers
     from manyhands.optim.local_steps import LocalSteps
     from manyhands.optim.optimizer import Optimizer
     from manyhands.optim.process_group import ProcessGroupOptimizer
@@ -88,7 +89,7 @@ _HOMES = {
     "Averager": "manyhands.averaging.averager",
     "AveragingConfig": "manyhands.averaging.config",
     "Checkpoints": "manyhands.checkpoints.checkpoints",
-    "LoadedState": "manyhands.optim.loading",
+    "LoadedState": "manyhands.averaging.state.content",
     "LocalSteps": "manyhands.optim.local_steps",
     "Optimizer": "manyhands.optim.optimizer",
     "Peer": "manyhands.peer",

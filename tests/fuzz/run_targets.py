@@ -39,6 +39,9 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.presence import PRESENCE, PresenceRecord, next_position
+from manyhands.averaging.state.content import State, empty_content, sealed
+from manyhands.averaging.state.download import check_header, receive_header
+from manyhands.averaging.state.server import StateAnswer, StateRequest
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
@@ -50,9 +53,8 @@ from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, Noted, WhereAreYo
 from manyhands.optim.run.partition_detector import PartitionDetector
 from manyhands.optim.run.progress import ProgressRecord, describe_progress, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View
-from manyhands.optim.state.download import _check_header, _receive_header
-from manyhands.optim.state.server import StateAnswer, StateRequest
-from manyhands.optim.state.state import State, capture, empty_content, hyper_parameters_of, restore, sealed, specs_of
+from manyhands.optim.state.download import check_of
+from manyhands.optim.state.state import capture, hyper_parameters_of, restore, specs_of
 from tests.fuzz.target import REMOTE, ByteStream, Target, decoded, finish
 from tests.network import identity_of
 from tests.unit.optim.fake_dht import FakeDht
@@ -218,13 +220,13 @@ def _run_manifests(data: bytes) -> None:
 
 
 def _state(data: bytes) -> None:
-    header, answer = finish(_receive_header(ByteStream(data)))
+    header, answer = finish(receive_header(ByteStream(data)))
     recent_rounds = answer.recent_rounds
     company = PartitionDetector()
     company.follow(recent_rounds)
     assert len(company.recent_rounds) <= NUM_RECENT_STEPS
     company.strangers({IDS[0]: [b"8 bytes."] * NUM_RECENT_STEPS, IDS[1]: recent_rounds})
-    _check_header(REMOTE, header, RUN, AT)
+    check_header(REMOTE, header, AT, check_of(RUN))
     state = State(header, empty_content(header.tensors))
     assert sum(tensor.numel() for tensor in state.tensors) < 1000
     with contextlib.suppress(ValueError):  # it does not fit: the documented error

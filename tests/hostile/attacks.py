@@ -32,6 +32,17 @@ from manyhands.averaging.messages import (
     Position,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.state.content import State, StateHeader, sealed, state_of
+from manyhands.averaging.state.server import (
+    CHUNK,
+    DIGESTS,
+    FRAME,
+    INDEX,
+    STREAM_KIND,
+    StateAnswer,
+    StateRequest,
+    StateServer,
+)
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import Identity
@@ -42,17 +53,7 @@ from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from manyhands.optim.run.records import declare_run
-from manyhands.optim.state.server import (
-    CHUNK,
-    DIGESTS,
-    FRAME,
-    INDEX,
-    STREAM_KIND,
-    StateAnswer,
-    StateRequest,
-    StateServer,
-)
-from manyhands.optim.state.state import Scalars, State, StateHeader, sealed, state_of
+from manyhands.optim.state.state import Scalars
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import Peer, Presence
 from manyhands.transport import Stream, TlsTransport

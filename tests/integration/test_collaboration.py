@@ -19,13 +19,13 @@ from manyhands.averaging import AveragingConfig
 from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.messages import Group, Order, Position, Vote
 from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.state.content import State
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
-from manyhands.optim.state.state import State
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import manyhands
+from manyhands.averaging.state import content as state_module
 from manyhands.base.errors import ManifestMismatch, Unavailable
-from manyhands.optim.state import state as state_module
 from tests.trainers import Trainer, in_threads, new_model, peers
 
 

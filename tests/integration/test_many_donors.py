@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state import content as state_module
+from manyhands.averaging.state import download as download_module
+from manyhands.averaging.state import server as server_module
+from manyhands.averaging.state.server import CHUNK, DIGESTS, FRAME, INDEX, StateAnswer
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.state import download as download_module
-from manyhands.optim.state import server as server_module
-from manyhands.optim.state import state as state_module
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.server import CHUNK, DIGESTS, FRAME, INDEX, StateAnswer
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from tests.integration.test_state_transfer import AT, Donor, assert_whole, behave, download, framed
@@ -242,3 +242,23 @@ async def test_chunks_that_have_not_changed_are_not_downloaded_again() -> None:
         assert torch.equal(second.tensors[0], donor.weights[0].detach())
         assert second.num_bytes <= 2 * CHUNK_BYTES
         assert one.bytes_sent - before < 3 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+async def test_of_several_states_the_one_that_most_donors_hold_is_taken(first: int) -> None:
+    async with endpoints(4) as (*holders, newcomer):
+        donors = [slowly(Donor(endpoint)) for endpoint in holders]
+        with torch.no_grad():
+            donors[0].weights[0][0] += 1e-7
+        state = await download(newcomer, *donors[first:], *donors[:first])
+        assert state.digests == donors[1].state().digests
+        assert donors[0].peer_id not in state.donors
+
+
+async def test_a_donor_that_does_not_answer_delays_the_choice_by_a_moment() -> None:
+    async with endpoints(3) as (one, two, newcomer):
+        silent, donor = Donor(one), Donor(two)
+        behave(silent, lambda stream: stream.wait_closed())
+        begun = asyncio.get_running_loop().time()
+        assert_whole(await download(newcomer, silent, donor), donor)
+        assert asyncio.get_running_loop().time() - begun < 1.5, "0.3 s, and what a busy machine takes"

@@ -12,14 +12,10 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import Position
-from manyhands.base.deadline import time_limit
-from manyhands.base.errors import Unavailable
-from manyhands.base.identity import PeerId
-from manyhands.optim.manifest import RunManifest
-from manyhands.optim.state import download as downloading_module
-from manyhands.optim.state import server as server_module
-from manyhands.optim.state.download import download_state
-from manyhands.optim.state.server import (
+from manyhands.averaging.state import download as downloading_module
+from manyhands.averaging.state import server as server_module
+from manyhands.averaging.state.content import State, StateHeader, sealed
+from manyhands.averaging.state.server import (
     CHUNK,
     DIGESTS,
     FRAME,
@@ -29,7 +25,12 @@ from manyhands.optim.state.server import (
     StateRequest,
     StateServer,
 )
-from manyhands.optim.state.state import State, StateHeader, capture, sealed, specs_of
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.optim.manifest import RunManifest
+from manyhands.optim.state.download import download_state
+from manyhands.optim.state.state import capture, specs_of
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from tests.swarm import endpoints

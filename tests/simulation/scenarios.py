@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
 
+from manyhands.averaging.state import content as state_module
 from manyhands.base.address import Address
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.state import state as state_module
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 from manyhands.transport import Stream

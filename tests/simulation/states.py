@@ -9,12 +9,14 @@ import msgspec
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state.content import State, StateHeader, state_of
+from manyhands.averaging.state.server import StateServer
 from manyhands.base.address import Address
 from manyhands.base.errors import PeerError, Unavailable
-from manyhands.optim.manifest import ParameterSpec, RunManifest
+from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.optim.manifest import RunManifest
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.server import StateServer
-from manyhands.optim.state.state import Scalars, State, StateHeader, state_of
+from manyhands.optim.state.state import Scalars
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 

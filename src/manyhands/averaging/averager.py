@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -16,6 +17,7 @@ from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.grid.step import StepOutcome
 from manyhands.averaging.messages import MAX_WEIGHT
+from manyhands.averaging.state.content import LoadedState
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
 from manyhands.base.from_hivemind import FromHivemind
@@ -147,12 +149,17 @@ class Averager(FromHivemind):
         if not 0 <= _number(weight) <= MAX_WEIGHT:
             raise ConfigError(f"weight={weight} must be a number from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
         _check_timeout(timeout_s)
+        with self._one_at_a_time():
+            return self._step(0.0 if self.auxiliary else float(weight), float(timeout_s))
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
         if not self._is_stepping.acquire(blocking=False):
             raise ConfigError("step() is running in another thread; an Averager takes one step at a time")
         try:
             if self._is_closed:
                 raise ConfigError("this averager is closed; make another one")
-            return self._step(0.0 if self.auxiliary else float(weight), float(timeout_s))
+            yield
         finally:
             self._is_stepping.release()
 
@@ -171,7 +178,26 @@ class Averager(FromHivemind):
             assert outcome.committed is not None
             assert outcome.committed.averaged_N is not None
             self._tensors.assign(outcome.committed.averaged_N)
+            self._averager_loop.state.position = self._averager_loop.reached
         return result
+
+    def load_state_from_peers(self, timeout_s: float = MAX_TIMEOUT_S) -> LoadedState:
+        """Take over the values of the peers that have made the most rounds, from several of them at once.
+
+        A peer that begins late calls it before its first step. The others hand out what their tensors hold at that
+        moment: a mean, and what their own code has made of it since. Nobody waits for this peer.
+
+        Args:
+            timeout_s: limit in seconds.
+        Raises:
+            ConfigError: this averager is closed, ``step()`` is running in another thread, or a tensor has been resized
+                or freed.
+            Unavailable: no other peer averages under this run id, or none could send its tensors. None was written.
+            Timeout: it took longer than ``timeout_s``.
+        """
+        _check_timeout(timeout_s)
+        with self._one_at_a_time():
+            return self._peer.run(self._averager_loop.state.load(), float(timeout_s), "loading the others' tensors")
 
     def wait_for_others(self, timeout_s: float = 10.0) -> bool:
         """Wait until the other members of the last round hold its mean; call it before this peer leaves.

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from manyhands.averaging.averager_state import AveragerState
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GATHER_SHARE, MIN_ATTEMPT_S, GridSteps, StepOutcome
+from manyhands.averaging.messages import Position
 from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.sketch import packed, sketched_indices
@@ -35,7 +37,11 @@ CLOSED = "this averager was closed"
 
 
 class AveragerLoop:
-    """The rounds and the presence of one averager. May be closed twice."""
+    """The rounds and the presence of one averager. May be closed twice.
+
+    Attributes:
+        reached: the position after the last step that committed.
+    """
 
     def __init__(self, presence: Presence, run_id: str, tensors: TensorList, config: AveragingConfig) -> None:
         self._presence = presence
@@ -45,6 +51,7 @@ class AveragerLoop:
         self._running: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()  # a step that Ctrl-C ended may still be ending here
         self._is_closed = False
+        self.reached = Position(0, b"")
         self._last_group: Sequence[PeerId] = ()  # of the last round that committed
 
     async def start(self) -> None:
@@ -69,6 +76,7 @@ class AveragerLoop:
         except BaseException:
             await self.rounds.close()
             raise
+        self.state = AveragerState(presence.endpoint, self._run_id, self._tensors, self.tracker, presence.rng)
         presence.on_close.append(self.close)
 
     async def close(self) -> None:
@@ -80,6 +88,7 @@ class AveragerLoop:
             self._presence.on_close.remove(self.close)
         for task in self._running:
             task.cancel()
+        await self.state.close()
         await self.rounds.close()
         await self.tracker.close()
 
@@ -105,7 +114,7 @@ class AveragerLoop:
         if not running.cancelled():
             running.result()
         if outcome.committed is not None:
-            self._last_group = outcome.committed.manifest.members
+            self._last_group, self.reached = outcome.committed.manifest.members, self.tracker.position()
         elif is_late:
             outcome.reason = f"no round committed within {timeout_s:g} s; {outcome.reason or 'the last one went on'}"
         elif running.cancelled():

@@ -315,6 +315,16 @@ class PresenceTracker:
         positions = [record.position for record in self._fitting().values()]
         return max([self._own.position, *positions], key=rank_of)
 
+    def holders(self) -> tuple[Position, list[PeerId]]:
+        """The highest position of the others that this peer can ask, and who is there."""
+        positions = {
+            peer_id: record.position
+            for peer_id, record in self._fitting().items()
+            if not record.is_client or self._endpoint.is_connected(peer_id)
+        }
+        leading = max(positions.values(), key=rank_of, default=self._own.position)
+        return leading, [peer_id for peer_id, position in positions.items() if position == leading]
+
     def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
         """Whether one of these peers is behind this one, as last read; peers that left or are missing do not count."""
         own, fitting, missing = rank_of(self._own.position), self._fitting(), self._missing.peers()

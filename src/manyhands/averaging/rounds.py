@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from manyhands.averaging.allreduce.bandwidth import Exchange, RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
@@ -109,6 +110,7 @@ class RoundRunner:
 
     Attributes:
         on_phase: called when this peer enters a phase of its round.
+        on_means: called with what a round has committed, and the means as sent, before anybody changes these.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class RoundRunner:
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
         self._streams = PartnerStreams(own, config, self._tasks)
         self.on_phase: list[Callable[[Phase], None]] = []
+        self.on_means: list[Callable[[RoundManifest, Means], Awaitable[None]]] = []
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
         """Whether this peer is in a group's round, or may still be placed there by the leader's answer."""
@@ -295,6 +298,9 @@ class RoundRunner:
                 means = await self._fetching.fetch(recovery, manifest, verdict.blamed, self._late_s())
             if means is not None and (verdict.blamed or self._agreement.has_lost(group)):
                 await self._fetching.keep(means, manifest.digest)
+            if means is not None:
+                for tell in self.on_means:
+                    await tell(manifest, means)
             averaged_N = means.averaged_N if means is not None else None
             return CommittedRound(averaged_N, manifest, 0.0, 0.0, verdict.reason, tuple(verdict.blamed), is_outsized)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -15,6 +17,8 @@ import torch
 from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.memory import Memory
 from manyhands.base.errors import ConfigError
+
+T = TypeVar("T")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MAX_SUMMARY_LENGTH = 200
@@ -59,6 +63,7 @@ class TensorList:
         self._dtype = torch.float64 if is_double else torch.float32
         self._slices: list[slice] = []
         self._memory = Memory()
+        self._writing = threading.Lock()
         self.numel = 0
         for tensor in self._tensors:
             self._slices.append(slice(self.numel, self.numel + tensor.numel()))
@@ -114,17 +119,33 @@ class TensorList:
         Raises:
             ConfigError: a tensor has changed; nothing is written.
         """
-        self.check_unchanged()
-        try:
-            self._write(flat_N)
-        except KeyboardInterrupt:
-            self._write(flat_N)
-            raise
+        parts = zip(self._slices, self.specs, strict=True)
+        self.assign_each([flat_N[part].view(spec.shape) for part, spec in parts])
 
-    def _write(self, flat_N: torch.Tensor) -> None:
+    def assign_each(self, values: Sequence[torch.Tensor]) -> None:
+        """As :meth:`assign`, from a tensor for each."""
+        self.check_unchanged()
+        with self._writing:
+            try:
+                self._write(values)
+            except KeyboardInterrupt:
+                self._write(values)
+                raise
+
+    def _write(self, values: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            for tensor, part in zip(self._tensors, self._slices, strict=True):
-                tensor.detach().copy_(flat_N[part].view(tensor.shape))
+            for tensor, value in zip(self._tensors, values, strict=True):
+                tensor.detach().copy_(value)
+
+    def between_writes(self, read: Callable[[Sequence[torch.Tensor]], T]) -> T:
+        """Call a function with all tensors, while no values are written here; any thread may.
+
+        Raises:
+            ConfigError: a tensor has changed.
+        """
+        self.check_unchanged()
+        with self._writing, torch.no_grad():
+            return read([tensor.detach() for tensor in self._tensors])
 
     def check_unchanged(self) -> None:
         """Check that each tensor still has its shape, dtype, device and memory."""

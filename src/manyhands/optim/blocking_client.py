@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
+from manyhands.averaging.state.content import State
+from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.errors import Timeout, Unavailable
+from manyhands.base.text import counted
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
+from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
-from manyhands.optim.state.download import MAX_DOWNLOAD_S
-from manyhands.optim.state.state import State
+from manyhands.optim.state.replay import MissedStep
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import BlockingPeer
@@ -57,8 +60,9 @@ class BlockingRunClient:
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
             state = self._catch_up()
-            self.moved_elsewhere(state)
-            self.tell()
+            place = self._replica.position, self._replica.lineage_samples
+            self._call("joining the run", self._collaboration.move_elsewhere, *place, state)
+            self.tell()  # the steps made since the state, if there are any
             self._call("joining the run", self._collaboration.tracker.start)
         except BaseException:
             self.leave()
@@ -73,6 +77,9 @@ class BlockingRunClient:
             try:
                 state = self._download()
                 self._restore(state)
+                self._run(collaboration.tracker.look(), phase)
+                for step in self.missed_steps():
+                    self.replay(step)
             except Unavailable as error:
                 failures.append(error)
             else:
@@ -190,6 +197,26 @@ class BlockingRunClient:
             return False
         self.moved_elsewhere(state)
         return True
+
+    def missed_steps(self) -> Iterator[MissedStep]:
+        """The steps that the others have made since this peer loaded a state, as far as its donors have kept them."""
+        collaboration, phase = self._collaboration, "fetching the steps since the state was loaded"
+        while steps := self._run(collaboration.missed_steps(), phase, MAX_DOWNLOAD_S):
+            yield from steps
+            self.tell()
+            logger.info(
+                "Made %s of the others, up to step %d", counted(len(steps), "step"), self._replica.position.step
+            )
+            self._run(collaboration.tracker.look(), phase)
+
+    def replay(self, step: MissedStep) -> None:
+        """Make a step of the others as they have made it; :meth:`tell` says so to the network thread."""
+        replica, manifest = self._replica, step.manifest
+        lineage, samples = replica.position.after(manifest).lineage, sum_of_samples(manifest.weights)
+        replica.advance(step.mean(), Averaged(None, lineage, samples, shares=manifest.contributors()))
+        replica.show()
+        place = replica.position, replica.lineage_samples, replica.sketch()
+        self._untold = partial(self._collaboration.replayed, *place)
 
     def _download(self) -> State:
         started = self._peer.time()

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from manyhands.averaging.state.content import DTYPES_OF_STATES
 from manyhands.base.errors import ConfigError
-from manyhands.optim.flat import DTYPES_OF_STATES, flattened
+from manyhands.optim.flat import flattened
 
 MAX_INTEGER = 1 << 24
 """Integers up to this are exact in float32, in which they are averaged."""

@@ -10,12 +10,6 @@ import torch
 
 from manyhands.averaging.tensor_list import overlaps_itself
 
-DTYPES_OF_STATES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
-"""Of tensors that can be sent to a newcomer."""
-
 PIECE = 1 << 20
 """Values that are checked together, where that needs memory."""
 

@@ -6,22 +6,23 @@ import asyncio
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state.content import LoadedState, State, StateHeader, state_of, whole_chunks_of
+from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManifestMismatch, Timeout, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.flat import are_finite
-from manyhands.optim.manifest import ParameterSpec, RunManifest, read_manifest
+from manyhands.optim.manifest import RunManifest, read_manifest
 from manyhands.optim.run.branches import believed_by_a_newcomer
 from manyhands.optim.run.progress import ProgressRecord, rank_of
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
-from manyhands.optim.state.download import MAX_DOWNLOAD_S, download_state
-from manyhands.optim.state.state import State, StateHeader, state_of, whole_chunks_of
+from manyhands.optim.state.download import download_state
 from manyhands.peer import Peer
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
@@ -32,25 +33,6 @@ logger = logging.getLogger(__name__)
 LOOK_TIMEOUT_S = 10.0
 MAX_POSITIONS = 4
 """Most positions to try, from the highest."""
-
-
-@dataclass(frozen=True)
-class LoadedState:
-    """What was loaded.
-
-    Attributes:
-        global_step: of the run, at which these parameters were trained.
-        samples: behind them, in all steps.
-        donors: the peers that sent them.
-        num_bytes: received.
-        seconds: that it took.
-    """
-
-    global_step: int
-    samples: int
-    donors: Sequence[PeerId]
-    num_bytes: int
-    seconds: float
 
 
 def load_state_from_peers(

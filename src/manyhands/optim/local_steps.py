@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.codecs.sparse import Sparse
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.state.content import State
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Accumulator, Contribution
@@ -31,15 +32,7 @@ from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
 from manyhands.optim.state.check import fault_of
-from manyhands.optim.state.state import (
-    State,
-    hyper_parameters_of,
-    parameters_of,
-    restore,
-    specs_of,
-    split_inner,
-    take_options,
-)
+from manyhands.optim.state.state import hyper_parameters_of, parameters_of, restore, specs_of, split_inner, take_options
 from manyhands.optim.step.replica import HostCopy, Replica, SchedulerMaker, copy_on_host
 from manyhands.optim.step.update import global_norm
 
@@ -139,6 +132,8 @@ class LocalReplica(Replica):
     Raises:
         ConfigError: ``outer`` makes no optimizer of the given parameters, or there are fewer tensors than fragments.
     """
+
+    can_replay = False  # each step changes a part, and newcomers take the inner optimizer's statistics over
 
     def __init__(
         self,

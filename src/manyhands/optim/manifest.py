@@ -15,6 +15,7 @@ import msgspec
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError
 from manyhands.base.identity import PeerId
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
 from manyhands.dht import DhtNode
 from manyhands.optim.serializable import is_plain
@@ -37,14 +38,6 @@ OPTION_NAMES = {"lr": "learning_rate"}
 SHOWN_DIFFERENCES = 5
 SHOWN_CHARACTERS = 1000
 """Limit for one value in a difference: others' values have to fit on a screen."""
-
-
-class ParameterSpec(msgspec.Struct, frozen=True):
-    """Name, shape and dtype of one tensor; dtype as in ``float32``."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class RunManifest(msgspec.Struct, frozen=True, omit_defaults=True):

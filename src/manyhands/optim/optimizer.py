@@ -12,6 +12,7 @@ import torch
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
+from manyhands.averaging.state.content import State, sealed
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import Failure, RecentSteps
@@ -35,7 +36,6 @@ from manyhands.optim.run.collaboration import Collaboration, Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
-from manyhands.optim.state.state import State, sealed
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
 from manyhands.optim.wrapper import OptimizerWrapper
@@ -367,6 +367,8 @@ class Optimizer(OptimizerWrapper):
     # global steps
 
     def _act_on(self, decision: Decision) -> None:
+        if decision is Decision.LOAD_STATE and self._replay():
+            return
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
             if state := self._membership.downloaded():
                 self._go_to(state, is_reload=decision is Decision.RELOAD)
@@ -503,6 +505,18 @@ class Optimizer(OptimizerWrapper):
                 number = self._replica.position.step
                 self.last_failure = Failure(number, "its parameters were not those of the majority")
             self._moved_elsewhere()
+
+    def _replay(self) -> bool:
+        """Make the steps that the others have made since a state was loaded; returns whether there were any."""
+        position = self._replica.position
+        for step in self._membership.missed_steps():
+            with uninterrupted():
+                before = self._replica.position
+                self._membership.replay(step)
+                self._samples.load(before)
+                self._moved_elsewhere()
+        self._membership.tell()
+        return self._replica.position != position
 
     def _moved_elsewhere(self) -> None:
         """Reset what describes the last own step: the parameters now come from elsewhere."""

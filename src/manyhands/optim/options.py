@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
+from manyhands.averaging.state.content import DTYPES_OF_STATES
 from manyhands.averaging.tensor_list import DTYPES, overlaps_itself
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
-from manyhands.optim.flat import DTYPES_OF_STATES
 from manyhands.optim.state.state import hyper_parameters_of, names_of, parameters_of
 
 Delay = Literal["optimizer", "gradients"]

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from manyhands.averaging.state.content import spec_of
 from manyhands.base.errors import ConfigError, RankLost, Unavailable
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.health import Statistics
-from manyhands.optim.manifest import ParameterSpec
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.options import OptimizerMaker, checked_parameters, made_optimizer
 from manyhands.optim.serializable import merged
-from manyhands.optim.state.state import hyper_parameters_of, parameters_of, spec_of, specs_of
+from manyhands.optim.state.state import hyper_parameters_of, parameters_of, specs_of
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
 

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.checkpoints.checkpoint_dir import ABOUT, CheckpointDir, export_model, faults_in, newest_checkpoint
-from manyhands.optim.manifest import ParameterSpec, RunManifest
+from manyhands.optim.manifest import RunManifest
 
 RUN = RunManifest(
     protocol="manyhands/1", run_id="run", target_batch_size=64, tensors=[ParameterSpec("weight", (4, 2), "float32")],

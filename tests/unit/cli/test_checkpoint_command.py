@@ -10,10 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir, checkpoints_in
 from manyhands.cli import checkpoint_command
 from manyhands.cli.main import run
-from manyhands.optim.manifest import ParameterSpec, RunManifest
+from manyhands.optim.manifest import RunManifest
 
 OK, PROBLEM, USAGE = 0, 1, 2
 RUN = RunManifest(

@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.state.content import Origin, sealed
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.optim import local_steps
@@ -19,7 +20,7 @@ from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.local_steps import KEPT_SHARE, InnerSteps, LocalReplica, LocalSteps, nesterov
 from manyhands.optim.options import Options
 from manyhands.optim.run.step_rounds import Averaged
-from manyhands.optim.state.state import INNER, Origin, sealed
+from manyhands.optim.state.state import INNER
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 
 ME, OTHER = PeerId("me"), PeerId("other")

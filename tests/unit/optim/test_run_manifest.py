@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.base.identity import PeerId
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.manifest import (
     MAX_BYTES,
     ManifestKeeper,
-    ParameterSpec,
     RunManifest,
     differences,
     manifest_key,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state.content import Origin
 from manyhands.base.identity import PeerId
-from manyhands.optim.state.state import Origin
 from manyhands.optim.step.global_step import SampleCounter
 from manyhands.optim.step.replica import Replica
 

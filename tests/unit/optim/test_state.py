@@ -9,20 +9,11 @@ import torch
 from torch.optim import lr_scheduler
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state.content import State, StateHeader, empty_content, sealed
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim import Lamb
-from manyhands.optim.manifest import ParameterSpec
 from manyhands.optim.serializable import merged
-from manyhands.optim.state.state import (
-    State,
-    StateHeader,
-    capture,
-    checked_scalars,
-    empty_content,
-    hyper_parameters_of,
-    restore,
-    sealed,
-    specs_of,
-)
+from manyhands.optim.state.state import capture, checked_scalars, hyper_parameters_of, restore, specs_of
 
 AT = Position(5, b"lineage")
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state.content import State, StateHeader, sealed, state_of
 from manyhands.optim.lamb import Lamb
-from manyhands.optim.state.state import Scalars, State, StateHeader, sealed, state_of
+from manyhands.optim.state.state import Scalars
 from manyhands.optim.step.replica import Replica
 
 Spoil = Callable[[Scalars, list[torch.Tensor]], None]

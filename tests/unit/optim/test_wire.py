@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state.content import Origin, StateHeader
+from manyhands.averaging.state.server import StateAnswer
 from manyhands.base.identity import PeerId
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.dht.records import decode_value, encode_value
-from manyhands.optim.manifest import ParameterSpec, RunManifest, manifest_key, read_manifest
+from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.serializable import is_plain
-from manyhands.optim.state.server import StateAnswer
-from manyhands.optim.state.state import Origin, StateHeader
 from tests.unit.optim.fake_dht import FakeDht
 
 COUNTS = st.integers(0, 2**53)

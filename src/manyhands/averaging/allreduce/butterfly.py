@@ -103,6 +103,7 @@ class Butterfly:
         self._rank = rank
         self._flat_N = flat_N
         self._plan = plan
+        self._codec = group.codec
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self.partition = Partition(group, self._here, region, plan)
         self._weights = self.partition.weights
@@ -130,7 +131,8 @@ class Butterfly:
 
     def means(self) -> Means:
         """The means as sent, by reducer, as far as they have come; call it once the butterfly has ended."""
-        return Means(self.averaged_N, False, self._encoded, self._decode_all)
+        chunks = () if self._plan.passes_on else self.partition.chunks
+        return Means(self.averaged_N, False, self._encoded, self._decode_all, self._codec, chunks)
 
     def partners(self) -> list[int]:
         """Ranks with which values are exchanged; two members without spans exchange nothing."""

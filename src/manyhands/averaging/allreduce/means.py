@@ -29,20 +29,39 @@ class Means:
             means of one reducer as sent.
         pieces: their memory, uint8.
         decode: writes the vector from the pieces, where they are encoded.
+        codec: code of the encoding, where there is one.
+        chunks: of each piece, the parts of the vector that were encoded one by one; none for plain pieces, nor where
+            contributions were passed on in place of their mean.
     """
 
     def __init__(
-        self, averaged_N: torch.Tensor, is_again: bool, pieces: Sequence[torch.Tensor], decode: Callable[[], None]
+        self,
+        averaged_N: torch.Tensor,
+        is_again: bool,
+        pieces: Sequence[torch.Tensor],
+        decode: Callable[[], None],
+        codec: int = 0,
+        chunks: Sequence[Sequence[slice]] = (),
     ) -> None:
         self.averaged_N = averaged_N
         self.is_again = is_again
         self.pieces = pieces
         self.decode = decode
+        self.codec = codec
+        self.chunks = chunks
 
     def copy(self) -> Means:
         """A copy of the pieces, to send from."""
         pieces = [torch.empty_like(piece).copy_(piece) for piece in self.pieces]
         return Means(torch.empty(0), self.is_again, pieces, lambda: None)
+
+    def lasting(self) -> Means:
+        """The same pieces, which nobody changes any more: those in the memory of the vector are copied."""
+        own = self.averaged_N.untyped_storage().data_ptr()
+        pieces = [
+            piece.clone() if piece.untyped_storage().data_ptr() == own else piece.detach() for piece in self.pieces
+        ]
+        return Means(torch.empty(0), self.is_again, pieces, lambda: None, self.codec, self.chunks)
 
     def digests(self) -> list[bytes]:
         """BLAKE3 of each piece as it is now; reads all memory, so call it on a thread of its own."""

@@ -10,16 +10,19 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
 
+from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.commit.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.base.errors import ManyhandsError, RunNotFound, Unavailable
+from manyhands.averaging.state.content import State, without_origin
+from manyhands.averaging.state.server import StateServer
+from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
@@ -32,8 +35,7 @@ from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, Ste
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.server import StateServer
-from manyhands.optim.state.state import State, without_origin
+from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_steps
 from manyhands.peer import Presence
 from manyhands.runtime import TaskOwner
 from manyhands.runtime.executor import run_to_end
@@ -41,6 +43,8 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
+AT_ONCE = 2
+"""Steps that a newcomer fetches at a time take about the memory of so many vectors in float32."""
 MAX_DOUBTED = 3
 """States to download until one has the sums that the majority published."""
 NEAR_TIMEOUT_S = 1.0
@@ -92,6 +96,8 @@ class Collaboration:
         self._is_auxiliary = is_auxiliary
         self._allow_solo = allow_solo
         self._num_vain_loads = 0  # since this peer took part in a step
+        self._state_donors: Sequence[PeerId] = ()  # of the last state
+        self._has_parted = False  # this peer's parameters were once not those of the majority
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
         self._rng = presence.rng
@@ -144,6 +150,10 @@ class Collaboration:
                 lambda: self.tracker.reader.company.recent_rounds,
             )  # fmt: skip
             parts.push_async_callback(self._server.close)
+            if self._local.can_replay:
+                steps = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self._local.position)
+                parts.callback(steps.close)
+                self._rounds.on_means.append(steps.add)
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
             parts.callback(self._contacts.close)
             self.tracker.on_outlook = self._on_news
@@ -232,6 +242,7 @@ class Collaboration:
         if tracker.should_load_state():
             return Decision.LOAD_STATE
         if self._drift.should_load():
+            self._has_parted = True
             return Decision.RELOAD
         is_arriving = may_wait and tracker.is_arriving()
         if is_arriving and samples:
@@ -338,6 +349,11 @@ class Collaboration:
         self.tracker.load(position, lineage_samples, recent_rounds, donor)
         self._drift.loaded()
 
+    def replayed(self, position: Position, lineage_samples: int, sketch: Sketch) -> None:
+        """Record that this peer has made steps of the others on its own; its parameters are compared like theirs."""
+        self.tracker.load(position, lineage_samples, donor=self._state_donors[0])
+        self._drift.moved(position, sketch, is_in_grid=False)
+
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
         if self.tracker.branches.waits_for_clients:
@@ -381,12 +397,38 @@ class Collaboration:
         if branch.is_foreign:
             state = without_origin(state)  # whatever its position is called, this peer was never there
         self._num_vain_loads += 1
+        self._state_donors = state.donors
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
             took_s, target = loop.time() - started, self._manifest.target_batch_size
             speed = sum(record.samples_per_second for record in self.tracker.reader.records().values())
             computing_s = target / speed if speed > 0 else 0.0
             logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
         return state
+
+    async def missed_steps(self) -> list[MissedStep]:
+        """Fetch the steps that the others have made since this peer loaded a state, as far as its donors kept them."""
+        if not self._num_vain_loads or self._has_parted or not self._local.can_replay:
+            return []
+        position, believed = self._local.position, self.tracker.branches.believed.values()
+        num_due = max((record.position.step for record in believed), default=0) + 1 - position.step  # donors know first
+        numel = sum(math.prod(shape) for shape in self._local.shapes)
+        for donor in self._state_donors if num_due > 0 else ():
+            try:
+                steps, is_current = await fetch_steps(
+                    self._presence.endpoint, self.run_id, donor, position, self._plan_of,
+                    max_bytes=AT_ONCE * 4 * numel,
+                )  # fmt: skip
+            except (PeerError, Unavailable) as error:
+                logger.info("the steps since the state was loaded do not come from peer %s: %s", donor, error)
+                if isinstance(error, ProtocolViolation):
+                    self.tracker.shun(donor)
+                continue
+            if steps or is_current:
+                return steps[:num_due]
+        return []
+
+    def _plan_of(self, code: int) -> Plan:
+        return plan_of(self._local.shapes, codec_of_code(code, self.averaging.codec))
 
     async def _download_believable(self, donors: list[PeerId], position: Position, *, is_late: bool) -> State:
         """Download a state whose sums the majority has published, if a few attempts find one.

@@ -21,6 +21,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.state.content import State
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -30,7 +31,6 @@ from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.tracker import ProgressTracker
-from manyhands.optim.state.state import State
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,14 @@ def longest_attempt_s(config: AveragingConfig) -> float:
 
 
 class LocalState(Protocol):
-    """The part of a :class:`manyhands.optim.step.replica.Replica` that the network thread uses."""
+    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`.
+
+    Attributes:
+        can_replay: whether an averaged vector is all that a step takes.
+    """
 
     position: Position
+    can_replay: bool
 
     @property
     def drift_bound(self) -> float: ...

@@ -12,18 +12,11 @@ from typing import Any
 
 import torch
 
+from manyhands.averaging.state.content import State
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.flat import are_finite
 from manyhands.optim.lamb import Lamb
-from manyhands.optim.manifest import ParameterSpec
-from manyhands.optim.state.state import (
-    LOCAL_OPTIONS,
-    Scalars,
-    State,
-    checked_scalars,
-    parameters_of,
-    restore,
-    specs_of,
-)
+from manyhands.optim.state.state import LOCAL_OPTIONS, Scalars, checked_scalars, parameters_of, restore, specs_of
 
 MAX_STEP = 10**9
 MAX_LINEAGE_SAMPLES = 2**50

@@ -1,9 +1,4 @@
-"""The state of a run at one global step: all that a newcomer needs, as one block of bytes in chunks with digests.
-
-The tensors lie in the block in the order of the header, each at a multiple of ``LINE_BYTES``, with zeros between them.
-The block is cut into chunks of ``CHUNK_BYTES``, which can be downloaded from different peers and checked one by one
-(docs/explanation/state.md).
-"""
+"""The state of a run at one global step: what of an optimizer is in it, and how it gets out and in again."""
 
 from __future__ import annotations
 
@@ -12,68 +7,39 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import torch
-from blake3 import blake3
 
-from manyhands.averaging.memory import bytes_of, empty_vector, whole_lines
-from manyhands.averaging.messages import Count, PeerIdText, Position
-from manyhands.base.identity import PeerId
+from manyhands.averaging.memory import bytes_of
+from manyhands.averaging.messages import Position
+from manyhands.averaging.state.content import (
+    DTYPE_NAMED,
+    Origin,
+    State,
+    StateHeader,
+    empty_content,
+    first_of,
+    spec_of,
+    state_of,
+)
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
-from manyhands.optim.flat import DTYPES_OF_STATES
-from manyhands.optim.manifest import ParameterSpec
 from manyhands.optim.serializable import merged, plain_part
 
-CHUNK_BYTES = 4 << 20
-DIGEST_BYTES = 32
 PIECE_BYTES = 16 << 20
 """Copied at a time, while a step has to wait."""
 MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
-MAX_CONTRIBUTORS = 4096
 INNER = "inner."
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES_OF_STATES}
 
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 """Exceptions of optimizers that load another kind's statistics."""
-
-
-class Origin(msgspec.Struct, frozen=True):
-    """The step that led to a state.
-
-    Attributes:
-        parent: the position before it.
-        contributors: all peers whose samples may count in it; None if not all are known, as in a grid of groups.
-    """
-
-    parent: Position
-    contributors: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] | None = None
-
-
-class StateHeader(msgspec.Struct, frozen=True):
-    """Describes a state; its tensors follow in this order, as raw little-endian bytes.
-
-    Attributes:
-        tensors: parameters first, then extra tensors such as buffers, then the optimizer's, named
-            ``parameter.statistic``, then those of an inner optimizer, named ``parameter.inner.statistic``.
-        scalars: msgpack of :class:`Scalars`.
-        digest: BLAKE3 over ``tensors``, ``scalars`` and the digests of all chunks; empty while these are not known.
-        origin: the step that led there; None if unknown, as after a checkpoint was loaded.
-    """
-
-    position: Position
-    lineage_samples: Count
-    tensors: list[ParameterSpec]
-    scalars: bytes
-    digest: bytes
-    origin: Origin | None = None
 
 
 class Scalars(msgspec.Struct, omit_defaults=True):
@@ -94,46 +60,6 @@ class Scalars(msgspec.Struct, omit_defaults=True):
 
 
 make_ready(Scalars)
-
-
-@dataclass(frozen=True)
-class State:
-    """A state in memory of its own.
-
-    Attributes:
-        content: all bytes of the tensors, of shape [bytes]; see :func:`offsets_of`.
-        digests: BLAKE3 of each chunk; empty while they are not known.
-        recent_rounds: in a grid, of the steps that led there; see :mod:`manyhands.optim.run.partition_detector`.
-        donors: the peers that sent it, the one that described it first.
-        num_bytes: received for it.
-    """
-
-    header: StateHeader
-    content: torch.Tensor
-    digests: Sequence[bytes] = ()
-    recent_rounds: list[bytes] = field(default_factory=list)
-    donors: Sequence[PeerId] = ()
-    num_bytes: int = 0
-
-    @classmethod
-    def to_receive(cls, header: StateHeader, num_chunks: int) -> State:
-        """Memory for the first chunks of a state; the header must be checked."""
-        _, num_bytes = offsets_of(header.tensors)
-        return cls(header, empty_vector(min(num_bytes, num_chunks * CHUNK_BYTES), torch.uint8))
-
-    @cached_property
-    def tensors(self) -> list[torch.Tensor]:
-        """Views of the content."""
-        specs = self.header.tensors
-        starts, _ = offsets_of(specs)
-        return [
-            self.content[start : start + _num_bytes(spec)].view(_DTYPES[spec.dtype]).view(spec.shape)
-            for spec, start in zip(specs, starts, strict=True)
-        ]
-
-    def chunk(self, index: int) -> memoryview:
-        """The bytes of one chunk; writable."""
-        return chunk_of(self.content, index)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -241,73 +167,6 @@ def capture(
     return state
 
 
-def state_of(header: StateHeader, tensors: Sequence[torch.Tensor]) -> State:
-    """A state with copies of these tensors, without digests."""
-    state = State(header, empty_content(header.tensors))
-    for to, tensor in zip(state.tensors, tensors, strict=True):
-        to.copy_(tensor)
-    return state
-
-
-def sealed(state: State) -> State:
-    """The same state with its digests."""
-    digests = [digest_of_chunk(state.chunk(index)) for index in range(num_chunks_of(state.content.numel()))]
-    return with_digests(state, digests)
-
-
-def whole_chunks_of(state: State) -> State:
-    """The chunks of the beginning of a state that nothing can be added to, with their digests."""
-    num_whole = state.content.numel() // CHUNK_BYTES
-    return sealed(replace(state, content=state.content[: num_whole * CHUNK_BYTES]))
-
-
-def with_digests(state: State, digests: Sequence[bytes]) -> State:
-    """The same state with the given digests of its chunks."""
-    header = msgspec.structs.replace(state.header, digest=root_of(state.header, digests))
-    return replace(state, header=header, digests=tuple(digests))
-
-
-def without_origin(state: State) -> State:
-    """The same state with unknown origin."""
-    return replace(state, header=msgspec.structs.replace(state.header, origin=None))
-
-
-def root_of(header: StateHeader, digests: Sequence[bytes]) -> bytes:
-    """BLAKE3 of a state's content, independent of its source, from the digests of its chunks."""
-    return blake3(msgspec.msgpack.encode([header.tensors, header.scalars, list(digests)])).digest()
-
-
-def digest_of_chunk(chunk: memoryview) -> bytes:
-    """BLAKE3 of a chunk's bytes."""
-    return blake3(chunk).digest()
-
-
-def offsets_of(specs: Sequence[ParameterSpec]) -> tuple[list[int], int]:
-    """Where each tensor begins in the content, in bytes, and the size of the content; the specs must be checked."""
-    starts, end = [], 0
-    for spec in specs:
-        starts.append(end)
-        end = whole_lines(end + _num_bytes(spec))
-    return starts, end
-
-
-def empty_content(specs: Sequence[ParameterSpec]) -> torch.Tensor:
-    """Memory for the tensors of a state, with zeros between them; the specs must be checked."""
-    starts, num_bytes = offsets_of(specs)
-    content = empty_vector(num_bytes, torch.uint8)
-    for spec, start in zip(specs, starts, strict=True):
-        end = start + _num_bytes(spec)
-        content[end : whole_lines(end)].zero_()
-    return content
-
-
-def first_of(state: State, num_tensors: int) -> State:
-    """The first tensors of a state alone, without digest."""
-    specs = state.header.tensors[:num_tensors]
-    header = msgspec.structs.replace(state.header, tensors=specs, digest=b"")
-    return replace(state, header=header, content=state.content[: offsets_of(specs)[1]], digests=())
-
-
 def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) -> tuple[State, State | None]:
     """The state without the donor's inner optimizer, and a copy of that as a state of its own, with the parameters.
 
@@ -334,16 +193,6 @@ def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) ->
 def _with_scalars(state: State, scalars: Scalars) -> State:
     encoded = msgspec.msgpack.encode(scalars, order="sorted")
     return replace(state, header=msgspec.structs.replace(state.header, scalars=encoded))
-
-
-def num_chunks_of(num_bytes: int) -> int:
-    """Chunks of a state of this size; the last one may be shorter."""
-    return -(-num_bytes // CHUNK_BYTES)
-
-
-def chunk_of(content: torch.Tensor, index: int) -> memoryview:
-    """The bytes of one chunk; writable."""
-    return bytes_of(content[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
 
 
 def checked_scalars(
@@ -374,7 +223,7 @@ def checked_scalars(
         counts[index] += 1
         if (
             not 0 <= index < len(parameters)
-            or spec.dtype not in _DTYPES
+            or spec.dtype not in DTYPE_NAMED
             or len(spec.shape) > MAX_DIMENSIONS
             or any(size < 0 for size in spec.shape)
             or math.prod(size or 1 for size in spec.shape) > max(math.prod(parameters[index].shape), 1)
@@ -438,15 +287,6 @@ def _statistic_of(spec: ParameterSpec) -> str:
 def _is_index(text: str, num_parameters: int) -> bool:
     """Whether a text is the index of a parameter, as :func:`capture` writes it."""
     return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_parameters
-
-
-def spec_of(name: str, tensor: torch.Tensor) -> ParameterSpec:
-    """Name, shape and dtype of a tensor."""
-    return ParameterSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def _num_bytes(spec: ParameterSpec) -> int:
-    return math.prod(spec.shape) * _DTYPES[spec.dtype].itemsize
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

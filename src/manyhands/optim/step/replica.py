@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state.content import Origin, State, spec_of
 from manyhands.averaging.tensor_list import overlapping
 from manyhands.base.errors import ConfigError
 from manyhands.optim.extra_tensors import ExtraTensors
@@ -30,14 +31,11 @@ from manyhands.optim.serializable import is_plain, merged, plain_part
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import (
     Capture,
-    Origin,
-    State,
     digest_of_parameters,
     hyper_parameters_of,
     names_of,
     parameters_of,
     restore,
-    spec_of,
 )
 from manyhands.optim.step.update import guarded_step, move_statistics
 
@@ -66,7 +64,10 @@ class Replica:
         lineage_samples: samples in all steps that led there.
         origin: the last of these steps; None at the beginning, or if unknown.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
+        can_replay: whether a newcomer can make past steps from their averaged vectors alone.
     """
+
+    can_replay = True
 
     def __init__(
         self,

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state.content import State
+from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.loading import MAX_POSITIONS, askable, leading_donors
@@ -15,8 +17,7 @@ from manyhands.optim.local_steps import LocalReplica
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
-from manyhands.optim.state.download import MAX_DOWNLOAD_S, download_state
-from manyhands.optim.state.state import State
+from manyhands.optim.state.download import download_state
 from manyhands.optim.step.replica import manifest_of
 from manyhands.optim.wrapper import PLACE
 from manyhands.peer import Peer

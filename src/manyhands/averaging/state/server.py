@@ -14,18 +14,14 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import msgspec
 
 from manyhands.access.gate import RunGate
 from manyhands.averaging.messages import Position, RecentRounds
-from manyhands.base.deadline import time_limit, wait_at_most, while_moving
-from manyhands.base.errors import PeerLost, ProtocolViolation
-from manyhands.base.identity import PeerId
-from manyhands.base.structs import make_ready
-from manyhands.optim.state.state import (
+from manyhands.averaging.state.content import (
     State,
     StateHeader,
     digest_of_chunk,
@@ -33,6 +29,10 @@ from manyhands.optim.state.state import (
     offsets_of,
     with_digests,
 )
+from manyhands.base.deadline import time_limit, wait_at_most, while_moving
+from manyhands.base.errors import PeerLost, ProtocolViolation
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime import TaskOwner
@@ -129,6 +129,10 @@ class StateServer:
         capture: copies the current state; called on an executor thread.
         position: of this peer.
         recent_rounds: of its last steps in a grid.
+        kind: of the streams; a peer has one server for each.
+
+    Attributes:
+        state_bytes: size of the tensors of the last state that was copied.
     """
 
     def __init__(
@@ -138,23 +142,27 @@ class StateServer:
         capture: Callable[[], State],
         position: Callable[[], Position],
         recent_rounds: Callable[[], list[bytes]] = list,
+        *,
+        kind: str = STREAM_KIND,
     ) -> None:
         self._endpoint = endpoint
         self._run_id = run_id
         self._capture = capture
         self._position = position
         self._recent_rounds = recent_rounds
+        self.state_bytes = 0
         self._snapshot: weakref.ref[Snapshot] | None = None  # lives as long as a peer downloads it
         self._capturing = asyncio.Lock()
         self._serving: set[PeerId] = set()
         self._downloads = _Downloads()
         self._late_downloads = _Downloads()
         self._tasks = TaskOwner("state server")
-        endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(endpoint, run_id, for_observers=True).check)
+        self._kind = kind
+        endpoint.accept_bulk(kind, self._on_stream, RunGate(endpoint, run_id, for_observers=True).check)
 
     async def close(self) -> None:
         """Accept no more downloads."""
-        self._endpoint.refuse_bulk(STREAM_KIND)
+        self._endpoint.refuse_bulk(self._kind)
         await self._tasks.close()
 
     def followers(self, patience_s: float, *, by_latecomers: bool = False) -> set[PeerId]:
@@ -165,24 +173,28 @@ class StateServer:
         """
         return (self._late_downloads if by_latecomers else self._downloads).recent(patience_s)
 
+    @contextmanager
+    def following(self, remote: PeerId, *, is_late: bool = False) -> Iterator[None]:
+        """Within the block, a peer counts as one that downloads the state."""
+        with self._downloads.one_more(remote), self._late_downloads.one_more(remote) if is_late else nullcontext():
+            yield
+
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
             request = msgspec.msgpack.decode(header, type=StateRequest)
         except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
         if request.run_id != self._run_id:
-            await _send(stream, _encoded(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
+            await send_moving(stream, framed(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
         elif remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
             reason = "it hands the state out as often as it can already"
-            await _send(stream, _encoded(StateAnswer(reason=reason, is_full=True)))
+            await send_moving(stream, framed(StateAnswer(reason=reason, is_full=True)))
         else:
             with ExitStack() as counting:
                 self._serving.add(remote)
                 counting.callback(self._serving.discard, remote)
                 if not request.is_onlooker:
-                    counting.enter_context(self._downloads.one_more(remote))
-                if request.is_late:
-                    counting.enter_context(self._late_downloads.one_more(remote))
+                    counting.enter_context(self.following(remote, is_late=request.is_late))
                 snapshot = await self._current()
                 async with time_limit(longest_s(snapshot.state.header), f"handing the state out to peer {remote}"):
                     await self._serve(stream, snapshot)
@@ -192,7 +204,7 @@ class StateServer:
         """Send what the newcomer asks for until it closes the stream, or asks for nothing for long."""
         state, wanted, news = snapshot.state, deque[int](), asyncio.Event()
         logger.info("peer %s downloads the state of step %d", stream.remote, state.header.position.step)
-        await _send(stream, _encoded(StateAnswer(state.header, recent_rounds=state.recent_rounds)))
+        await send_moving(stream, framed(StateAnswer(state.header, recent_rounds=state.recent_rounds)))
         reading = asyncio.get_running_loop().create_task(_take_requests(stream, snapshot, wanted, news))
         reading.add_done_callback(lambda _: news.set())
         num_announced = 0
@@ -202,10 +214,10 @@ class StateServer:
                     news.clear()
                     if digests := snapshot.digests[num_announced:]:
                         num_announced += len(digests)
-                        await _send(stream, FRAME.pack(DIGESTS, len(digests)), *digests)
+                        await send_moving(stream, FRAME.pack(DIGESTS, len(digests)), *digests)
                     elif wanted:
                         index = wanted.popleft()
-                        await _send(stream, FRAME.pack(CHUNK, index), snapshot.state.chunk(index))
+                        await send_moving(stream, FRAME.pack(CHUNK, index), snapshot.state.chunk(index))
                     else:
                         await wait_at_most(news, STALL_TIMEOUT_S)
                         if not news.is_set():
@@ -224,7 +236,7 @@ class StateServer:
                 rounds,
             ):
                 snapshot = Snapshot(replace(await run_to_end(self._capture), recent_rounds=rounds))
-                self._snapshot = weakref.ref(snapshot)
+                self._snapshot, self.state_bytes = weakref.ref(snapshot), snapshot.state.content.numel()
                 self._tasks.spawn(snapshot.hash(), name="hashing the state")
             return snapshot
 
@@ -269,12 +281,14 @@ def longest_s(header: StateHeader) -> float:
     return STALL_TIMEOUT_S + offsets_of(header.tensors)[1] / MIN_BYTES_PER_S
 
 
-def _encoded(answer: StateAnswer) -> bytes:
+def framed(answer: msgspec.Struct) -> bytes:
+    """An answer on the wire, behind its length."""
     encoded = msgspec.msgpack.encode(answer)
     return len(encoded).to_bytes(4, "big") + encoded
 
 
-async def _send(stream: Stream, *buffers: bytes | memoryview) -> None:
+async def send_moving(stream: Stream, *buffers: bytes | memoryview) -> None:
+    """Send as long as the other end takes something."""
     phase = f"for peer {stream.remote} to take the next {MIN_STALL_BYTES} bytes of the state"
     await while_moving(
         stream.send(*buffers),

@@ -1,0 +1,322 @@
+"""Hands the steps that a run makes while a newcomer downloads its state to that newcomer, which makes them itself.
+
+From the beginning of a download on, the donor keeps the means of each step as they travelled, with what the round has
+committed. A newcomer that has the state of step s opens a bulk stream with a :class:`ReplayRequest`; the donor answers
+with a :class:`ReplayAnswer`, and then with each step after s: a :class:`KeptStep` and the means. The digest in what was
+committed covers the means, and the lineage of a position covers all that was committed on the way. So a newcomer that
+has come to the position of the majority has applied the very means that the others have (docs/explanation/state.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+import torch
+
+from manyhands.access.gate import RunGate
+from manyhands.averaging.allreduce.means import Means, again, digest_of, digest_of_all
+from manyhands.averaging.codecs import BadEncoding, Plan
+from manyhands.averaging.memory import bytes_of, empty_vector
+from manyhands.averaging.messages import Count, Position, RoundManifest
+from manyhands.averaging.state.server import (
+    MAX_DOWNLOADS,
+    MIN_BYTES_PER_S,
+    MIN_STALL_BYTES,
+    STALL_TIMEOUT_S,
+    StateServer,
+    framed,
+    send_moving,
+)
+from manyhands.base.deadline import time_limit, while_moving
+from manyhands.base.errors import ProtocolViolation
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
+from manyhands.rpc import Endpoint
+from manyhands.rpc.frames import UNREADABLE, readable
+from manyhands.runtime.executor import run_to_end
+from manyhands.transport.api import Stream
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+STREAM_KIND = "replay/1"
+OPENING_S = 2.0
+"""Time for a donor to answer before the next one is asked."""
+KEPT_S = 10.0
+"""Steps are kept for so long after the last download has ended: the newcomer may miss one more."""
+MAX_HEADER_BYTES = 1 << 20
+MAX_PIECES = 1 << 12
+MAX_CHUNKS = 1 << 15
+
+
+class ReplayRequest(msgspec.Struct):
+    """Opens the stream: asks for the steps from a position on, but no further ones once these have ``max_bytes``."""
+
+    run_id: str
+    position: Position
+    max_bytes: Count
+
+
+class ReplayAnswer(msgspec.Struct):
+    """Sent first, prefixed by its length as each header.
+
+    Attributes:
+        num_steps: that follow.
+        is_current: the last of them leads to the donor's own position; without steps, the newcomer is there already.
+    """
+
+    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+    is_current: bool
+
+
+class KeptStep(msgspec.Struct):
+    """A step; its means follow, piece by piece.
+
+    Attributes:
+        manifest: what the group has committed.
+        codec: code of the encoding of the means.
+        is_again: the vector was averaged in more than one ballot: the pieces are plain parts of it.
+        stops: else for each piece, the ends of its chunks in the vector, in elements.
+    """
+
+    manifest: RoundManifest
+    codec: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    is_again: bool
+    stops: Annotated[
+        list[Annotated[list[Count], msgspec.Meta(max_length=MAX_CHUNKS)]], msgspec.Meta(max_length=MAX_PIECES)
+    ] = []
+
+
+make_ready(ReplayRequest, ReplayAnswer, KeptStep)
+
+
+class StepKeeper:
+    """Keeps this peer's last steps while others download the state, and hands them out.
+
+    Args:
+        server: knows who downloads the state, and how large that is: all kept steps together take no more memory. If
+            the steps that are made during a download are more than that, the newcomer could never catch up.
+        position: of this peer.
+    """
+
+    def __init__(self, endpoint: Endpoint, run_id: str, server: StateServer, position: Callable[[], Position]) -> None:
+        self._endpoint = endpoint
+        self._run_id = run_id
+        self._server = server
+        self._position = position
+        self._steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = deque()
+        self._serving: set[PeerId] = set()
+        self._forgetting: asyncio.TimerHandle | None = None
+        endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(endpoint, run_id).check)
+
+    def close(self) -> None:
+        self._endpoint.refuse_bulk(STREAM_KIND)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+            self._forgetting = None
+
+    async def add(self, manifest: RoundManifest, means: Means) -> None:
+        """Keep a step that this peer's round has committed, if anybody may need it."""
+        if not self._server.followers(KEPT_S):
+            self._forget()
+            return
+        if manifest.position.group_key or not (means.is_again or means.chunks):  # a grid's, or no means were sent
+            return
+        lasting = await run_to_end(means.lasting)
+        stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
+        self._steps.append((KeptStep(manifest, means.codec, means.is_again, stops), lasting.pieces))
+        while sum(piece.numel() for _, pieces in self._steps for piece in pieces) > self._server.state_bytes:
+            self._steps.popleft()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+        self._forgetting = asyncio.get_running_loop().call_later(KEPT_S, self._forget_unless_followed)
+
+    def _forget_unless_followed(self) -> None:
+        self._look_again() if self._server.followers(KEPT_S) else self._forget()
+
+    async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
+        try:
+            request = msgspec.msgpack.decode(header, type=ReplayRequest)
+        except UNREADABLE as error:
+            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        if request.run_id != self._run_id:
+            return
+        if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
+            await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
+            return
+        steps = self._steps_from(request)
+        num_bytes = sum(piece.numel() for _, pieces in steps for piece in pieces)
+        limit_s = STALL_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S
+        self._serving.add(remote)
+        with self._server.following(remote, is_late=len(steps) == 1):  # with one more it takes part, so wait for it
+            try:
+                async with time_limit(limit_s, f"sending steps to peer {remote}"):
+                    await self._send_steps(stream, request.position, steps)
+            finally:
+                self._serving.discard(remote)  # it may ask again before this stream is closed
+            async with time_limit(limit_s, f"peer {remote} to take the steps"):
+                await stream.wait_closed()
+
+    async def _send_steps(
+        self, stream: Stream, position: Position, steps: list[tuple[KeptStep, Sequence[torch.Tensor]]]
+    ) -> None:
+        last = steps[-1][0].manifest if steps else None
+        end = last.position.after(last) if last is not None else position
+        await send_moving(stream, framed(ReplayAnswer(len(steps), is_current=end == self._position())))
+        for kept, pieces in steps:
+            await send_moving(stream, framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel()))
+
+    def _steps_from(self, request: ReplayRequest) -> list[tuple[KeptStep, Sequence[torch.Tensor]]]:
+        """The kept steps that lead on from a position, without a gap."""
+        found, position, num_bytes = [], request.position, 0
+        for kept, pieces in self._steps:
+            if kept.manifest.position == position and num_bytes < request.max_bytes:
+                found.append((kept, pieces))
+                position = position.after(kept.manifest)
+                num_bytes += sum(piece.numel() for piece in pieces)
+        return found
+
+
+class MissedStep:
+    """A step that was made without this peer.
+
+    Args:
+        pieces: of the averaged vector as it travelled; uint8.
+        chunks: of each piece, the parts of the vector that were encoded one by one; none if the pieces are plain.
+
+    Attributes:
+        manifest: what the group has committed.
+        num_bytes: of all pieces.
+    """
+
+    def __init__(
+        self, manifest: RoundManifest, plan: Plan, pieces: Sequence[torch.Tensor], chunks: Sequence[Sequence[slice]]
+    ) -> None:
+        self.manifest = manifest
+        self.num_bytes = sum(piece.numel() for piece in pieces)
+        self._plan = plan
+        self._pieces = pieces
+        self._chunks = chunks
+
+    def mean(self) -> torch.Tensor:
+        """The averaged vector; float32, on the host, shape [N].
+
+        Raises:
+            BadEncoding: it cannot be decoded.
+        """
+        if not self._chunks:
+            return torch.cat(list(self._pieces)).view(self._plan.dtype)
+        mean_N = empty_vector(self._plan.numel, self._plan.dtype)
+        for piece, chunks in zip(self._pieces, self._chunks, strict=True):
+            sizes = [self._plan.num_bytes(chunk.start, chunk.stop) for chunk in chunks]
+            for encoded, chunk in zip(torch.split(piece, sizes), chunks, strict=True):
+                self._plan.decode(encoded, chunk.start, mean_N[chunk])
+        return mean_N
+
+
+async def fetch_steps(
+    endpoint: Endpoint,
+    run_id: str,
+    donor: PeerId,
+    position: Position,
+    plan_of_code: Callable[[int], Plan],
+    max_bytes: int,
+) -> tuple[list[MissedStep], bool]:
+    """Fetch the steps that a donor has kept from a position on, and whether it has no more.
+
+    Args:
+        plan_of_code: the encoding of the vectors of the run with the codec of a code.
+        max_bytes: take no more steps once these take more memory.
+    Raises:
+        ProtocolViolation: they are not what was committed, or do not follow each other.
+        PeerError, Unavailable: it does not send them.
+    """
+    request = msgspec.msgpack.encode(ReplayRequest(run_id, position, max_bytes))
+    stream = await RunGate(endpoint, run_id).through(
+        donor, OPENING_S, lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s)
+    )
+    try:
+        async with time_limit(OPENING_S, f"asking peer {donor} for the steps since {position.step}"):
+            answer = await _receive(stream, ReplayAnswer)
+        steps: list[MissedStep] = []
+        for _ in range(answer.num_steps):
+            if sum(step.num_bytes for step in steps) >= max_bytes:
+                raise ProtocolViolation(donor, f"sent more steps than have {max_bytes} bytes")
+            kept = await _receive(stream, KeptStep)
+            if kept.manifest.position != position:
+                raise ProtocolViolation(donor, f"sent a step from {kept.manifest.position}, in place of {position}")
+            steps.append(await _receive_means(stream, kept, plan_of_code))
+            position = position.after(kept.manifest)
+        return steps, answer.is_current
+    finally:
+        endpoint.release(stream)
+
+
+async def _receive_means(stream: Stream, kept: KeptStep, plan_of_code: Callable[[int], Plan]) -> MissedStep:
+    try:
+        plan = plan_of_code(kept.codec)
+        chunks = [] if kept.is_again else _chunks_of(kept.stops, plan.numel)
+        sizes = [sum(plan.num_bytes(chunk.start, chunk.stop) for chunk in of_piece) for of_piece in chunks]
+        plain = again(empty_vector(plan.numel, plan.dtype)).pieces if kept.is_again else []
+        pieces = plain or [empty_vector(size, torch.uint8) for size in sizes]
+        for piece in pieces:
+            if piece.numel():
+                await _receive_into(stream, bytes_of(piece))
+        digests = await run_to_end(lambda: [digest_of(piece) for piece in pieces])
+        if digest_of_all(kept.is_again, digests) != kept.manifest.digest:
+            raise ProtocolViolation(stream.remote, "sent means that are not what was committed")
+        step = MissedStep(kept.manifest, plan, pieces, chunks)
+        await run_to_end(step.mean)  # to know that it can be decoded: the donor may have made all of it up
+    except BadEncoding as error:
+        raise ProtocolViolation(stream.remote, f"sent a step that cannot be: {readable(str(error))}") from error
+    return step
+
+
+def _chunks_of(stops: Sequence[Sequence[int]], numel: int) -> list[list[slice]]:
+    """The chunks of each piece of a vector, from their ends.
+
+    Raises:
+        BadEncoding: they are not those of a whole vector.
+    """
+    bounds = [0, *itertools.chain.from_iterable(stops)]
+    if bounds[-1] != numel or len(bounds) > MAX_CHUNKS or any(a > b for a, b in itertools.pairwise(bounds)):
+        raise BadEncoding(f"{len(bounds) - 1} chunks up to {bounds[-1]}, in a vector of {numel}")
+    parts = (slice(*bound) for bound in itertools.pairwise(bounds))
+    return [list(itertools.islice(parts, len(of_piece))) for of_piece in stops]
+
+
+async def _receive(stream: Stream, kind: type[T]) -> T:
+    prefix = bytearray(4)
+    await _receive_into(stream, memoryview(prefix))
+    num_bytes = int.from_bytes(prefix, "big")
+    if num_bytes > MAX_HEADER_BYTES:
+        raise ProtocolViolation(stream.remote, f"the header of a step has {num_bytes} bytes")
+    encoded = bytearray(num_bytes)
+    await _receive_into(stream, memoryview(encoded))
+    try:
+        return msgspec.msgpack.decode(encoded, type=kind)
+    except UNREADABLE as error:
+        raise ProtocolViolation(
+            stream.remote, f"the header of a step cannot be read: {readable(str(error))}"
+        ) from error
+
+
+async def _receive_into(stream: Stream, view: memoryview) -> None:
+    await while_moving(
+        stream.receive_into(view),
+        lambda: stream.bytes_received,
+        at_least=MIN_STALL_BYTES,
+        within_s=STALL_TIMEOUT_S,
+        phase=f"for the next {MIN_STALL_BYTES} bytes of the steps that peer {stream.remote} keeps",
+    )

@@ -1,0 +1,206 @@
+"""A donor keeps the steps that are made while others download its state, and hands them on as they were committed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import torch
+from blake3 import blake3
+
+from manyhands.averaging.allreduce.means import again, digest_of_all
+from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.state.content import State, StateHeader, state_of
+from manyhands.averaging.state.server import StateServer, framed
+from manyhands.base.errors import ProtocolViolation
+from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.optim.state import replay as replay_module
+from manyhands.optim.state.replay import (
+    STREAM_KIND,
+    KeptStep,
+    MissedStep,
+    ReplayAnswer,
+    StepKeeper,
+    fetch_steps,
+)
+from manyhands.rpc import Endpoint
+from manyhands.transport import Stream
+from tests.swarm import RUN_ID, FixedRoster, averagers
+
+SHAPES = [(120, 100), (30,)]
+NUMEL = 12_030
+START = Position(0, b"start")
+PLENTY = 10**9
+
+
+def plan_of_code(code: int) -> Plan:
+    return plan_of(SHAPES, codec_of_code(code))
+
+
+class Donor:
+    """A peer that makes steps in rounds, and keeps them.
+
+    Attributes:
+        made: what each of its rounds has committed.
+    """
+
+    def __init__(self, runner: RoundRunner, roster: FixedRoster, endpoint: Endpoint) -> None:
+        self.runner, self.roster, self.endpoint = runner, roster, endpoint
+        self.peer_id = endpoint.peer_id
+        self.server = StateServer(endpoint, RUN_ID, self._capture, lambda: roster.at)
+        self.server.state_bytes = PLENTY
+        self.keeper = StepKeeper(endpoint, RUN_ID, self.server, lambda: roster.at)
+        self.made: list[tuple[RoundManifest, torch.Tensor]] = []
+        runner.on_means.append(self.keeper.add)
+
+    def _capture(self) -> State:
+        specs = [ParameterSpec("weight", (NUMEL,), "float32")]
+        return state_of(StateHeader(self.roster.at, 0, specs, b"", b""), [torch.zeros(NUMEL)])
+
+    async def step(self, seed: int) -> None:
+        values_N = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+        committed = await self.runner.average(values_N, 1.0, shapes=SHAPES)
+        assert committed.averaged_N is not None
+        self.made.append((committed.manifest, committed.averaged_N.clone()))
+        committed.averaged_N.zero_()  # as an update changes it
+        self.roster.at = self.roster.at.after(committed.manifest)
+
+
+@asynccontextmanager
+async def run(codec: str = "int8", chunk_bytes: int = 4096) -> AsyncIterator[tuple[list[Donor], Endpoint]]:
+    """Two peers that make steps together, and one more that makes none."""
+    config = AveragingConfig(codec=codec, chunk_bytes=chunk_bytes, matchmaking_time_s=5.0, min_span_bytes=4)
+    async with averagers(3, config=config) as (*members, (_, _, newcomer)):
+        donors = [Donor(*member) for member in members]
+        for donor in donors:
+            donor.roster.others.pop(newcomer.peer_id)
+        try:
+            yield donors, newcomer
+        finally:
+            for donor in donors:
+                donor.keeper.close()
+                await donor.server.close()
+
+
+async def make_steps(donors: list[Donor], num_steps: int) -> None:
+    for number in range(num_steps):
+        await asyncio.gather(*(donor.step(10 * number + rank) for rank, donor in enumerate(donors)))
+
+
+async def fetched(
+    newcomer: Endpoint, donor: Donor, position: Position, max_bytes: int = PLENTY
+) -> tuple[list[MissedStep], bool]:
+    return await fetch_steps(newcomer, RUN_ID, donor.peer_id, position, plan_of_code, max_bytes)
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
+async def test_the_steps_since_a_position_arrive_bit_by_bit(codec: str) -> None:
+    async with run(codec) as (donors, newcomer):
+        donor = donors[0]
+        with donor.server.following(newcomer.peer_id):
+            await make_steps(donors, 3)
+        after_one = START.after(donor.made[0][0])
+        steps, is_current = await fetched(newcomer, donor, after_one)
+        assert is_current
+        assert [step.manifest for step in steps] == [manifest for manifest, _ in donor.made[1:]]
+        assert all(torch.equal(step.mean(), mean_N) for step, (_, mean_N) in zip(steps, donor.made[1:], strict=True))
+        assert await fetched(newcomer, donor, donor.roster.at) == ([], True)
+
+
+async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "KEPT_S", 0.05)
+    async with run() as (donors, newcomer):
+        donor = donors[0]
+        await make_steps(donors, 1)
+        assert not donor.keeper._steps
+        with donor.server.following(newcomer.peer_id):
+            await make_steps(donors, 1)
+            await asyncio.sleep(0.15)
+            assert len(donor.keeper._steps) == 1, "while the download goes on"
+        await asyncio.sleep(0.15)
+        assert not donor.keeper._steps
+        assert await fetched(newcomer, donor, START) == ([], False)
+
+
+async def test_kept_steps_take_no_more_than_a_state_and_the_newcomer_sees_the_gap() -> None:
+    async with run() as (donors, newcomer):
+        donor = donors[0]
+        donor.server.state_bytes = 2 * 4 * NUMEL // 3  # two vectors of int8
+        with donor.server.following(newcomer.peer_id):
+            await make_steps(donors, 4)
+            assert len(donor.keeper._steps) == 2
+            assert await fetched(newcomer, donor, START) == ([], False)
+            steps, is_current = await fetched(newcomer, donor, donor.made[2][0].position)
+            assert is_current
+            assert len(steps) == 2
+
+
+async def test_a_newcomer_takes_no_more_at_a_time_than_it_has_memory_for() -> None:
+    async with run() as (donors, newcomer):
+        donor = donors[0]
+        with donor.server.following(newcomer.peer_id):
+            await make_steps(donors, 4)
+            steps, is_current = await fetched(newcomer, donor, START, max_bytes=2 * NUMEL)
+            assert not is_current
+            assert len(steps) == 2
+
+
+def undecodable(kept: KeptStep, pieces: list[bytes]) -> tuple[KeptStep, list[bytes]]:
+    """Scales that are not finite, and a digest of them."""
+    pieces = [b"\xff" * len(piece) for piece in pieces]
+    digest = digest_of_all(False, [blake3(piece).digest() for piece in pieces])
+    return msgspec.structs.replace(kept, manifest=msgspec.structs.replace(kept.manifest, digest=digest)), pieces
+
+
+def altered(pieces: list[bytes]) -> list[bytes]:
+    return [bytes([pieces[0][0] ^ 1]) + pieces[0][1:], *pieces[1:]]
+
+
+LIES: dict[str, Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]] = {
+    "not what was committed": lambda kept, pieces: (kept, altered(pieces)),
+    "sent a step from": lambda kept, pieces: (
+        msgspec.structs.replace(kept, manifest=msgspec.structs.replace(kept.manifest, position=Position(7, b"else"))),
+        pieces,
+    ),
+    "in a vector of": lambda kept, pieces: (msgspec.structs.replace(kept, stops=[[5], [4]]), pieces),
+    "is not finite": undecodable,
+    "no codec has code": lambda kept, pieces: (msgspec.structs.replace(kept, codec=99), pieces),
+}
+
+
+@pytest.mark.parametrize("reason", list(LIES))
+async def test_a_donor_that_lies_is_named(reason: str) -> None:
+    async with run() as (donors, newcomer):
+        liar = donors[0]
+        with liar.server.following(newcomer.peer_id):
+            await make_steps(donors, 1)
+        kept, pieces = liar.keeper._steps[0]
+        told, sent = LIES[reason](kept, [piece.numpy().tobytes() for piece in pieces])
+
+        async def lie(remote: object, header: bytes, stream: Stream) -> None:
+            await stream.send(framed(ReplayAnswer(1, is_current=True)), framed(told), *filter(None, sent))
+            await stream.wait_closed()
+
+        liar.endpoint.refuse_bulk(STREAM_KIND)
+        liar.endpoint.accept_bulk(STREAM_KIND, lie)
+        with pytest.raises(ProtocolViolation, match=reason):
+            await fetched(newcomer, liar, START)
+
+
+async def test_a_step_that_was_averaged_again_arrives_too() -> None:
+    """Its pieces are plain, whatever the codec."""
+    async with run() as (donors, newcomer):
+        donor, mean_N = donors[0], torch.randn(NUMEL)
+        means = again(mean_N.clone())
+        manifest = RoundManifest(b"group", START, [donor.peer_id], [1.0], digest_of_all(True, means.digests()))
+        with donor.server.following(newcomer.peer_id):
+            await donor.keeper.add(manifest, means)
+            means.averaged_N.zero_()
+            (step,), _ = await fetched(newcomer, donor, START)
+        assert torch.equal(step.mean(), mean_N)

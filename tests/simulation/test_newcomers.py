@@ -1,0 +1,39 @@
+"""A newcomer on a slow line takes part, although the run goes on while it downloads the state; in virtual time."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from manyhands.optim.step.replica import Replica
+from tests.simulation.newcomers import NEWCOMER, joined
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+
+
+@pytest.mark.parametrize("codec", ["int8", pytest.param("fp16", marks=pytest.mark.long)])
+def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five_were_made_meanwhile(
+    codec: str,
+) -> None:
+    run = joined(codec, 5.0)
+    newcomer = run.swarm.members[NEWCOMER].optimizer
+    peer_id = run.swarm.world.identity(NEWCOMER).peer_id
+    assert run.joined_at.step >= 2 + 5
+    assert newcomer.statistics.states_loaded == 1
+    assert peer_id in run.contributors[run.joined_at.step + 1]
+    assert all(len(digests) == 1 for digests in run.digests.values())
+
+
+@pytest.mark.long
+def test_without_kept_steps_it_loads_the_state_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what the steps are kept for."""
+    monkeypatch.setattr(Replica, "can_replay", False)
+    run = joined("int8", 5.0)
+    assert run.contributed_at_s is None
+    assert run.swarm.members[NEWCOMER].optimizer.statistics.states_loaded >= 3
