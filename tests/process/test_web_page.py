@@ -1,4 +1,4 @@
-"""The page of a real run: a monitor shows two trainers in a real browser, and one of them dies."""
+"""The page of a real run: a monitor shows trainers in a real browser: one dies, and one comes later."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.process.test_monitor import text, trainer
 pytestmark = pytest.mark.process
 
 INTERRUPTED = 130
+GREY_WITHIN_S = 15.0
 URL = re.compile(r"The page of the run: (http://127\.0\.0\.1:\d+)")
 
 __all__ = ["text"]
@@ -48,8 +49,9 @@ def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
         expect(page.locator("#run-id")).to_have_text("seen")
         expect(page.locator("#countdown")).to_have_text("waiting")
         options = ["--initial-peers", address, "--name"]
-        first = trainer(text, *options, "<img src=x>", "--events", str(tmp_path / "first"), "--max-steps", "25")
+        first = trainer(text, *options, "<img src=x>", "--events", str(tmp_path / "first"))
         second = trainer(text, *options, "ada", "--events", str(tmp_path / "second"))
+        third = trainer(text, *options, "eve", "--events", str(tmp_path / "third"))
         rows, curve = page.locator("#peers tbody tr"), page.locator("#loss-chart")
         with running(*first) as staying:
             with running(*second) as victim:
@@ -58,10 +60,21 @@ def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
                 page.reload()
                 expect(curve).to_have_attribute("aria-label", re.compile("to .* at step"))
                 expect(rows.filter(has_text="<img src=x>")).to_have_count(1)
-                victim.kill()
-            expect(rows.filter(has_text="ada")).to_have_class("gone", timeout=25_000)
-            assert staying.wait(150) == 0
-        used = {"<img src=x>": used_by(tmp_path / "first"), "ada": used_by(tmp_path / "second")}
+                with running(*third) as newcomer:
+                    expect(rows.filter(has_text="eve")).to_have_class("training", timeout=120_000)
+                    expect(page.locator("#events")).to_contain_text("eve trains here")
+                    expect(page.locator("#num-peers")).to_have_text("3")
+                    expect(page.locator("#leaders")).to_contain_text("eve", timeout=60_000)
+                    victim.kill()
+                    expect(rows.filter(has_text="ada")).to_have_class("gone", timeout=GREY_WITHIN_S * 1000)
+                    expect(page.locator("#num-peers")).to_have_text("2")
+                    newcomer.interrupt()
+                    assert newcomer.wait(60) == INTERRUPTED
+                expect(rows.filter(has_text="eve")).to_have_class("left")
+            staying.interrupt()
+            assert staying.wait(60) == INTERRUPTED, staying.output
+        used = {"<img src=x>": used_by(tmp_path / "first"), "ada": used_by(tmp_path / "second"),
+                "eve": used_by(tmp_path / "third")}  # fmt: skip
         for name, samples in used.items():
             row = page.locator("#leaders li").filter(has_text=name)
             expect(row.locator(".much")).to_have_text(f"{samples:,}", timeout=30_000)

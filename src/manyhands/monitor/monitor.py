@@ -49,7 +49,8 @@ MAX_REFRESH_S = 3.0
 MIN_REFRESH_S = 0.5
 LONGEST_REFRESH_S = TTL_S
 """Lifetime of metrics."""
-
+SILENCE_STEP_S = 0.1
+"""A look may come this much after a peer was silent for too long."""
 
 CROWD_PERIOD_S = 1.5
 """Between two pictures, times how much larger than a crowd the run is: 7.5 s with 240 peers and more."""
@@ -189,7 +190,7 @@ class RunMonitor:
             try:
                 delay_s = await self._look()
                 await self._paint()
-                delay_s = min(delay_s, max(self._painter.silence_due_s, MIN_REFRESH_S))
+                delay_s = min(delay_s, max(self._painter.silence_due_s, SILENCE_STEP_S))
             except ManyhandsError as error:
                 logger.warning("cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)

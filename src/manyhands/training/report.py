@@ -27,7 +27,8 @@ LEAVE_TIMEOUT_S = 1.0
 
 
 class AccountPublisher:
-    """Publishes the account of one peer for monitors: after each global step, after failures, and when it leaves.
+    """Publishes the account of one peer for monitors: when it comes, after each global step, after failures, and when
+    it leaves.
 
     The training thread makes the record, and waits for nothing; a task on the network thread publishes it.
 
@@ -52,6 +53,7 @@ class AccountPublisher:
         self._is_publishing = False
         self._tasks = TaskOwner("account")
         optimizer.peer.presence.on_close.append(self._leave)
+        self._publish()  # its name is known before its first step, which may take long
 
     def step_made(self) -> None:
         """Publish the account after a global step."""
