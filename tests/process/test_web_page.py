@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 from playwright.sync_api import expect
 
+from manyhands.monitor.history import history_path
 from tests.browser import chromium, found_chromium
 from tests.process.commands import LOOPBACK, Command, address_of, running
 from tests.process.test_monitor import text, trainer
@@ -87,14 +92,51 @@ def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="limits of another process can be set on Linux only")
+def test_page_lives_on_while_the_disk_is_full(text: Path, tmp_path: Path) -> None:
+    kept = ("--state-dir", str(tmp_path))
+    with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0", *kept) as monitor:
+        address, url = address_of(monitor), url_of(monitor)
+        can_write(monitor, is_possible=False)
+        with running(*trainer(text, "--initial-peers", address)) as alone:
+            monitor.wait_for("The history cannot be written to ")
+            before = wait_for_points(url, 2)
+            after = wait_for_points(url, len(before) + 2)  # as many steps later
+            assert httpx.get(f"{url}/healthz").status_code == 200
+            can_write(monitor, is_possible=True)
+            monitor.wait_for("The history is written to ")
+            alone.interrupt()
+            assert alone.wait(30) == INTERRUPTED
+        monitor.interrupt()
+        assert monitor.wait(10) == INTERRUPTED
+    assert monitor.output.count("[WARNING] The history cannot be written") == 1
+    with closing(sqlite3.connect(history_path(tmp_path, "seen"))) as file:
+        written = {step for (step,) in file.execute("SELECT step FROM points")}
+    assert written >= {point["step"] for point in after}
+
+
+def can_write(command: Command, *, is_possible: bool) -> None:
+    """Let a process write to files, or have each write fail, as on a full disk."""
+    most = psutil.RLIM_INFINITY if is_possible else 0
+    psutil.Process(command.pid).rlimit(psutil.RLIMIT_FSIZE, (most, psutil.RLIM_INFINITY))
+
+
+def wait_for_points(url: str, number: int) -> list[Any]:
+    """The points of the curve, once there are so many."""
+    deadline = time.monotonic() + 60.0
+    while len(points := httpx.get(f"{url}/api/points.json").json()["points"]) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    return list(points)
+
+
+@pytest.mark.long
 def test_trainer_shows_its_run(text: Path) -> None:
     with running(*trainer(text, "--web", "127.0.0.1:0")) as alone:
         url = url_of(alone)
         alone.wait_for("Optimizer step: done!")
-        deadline = time.monotonic() + 30.0
-        while not (points := httpx.get(f"{url}/api/points.json").json()["points"]) and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert points[0]["samples"] >= 64
+        assert wait_for_points(url, 1)[0]["samples"] >= 64
         assert httpx.get(f"{url}/api/run.json").json()["num_peers"] == 1
         alone.interrupt()
         assert alone.wait(30) == INTERRUPTED
