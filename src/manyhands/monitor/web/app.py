@@ -9,7 +9,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.text import reason_of, rough
 from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point, RunPicture
 from manyhands.monitor.web.metrics import as_metrics
+from manyhands.monitor.web.page_files import TYPES, PageFiles
 from manyhands.monitor.web.source import Fill, Source
 from manyhands.monitor.web.stream import Stream
 from manyhands.monitor.web.tables import as_csv
@@ -41,15 +41,8 @@ MAX_CURVES = 8
 """Answers that are kept: a thousand pages that come back at once ask for the same points."""
 MAX_FILL_LENGTH = 500
 
+CSV = "text/csv; charset=utf-8"
 FOREVER = "public, max-age=31536000, immutable"
-TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-    "txt": "text/plain; charset=utf-8",
-    "csv": "text/csv; charset=utf-8",
-}
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -70,7 +63,7 @@ class Api:
         fill: fills masks; None if there is no model here.
     """
 
-    def __init__(self, source: Source, stream: Stream, fill: Fill | None) -> None:
+    def __init__(self, source: Source, stream: Stream, page: PageFiles, fill: Fill | None) -> None:
         self._source = source
         self._stream = stream
         self._fill = fill
@@ -79,7 +72,7 @@ class Api:
         self._drawing = threading.Lock()
         self._drawn: RunPicture | None = None  # the picture to which the curves belong
         self._curves: dict[tuple[float, int], bytes] = {}  # by since and limit
-        self._static, self._index = _static_files(has_model=fill is not None)  # by path
+        self._page = page
 
     def app(self, *, is_loopback: bool) -> ASGIApp:
         """The ASGI application.
@@ -112,13 +105,13 @@ class Api:
         return _Guarded(app, is_loopback=is_loopback)
 
     async def index(self, request: Request) -> Response:
-        etag = _etag(self._index)
+        etag = _etag(self._page.index)
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers={"ETag": etag})
-        return Response(self._index, media_type=TYPES["html"], headers={"Cache-Control": "no-cache", "ETag": etag})
+        return Response(self._page.index, media_type=TYPES["html"], headers={"Cache-Control": "no-cache", "ETag": etag})
 
     async def static(self, request: Request) -> Response:
-        found = self._static.get(request.path_params["path"])
+        found = self._page.static.get(request.path_params["path"])
         if found is None:
             return PlainTextResponse("not found\n", 404)
         kind = request.path_params["path"].rpartition(".")[2]
@@ -276,26 +269,8 @@ def _csv(request: Request, name: str, pieces: Iterator[str]) -> Response:
     headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
     if request.method == "HEAD":
         pieces = iter(())
-    return StreamingResponse(pieces, media_type=TYPES["csv"], headers=headers)
+    return StreamingResponse(pieces, media_type=CSV, headers=headers)
 
 
 def _etag(content: bytes) -> str:
     return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-
-
-def _static_files(*, has_model: bool) -> tuple[dict[str, bytes], bytes]:
-    """The files of the page by their path below ``/static``, and its first one.
-
-    The path begins with a digest of them all, so that browsers may keep the files for good.
-    """
-    root = files("manyhands.monitor.web") / "static"
-    found = {}
-    for prefix, folder in (("", root), ("vendor/", root / "vendor")):
-        for file in folder.iterdir():
-            if file.is_file() and file.name.rpartition(".")[2] in TYPES:
-                found[prefix + file.name] = file.read_bytes()
-    index = found.pop("index.html")
-    version = hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
-    index = index.replace(b"{static}", f"/static/{version}".encode())
-    index = index.replace(b"{model}", b"yes" if has_model else b"no")
-    return {f"{version}/{name}": content for name, content in found.items()}, index

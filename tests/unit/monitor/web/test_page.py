@@ -12,6 +12,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from manyhands.monitor.web import Filled, Guess, bind
+from manyhands.monitor.web import server as server_module
+from manyhands.monitor.web.page_files import PageFiles, page_files
 from manyhands.monitor.web.server import PageServer
 from tests.browser import chromium, found_chromium
 from tests.synthetic_run import STEP_S, SyntheticRun
@@ -107,6 +109,75 @@ def test_curve_grows_outlives_a_reload_and_a_lost_connection(shown: Shown) -> No
     expect(page.locator("#connection")).to_have_text("live", timeout=20_000)
     expect(page.locator("#step")).to_have_text("63")
     has_curve(page, 1, 63)
+
+
+@pytest.mark.long
+def test_page_that_is_open_over_an_upgrade_reloads_itself_once(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = shown.open()
+    loads: list[str] = []
+    page.on("load", lambda _: loads.append(page.url))
+    shown.server.close()
+    files = page_files(has_model=True)
+    index = files.index.replace(files.version.encode(), b"newer").replace(b"<h1", b"<h1 title='newer'")
+    static = {path.replace(files.version, "newer"): content for path, content in files.static.items()}
+    monkeypatch.setattr(server_module, "page_files", lambda **_: PageFiles("newer", index, static))
+    shown.serve()
+    expect(page.locator("#run-id[title=newer]")).to_have_text("albert-together", timeout=20_000)
+    expect(page.locator("#connection")).to_have_text("live")
+    assert len(loads) == 1
+    assert shown.problems == []
+
+
+@pytest.mark.long
+def test_page_whose_server_always_names_another_one_does_not_reload_for_ever(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown.server._stream, "_page", "another")
+    loads: list[str] = []
+    shown.page.on("load", lambda _: loads.append(shown.page.url))
+    shown.open()
+    has_curve(shown.page, 1, 60)
+    shown.page.wait_for_timeout(500)
+    assert len(loads) <= 2
+    shown.run.advance(STEP_S)
+    expect(shown.page.locator("#step")).to_have_text("61")
+
+
+@pytest.mark.long
+def test_tabs_that_nobody_sees_have_no_connection_and_those_seen_do_not_stall(shown: Shown) -> None:
+    page = shown.open()
+    context = page.context
+    context.add_init_script("Object.defineProperty(document, 'hidden', { get: () => window.isHidden ?? true })")
+    tabs = [context.new_page() for _ in range(8)]  # a browser has 6 connections for one server
+    for tab in tabs:
+        tab.goto(shown.server.url)
+    assert open_pages(shown) == 1
+    for tab in tabs:
+        show(tab, is_hidden=False)
+        expect(tab.locator("#connection")).to_have_text("live")
+        has_curve(tab, 1, 60)
+        show(tab, is_hidden=True)
+    shown.run.advance(STEP_S)
+    expect(page.locator("#step")).to_have_text("61")
+    assert tabs[0].locator("#step").inner_text() == "60"
+    show(tabs[0], is_hidden=False)
+    expect(tabs[0].locator("#step")).to_have_text("61")
+    has_curve(tabs[0], 1, 61)
+    assert open_pages(shown) == 2
+
+
+def show(tab: Page, *, is_hidden: bool) -> None:
+    """Have a tab believe that it is hidden or seen: a browser without a screen shows all."""
+    tab.evaluate(
+        "(isHidden) => { window.isHidden = isHidden; document.dispatchEvent(new Event('visibilitychange')); }",
+        is_hidden,
+    )
+
+
+def open_pages(shown: Shown) -> int:
+    """The streams that the server sends, once it has noticed what browsers have closed."""
+    time.sleep(0.3)
+    return shown.server._stream.num_pages
 
 
 @pytest.mark.long

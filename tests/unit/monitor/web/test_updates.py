@@ -123,7 +123,7 @@ def test_thinned_points_keep_the_newest_and_held_out_losses() -> None:
 
 
 async def test_pages_that_read_slowly_share_what_they_are_sent() -> None:
-    stream = Stream(SyntheticRun(2000, time.time()))
+    stream = Stream(SyntheticRun(2000, time.time()), "page")
     stream.look()
     pages = [stream.messages() for _ in range(20)]
     tracemalloc.start()
