@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import httpx
 import pytest
@@ -77,10 +77,8 @@ class Crowd:
 
     def _send(self, one: object) -> None:
         assert isinstance(one, socket.socket)
-        try:
+        with suppress(ConnectionResetError, BrokenPipeError):  # its end is read next
             one.send(self._more)
-        except (ConnectionResetError, BrokenPipeError):
-            pass  # its end is read next
 
     def close(self) -> None:
         self._is_closing.set()

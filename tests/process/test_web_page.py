@@ -6,6 +6,7 @@ import json
 import re
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,35 @@ def test_playground_fills_a_mask_with_the_kept_state(text: Path, tmp_path: Path)
         assert len(answer["guesses"]) == 1
         assert all(0.0 <= guess["share"] <= 1.0 for guess in answer["guesses"][0])
         assert answer["text"].startswith("the ")
+
+
+COMPUTING = """
+import sys, time, torch
+from manyhands.cli.leaving import leaving_on_signals
+from manyhands.cli.web_page import page_of
+from manyhands.monitor.web import Filled, bind
+from tests.synthetic_run import SyntheticRun
+
+def fill(text):
+    print("computing", flush=True)
+    while True:
+        torch.randn(500, 500) @ torch.randn(500, 500)
+
+try:
+    with leaving_on_signals(), bind("127.0.0.1:0") as bound, page_of(SyntheticRun(3, time.time()), bound, fill):
+        print("http://127.0.0.1:%d" % bound.getsockname()[1], flush=True)
+        time.sleep(60.0)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.long
+def test_model_that_computes_neither_holds_up_ctrl_c_nor_crashes() -> None:
+    command = Command(["-c", COMPUTING], module=None, folder=Path(__file__).parents[2])
+    with closing(command), ThreadPoolExecutor(1) as asking:
+        url = command.wait_for("http://").strip()
+        asking.submit(httpx.get, f"{url}/api/fill.json", params={"text": "a [MASK]"}, timeout=60.0)
+        command.wait_for("computing")
+        command.interrupt()
+        assert command.wait(4) == INTERRUPTED

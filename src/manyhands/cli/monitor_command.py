@@ -33,7 +33,7 @@ from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
-from manyhands.cli.web_page import WebOptions, filler, page_of
+from manyhands.cli.web_page import Playground, WebOptions, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
 from manyhands.monitor.events import Event, Listening, StepMade
@@ -252,7 +252,7 @@ def monitor(
 
         watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
         source = MonitorSource(watcher)
-        fill = filler(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
+        fill = Playground(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
         cleanup.enter_context(page_of(source, bound, fill))
         page = [f"The page of the run: {url_of(bound)}"] if bound is not None else []
         # made before the sinks, some of which replace standard output for a moment

@@ -16,7 +16,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
 from manyhands.recipes.albert.batches import IGNORED, Batches, heldout_batch
 from manyhands.recipes.albert.dataset import found_here, open_prepared
-from manyhands.recipes.albert.fill import fill_masks
+from manyhands.recipes.albert.fill import MaskFiller
 from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.preparation import Preparation
 from manyhands.recipes.albert.prepare import prepare
@@ -233,5 +233,5 @@ def test_text_is_trained_on_with_a_tokenizer_that_was_named_and_the_model_fills_
     loss_of(model, batch).backward()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    filled = fill_masks(tmp_path, "the [MASK] of a model")
+    filled = MaskFiller(tmp_path).fill("the [MASK] of a model")
     assert "[MASK]" not in filled.text

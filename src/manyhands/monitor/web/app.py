@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import msgspec
@@ -37,8 +37,8 @@ DEFAULT_POINTS, MAX_POINTS = 1000, 10_000
 DEFAULT_EVENTS, MAX_EVENTS = 50, 1000
 CSV_POINTS = 500
 """Read and sent at a time: the points of a year are a large file."""
-MAX_CURVES = 8
-"""Answers that are kept: a thousand pages that come back at once ask for the same points."""
+MAX_ANSWERS = 8
+"""That are kept: a thousand pages that come back at once ask for the same points, and programs for the same peers."""
 MAX_FILL_LENGTH = 500
 
 CSV = "text/csv; charset=utf-8"
@@ -69,9 +69,9 @@ class Api:
         self._fill = fill
         self._failure = ""  # the last one
         self._filling = threading.Lock()
-        self._drawing = threading.Lock()
-        self._drawn: RunPicture | None = None  # the picture to which the curves belong
-        self._curves: dict[tuple[float, int], bytes] = {}  # by since and limit
+        self._encoding = threading.Lock()
+        self._encoded_of: RunPicture | None = None  # the picture to which the answers belong
+        self._encoded: dict[Hashable, bytes] = {}
         self._page = page
 
     def app(self, *, is_loopback: bool) -> ASGIApp:
@@ -129,11 +129,11 @@ class Api:
     async def run_json(self, request: Request) -> Response:
         return _json(head_of(self._source.picture()))
 
-    async def peers_json(self, request: Request) -> Response:
-        return self._listed("peers", self._source.picture().peers)
+    def peers_json(self, request: Request) -> Response:
+        return self._once("peers", "peers", lambda picture: picture.peers)
 
-    async def leaders_json(self, request: Request) -> Response:
-        return self._listed("leaders", self._source.picture().leaders)
+    def leaders_json(self, request: Request) -> Response:
+        return self._once("leaders", "leaders", lambda picture: picture.leaders)
 
     def leader_json(self, request: Request) -> Response:
         """The place of one peer, whatever its rank."""
@@ -146,14 +146,7 @@ class Api:
     def points_json(self, request: Request) -> Response:
         since = _number(request, "since", 0.0, 0.0, math.inf)
         limit = int(_number(request, "limit", DEFAULT_POINTS, 1, MAX_POINTS))
-        picture = self._source.picture()
-        with self._drawing:
-            if picture is not self._drawn or len(self._curves) >= MAX_CURVES:
-                self._drawn, self._curves = picture, {}
-            if (since, limit) not in self._curves:
-                answer = self._listed("points", self._source.points(since, limit))
-                self._curves[since, limit] = bytes(answer.body)
-            return _encoded(self._curves[since, limit])
+        return self._once((since, limit), "points", lambda _: self._source.points(since, limit))
 
     def points_csv(self, request: Request) -> Response:
         since = _number(request, "since", 0.0, 0.0, math.inf)
@@ -206,9 +199,22 @@ class Api:
         since = rough(silent_s) if silent_s < 1e9 else "its start"
         return PlainTextResponse(f"the monitor has not read the records of the run for {since}\n", 503)
 
-    def _listed(self, name: str, content: Any) -> Response:
+    def _once(self, key: Hashable, name: str, content: Callable[[RunPicture], Any]) -> Response:
+        """An answer that is encoded once, and kept until the next picture.
+
+        Args:
+            key: of what was asked.
+        """
         picture = self._source.picture()
-        return _json({"version": SCHEMA_VERSION, "run_id": picture.run_id, "time": picture.time, name: content})
+        with self._encoding:
+            if picture is not self._encoded_of or len(self._encoded) >= MAX_ANSWERS:
+                self._encoded_of, self._encoded = picture, {}
+            if key not in self._encoded:
+                self._encoded[key] = _bytes_of(picture, name, content(picture))
+            return _encoded(self._encoded[key])
+
+    def _listed(self, name: str, content: Any) -> Response:
+        return _encoded(_bytes_of(self._source.picture(), name, content))
 
 
 class _Guarded:
@@ -259,6 +265,12 @@ async def _bad_query(request: Request, error: Exception) -> Response:
 
 def _json(content: Any, status: int = 200) -> Response:
     return _encoded(msgspec.json.encode(content), status)
+
+
+def _bytes_of(picture: RunPicture, name: str, content: Any) -> bytes:
+    return msgspec.json.encode(
+        {"version": SCHEMA_VERSION, "run_id": picture.run_id, "time": picture.time, name: content}
+    )
 
 
 def _encoded(content: bytes, status: int = 200) -> Response:

@@ -64,12 +64,13 @@ class PageServer:
                 "Everybody who can reach this machine can read the page: it listens at %s, port %s", host, port
             )
 
-    def close(self) -> None:
-        """End all connections and the thread."""
+    def close(self) -> bool:
+        """End all connections and the thread; returns whether it has ended, which a model that computes delays."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end)
             self._thread.join(CLOSE_TIMEOUT_S)
         self._bound.close()
+        return not self._thread.is_alive()
 
     def _end(self) -> None:
         self._server.should_exit = True

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from manyhands.base.errors import ConfigError
 from manyhands.monitor.picture import Leader, PeerRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web import Filled, Guess, bind
+from manyhands.monitor.web import app as app_module
 from manyhands.monitor.web.server import PageServer
 from tests.synthetic_run import STEP_S, SyntheticRun
 
@@ -139,6 +140,25 @@ def test_points_are_read_once_for_all_pages_until_the_next_look(
     assert served.get("/api/points.json?limit=20")["points"][-1]["step"] == 31
     for limit in range(1, 30):  # others have their own answers
         assert len(served.get(f"/api/points.json?limit={limit}")["points"]) == limit
+
+
+def test_peers_are_encoded_once_for_all_programs_until_the_next_look(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = app_module._bytes_of
+
+    def counted(picture: RunPicture, name: str, content: Any) -> bytes:
+        encoded.append(name)
+        return encode(picture, name, content)
+
+    monkeypatch.setattr(app_module, "_bytes_of", counted)
+    answers = [served.get("/api/peers.json") for _ in range(5)]
+    assert all(answer == answers[0] for answer in answers)
+    assert encoded == ["peers"]
+    served.run.add_peer("newcomer")
+    assert "newcomer" in [row["name"] for row in served.get("/api/peers.json")["peers"]]
+    assert encoded == ["peers", "peers"]
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=many", "limit=1e9", "since=-1", "since=nan"])

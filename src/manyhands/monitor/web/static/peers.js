@@ -3,6 +3,7 @@
 import * as format from "./format.js";
 
 const PAGE = 25;
+const TICK_MS = 1000; // "here for" moves between two updates
 
 const COLUMNS = [
   { key: "name", title: "Name", sort: (row) => (row.name || `￿${row.peer_id}`).toLowerCase(), ascends: true },
@@ -10,21 +11,28 @@ const COLUMNS = [
   { key: "share", title: "Share", number: true, sort: (row) => row.samples,
     show: (row, stream) => format.share(stream.shareOf(row.samples)) },
   { key: "samples_per_second", title: "Samples/s", number: true,
-    show: (row) => (row.state === "gone" || row.state === "left" ? format.NONE : format.speed(row.samples_per_second)) },
+    show: (row) => (isAway(row) ? format.NONE : format.speed(row.samples_per_second)) },
   { key: "step", title: "Step", number: true, show: (row) => format.integer(row.step) },
   { key: "state", title: "State", ascends: true },
-  { key: "since", title: "Here for", number: true, sort: (row) => -row.since,
-    show: (row, stream) => (row.since ? format.duration(Math.max(stream.now() - row.since, 0)) : format.NONE) },
+  { key: "since", title: "Here for", number: true, sort: (row) => -row.since, show: hereFor },
   { key: "reach", title: "Reach", ascends: true },
   { key: "device", title: "Device", ascends: true },
   { key: "version", title: "Version", ascends: true },
 ];
+
+const isAway = (row) => row.state === "gone" || row.state === "left";
+
+function hereFor(row, stream) {
+  if (!row.since) return format.NONE;
+  return format.duration(Math.max((isAway(row) ? row.last_seen : stream.now()) - row.since, 0));
+}
 
 export class PeersTable {
   #sorted = COLUMNS[1];
   #ascends = false;
   #page = 0;
   #rows = []; // elements
+  #shown = []; // peers in them
   #own = "";
 
   constructor(stream, choose) {
@@ -39,6 +47,7 @@ export class PeersTable {
     this.before.addEventListener("click", () => { this.#page -= 1; this.draw(); });
     this.next.addEventListener("click", () => { this.#page += 1; this.draw(); });
     stream.addEventListener("peers", () => this.draw());
+    setInterval(() => this.#fillShown(), TICK_MS);
     this.draw();
   }
 
@@ -87,14 +96,11 @@ export class PeersTable {
     const pages = Math.max(Math.ceil(rows.length / PAGE), 1);
     this.#page = Math.min(Math.max(this.#page, 0), pages - 1);
     const begin = this.#page * PAGE;
-    const shown = rows.slice(begin, begin + PAGE);
+    const shown = this.#shown = rows.slice(begin, begin + PAGE);
     const body = this.table.tBodies[0];
     while (this.#rows.length < shown.length) this.#rows.push(this.#makeRow());
-    shown.forEach((row, place) => {
-      const element = this.#rows[place];
-      this.#fill(element, row);
-      if (!element.isConnected) body.append(element);
-    });
+    this.#fillShown();
+    for (const element of this.#rows.slice(0, shown.length)) if (!element.isConnected) body.append(element);
     for (const element of this.#rows.slice(shown.length)) element.remove();
     for (const [place, cell] of [...this.table.tHead.rows[0].cells].entries()) {
       if (COLUMNS[place] === this.#sorted) cell.setAttribute("aria-sort", this.#ascends ? "ascending" : "descending");
@@ -131,6 +137,10 @@ export class PeersTable {
       }
     }
     return element;
+  }
+
+  #fillShown() {
+    this.#shown.forEach((row, place) => this.#fill(this.#rows[place], row));
   }
 
   #fill(element, row) {
