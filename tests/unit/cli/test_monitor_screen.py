@@ -76,6 +76,12 @@ def rows_of(
 NAMES = ["alice", "", "lab-3", "Jos\u00e9", "carol", "old laptop", "dan"]
 
 
+def test_what_is_credited_is_called_by_its_unit() -> None:
+    text = "\n".join(rows_of(a_picture(a_peer(1), unit="tokens")))
+    assert "5,123,456 tokens committed" in text
+    assert re.search(r"peer +tokens +share +samples/s", text)
+
+
 def test_the_documentation_shows_what_is_drawn() -> None:
     peers = [
         a_peer(

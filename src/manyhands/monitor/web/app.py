@@ -150,7 +150,7 @@ class Api:
 
     def points_csv(self, request: Request) -> Response:
         since = _number(request, "since", 0.0, 0.0, math.inf)
-        return _csv(request, "points.csv", as_csv(Point, self._all_points(since)))
+        return _csv(request, "points.csv", as_csv(Point, self._all_points(since), self._source.picture().unit))
 
     def _all_points(self, since: float) -> Iterator[list[Point]]:
         step = -1
@@ -159,7 +159,8 @@ class Api:
             step = points[-1].step
 
     def peers_csv(self, request: Request) -> Response:
-        return _csv(request, "peers.csv", as_csv(PeerRow, [self._source.picture().peers]))
+        picture = self._source.picture()
+        return _csv(request, "peers.csv", as_csv(PeerRow, [picture.peers], picture.unit))
 
     def fill_json(self, request: Request) -> Response:
         """The best guesses for the masks of a text; one request at a time, as each computes."""
@@ -269,7 +270,7 @@ def _json(content: Any, status: int = 200) -> Response:
 
 def _bytes_of(picture: RunPicture, name: str, content: Any) -> bytes:
     return msgspec.json.encode(
-        {"version": SCHEMA_VERSION, "run_id": picture.run_id, "time": picture.time, name: content}
+        {"version": SCHEMA_VERSION, "run_id": picture.run_id, "time": picture.time, "unit": picture.unit, name: content}
     )
 
 

@@ -267,6 +267,17 @@ def test_leaderboard_and_table_equal_the_source_to_the_sample(shown: Shown) -> N
     assert seen == {row.peer_id: f"{row.samples:,}" for row in picture.peers}
 
 
+def test_credit_of_tokens_is_called_tokens(shown: Shown) -> None:
+    page = shown.open()
+    expect(page.locator("#peers th").nth(1)).to_have_text("Samples")
+    shown.run.unit = "tokens"
+    shown.run.advance(1.0)
+    expect(page.locator("#peers th").nth(1)).to_have_text("Tokens")
+    expect(page.get_by_text("tokens in committed steps")).to_be_visible()
+    expect(page.get_by_text("Tokens so far")).to_be_visible()
+    expect(page.locator("#peers th").nth(3)).to_have_text("Samples/s")
+
+
 def test_hostile_names_are_text_everywhere(shown: Shown) -> None:
     peer_id = shown.run.add_peer(HOSTILE)
     shown.run.tell("refused", f"{HOSTILE} was refused: {HOSTILE}")

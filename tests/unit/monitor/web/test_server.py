@@ -187,6 +187,20 @@ def test_csv_gives_back_the_rows_and_disarms_formulas(served: Served) -> None:
     assert points[0]["heldout_loss"] == ""
 
 
+def test_what_is_credited_is_said_in_its_unit(served: Served) -> None:
+    served.run.unit = "tokens"
+    served.run.advance(1.0)
+    assert served.get("/api/run.json")["unit"] == "tokens"
+    assert served.get("/api/peers.json")["unit"] == "tokens"
+    for table in ("peers", "points"):
+        rows = csv.DictReader(io.StringIO(served.client.get(f"/api/{table}.csv").text))
+        assert {row["unit"] for row in rows} == {"tokens"}
+    assert (
+        'manyhands_committed_samples_total{run_id="albert-together",unit="tokens"}'
+        in served.client.get("/metrics").text
+    )
+
+
 def test_points_of_a_long_history_are_read_when_the_browser_takes_them(served: Served) -> None:
     served.run.repeat_points(100_000)  # 8 MB, more than the system keeps for a connection
     with served.client.stream("GET", "/api/points.csv", timeout=5.0) as answer:

@@ -65,6 +65,7 @@ export class PeersTable {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = column.title;
+      if (column.key === "samples") button.dataset.unit = "";
       button.addEventListener("click", () => {
         this.#ascends = this.#sorted === column ? !this.#ascends : column.ascends === true;
         this.#sorted = column;

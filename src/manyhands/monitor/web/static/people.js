@@ -49,7 +49,7 @@ export class People {
     element("leaders").replaceChildren(...shown.map((leader) => {
       const who = format.nameOf(leader.name, leader.peer_ids[0] ?? "");
       const item = makeBar(String(leader.rank), who, format.integer(leader.samples), leader.share / most);
-      item.querySelector("meter").setAttribute("aria-label", `${format.share(leader.share)} of all samples`);
+      item.querySelector("meter").setAttribute("aria-label", `${format.share(leader.share)} of all`);
       item.title = format.share(leader.share);
       if (leader === this.#ownLeader()) item.classList.add("own");
       return item;
