@@ -27,6 +27,7 @@ from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_metrics
+from manyhands.optim.run.branches import held_by_most
 from manyhands.optim.run.progress import (
     SHOWN_LIVE,
     Progress,
@@ -35,7 +36,6 @@ from manyhands.optim.run.progress import (
     StrandedNotice,
     crowd_factor,
     next_refresh_s,
-    rank_of,
 )
 from manyhands.optim.run.progress_reader import Observed, ProgressReader, View
 from manyhands.optim.run.records import declare_run
@@ -209,7 +209,7 @@ class RunMonitor:
             return 1.0
         self._is_watched = True
         self._tell_stranded()
-        leading = max(trainers.values(), key=rank_of).position
+        leading = held_by_most(trainers)
         target = await self._target_batch_size()
         progress = View(present, leading).outlook(None, target, asyncio.get_running_loop().time())
         delay_s = next_refresh_s(progress, self._config)
