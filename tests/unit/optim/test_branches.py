@@ -74,8 +74,8 @@ def test_one_network_has_one_vote() -> None:
     sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"45.1.1.{number}") for number in range(20)}
     honest = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
     assert Belief().doubted(at(0), honest | sybils) == sybils.keys()
-    assert voter_of(EVE, at(1, host="45.1.1.7")) == "45.1.1.0/24"
-    assert voter_of(EVE, at(1)) == EVE, "in a private network each is one"
+    assert voter_of(EVE, at(1, host="45.1.1.7").addresses) == "45.1.1.0/24"
+    assert voter_of(EVE, at(1).addresses) == EVE, "in a private network each is one"
 
 
 def test_peers_without_an_address_vote_only_among_themselves() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -201,7 +201,7 @@ class Belief:
 def _voters_among(records: Records) -> dict[PeerId, str]:
     """The peers that have learnt anything, each with the name of its vote."""
     learnt = {peer_id: record for peer_id, record in records.items() if record.position.step}
-    voters = {peer_id: voter_of(peer_id, record) for peer_id, record in learnt.items() if record.addresses}
+    voters = {peer_id: voter_of(peer_id, record.addresses) for peer_id, record in learnt.items() if record.addresses}
     return voters or {peer_id: str(peer_id) for peer_id in learnt}
 
 
@@ -229,9 +229,9 @@ def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
     return record.position != own.position and rank_of(record) > rank_of(own)
 
 
-def voter_of(peer_id: PeerId, record: ProgressRecord) -> str:
+def voter_of(peer_id: PeerId, addresses: Sequence[str]) -> str:
     """The name of a peer's vote: the network of its public address, which peers of one owner share; else its own id."""
-    for address in readable_addresses(record.addresses):
+    for address in readable_addresses(addresses):
         if address.protocol.startswith("ip") and address.is_public:
             return network_of(address.host)
     return peer_id
