@@ -234,6 +234,7 @@ def test_dead_peer_turns_grey_and_a_newcomer_appears(shown: Shown) -> None:
     before = row_of(page, victim).locator("td").first.evaluate("cell => getComputedStyle(cell).color")
     shown.run.set_state(victim, "gone", "It has not been heard of for 15 s.")
     expect(row_of(page, victim)).to_have_class("gone")
+    expect(row_of(page, victim).locator("td").nth(1)).to_have_text(re.compile(r"^gone \d+ s$"))
     after = row_of(page, victim).locator("td").first.evaluate("cell => getComputedStyle(cell).color")
     assert after != before
     expect(page.locator("#events li").first).to_contain_text("It has not been heard of for 15 s.")
@@ -256,11 +257,11 @@ def test_leaderboard_and_table_equal_the_source_to_the_sample(shown: Shown) -> N
     expect(page.locator("#leaders li .much")).to_have_text([samples for _, samples in wanted])
     expect(page.locator("#leaders li .rank")).to_have_text([rank for rank, _ in wanted])
     most = max(row.samples for row in picture.peers)
-    expect(page.locator("#peers tbody td:nth-child(2)").first).to_have_text(f"{most:,}")  # the table follows within 2 s
+    expect(page.locator("#peers tbody td:nth-child(3)").first).to_have_text(f"{most:,}")  # the table follows within 2 s
     seen: dict[str, str] = {}
     while True:
         for row in page.locator("#peers tbody tr").all():
-            seen[row.get_attribute("data-peer") or ""] = row.locator("td").nth(1).inner_text()
+            seen[row.get_attribute("data-peer") or ""] = row.locator("td").nth(2).inner_text()
         if page.locator("#page-next").is_disabled():
             break
         page.locator("#page-next").click()
@@ -269,13 +270,13 @@ def test_leaderboard_and_table_equal_the_source_to_the_sample(shown: Shown) -> N
 
 def test_credit_of_tokens_is_called_tokens(shown: Shown) -> None:
     page = shown.open()
-    expect(page.locator("#peers th").nth(1)).to_have_text("Samples")
+    expect(page.locator("#peers th").nth(2)).to_have_text("Samples")
     shown.run.unit = "tokens"
     shown.run.advance(1.0)
-    expect(page.locator("#peers th").nth(1)).to_have_text("Tokens")
+    expect(page.locator("#peers th").nth(2)).to_have_text("Tokens")
     expect(page.get_by_text("tokens in committed steps")).to_be_visible()
     expect(page.get_by_text("Tokens so far")).to_be_visible()
-    expect(page.locator("#peers th").nth(3)).to_have_text("Samples/s")
+    expect(page.locator("#peers th").nth(4)).to_have_text("Samples/s")
 
 
 def test_hostile_names_are_text_everywhere(shown: Shown) -> None:
@@ -283,7 +284,7 @@ def test_hostile_names_are_text_everywhere(shown: Shown) -> None:
     shown.run.tell("refused", f"{HOSTILE} was refused: {HOSTILE}")
     shown.run.advance(STEP_S)
     page = shown.open(f"/?peer={peer_id}")
-    expect(page.locator("#you-name")).to_contain_text(HOSTILE)
+    expect(page.locator("#you-title")).to_contain_text(HOSTILE)
     page.locator("#filter").fill("onerror")
     expect(row_of(page, peer_id).locator("td").first).to_have_text(HOSTILE)
     expect(page.locator("#events li").first).to_contain_text(HOSTILE)
@@ -326,7 +327,7 @@ def test_table_is_sorted_and_filtered_by_keyboard(shown: Shown) -> None:
     page.keyboard.press("Enter")
     head = page.locator("#peers th", has_text="Samples/s")
     expect(head).to_have_attribute("aria-sort", "descending")
-    speeds = [float(text.replace(",", "")) for text in page.locator("#peers tbody td:nth-child(4)").all_inner_texts()]
+    speeds = [float(text.replace(",", "")) for text in page.locator("#peers tbody td:nth-child(5)").all_inner_texts()]
     assert speeds == sorted(speeds, reverse=True)
     page.keyboard.press("Enter")
     expect(head).to_have_attribute("aria-sort", "ascending")

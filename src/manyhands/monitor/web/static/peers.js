@@ -3,32 +3,35 @@
 import * as format from "./format.js";
 
 const PAGE = 25;
-const TICK_MS = 1000; // "here for" moves between two updates
+const TICK_MS = 1000; // durations move between two updates
 
-const COLUMNS = [
-  { key: "name", title: "Name", sort: (row) => (row.name || `￿${row.peer_id}`).toLowerCase(), ascends: true },
-  { key: "samples", title: "Samples", number: true, show: (row) => format.integer(row.samples) },
-  { key: "share", title: "Share", number: true, sort: (row) => row.samples,
-    show: (row, stream) => format.share(stream.shareOf(row.samples)) },
-  { key: "samples_per_second", title: "Samples/s", number: true,
-    show: (row) => (isAway(row) ? format.NONE : format.speed(row.samples_per_second)) },
-  { key: "step", title: "Step", number: true, show: (row) => format.integer(row.step) },
-  { key: "state", title: "State", ascends: true },
-  { key: "since", title: "Here for", number: true, sort: (row) => -row.since, show: hereFor },
-  { key: "reach", title: "Reach", ascends: true },
-  { key: "device", title: "Device", ascends: true },
-  { key: "version", title: "Version", ascends: true },
-];
+export const isAway = (row) => row.state === "gone" || row.state === "left";
 
-const isAway = (row) => row.state === "gone" || row.state === "left";
+export const awayFor = (row, stream) => Math.max(stream.now() - row.last_seen, 0);
 
 function hereFor(row, stream) {
   if (!row.since) return format.NONE;
   return format.duration(Math.max((isAway(row) ? row.last_seen : stream.now()) - row.since, 0));
 }
 
+const COLUMNS = [
+  { key: "name", title: "Name", sort: (row) => (row.name || `￿${row.peer_id}`).toLowerCase(), ascends: true },
+  { key: "state", title: "State", ascends: true,
+    show: (row, stream) => (isAway(row) ? `${row.state} ${format.duration(awayFor(row, stream))}` : row.state) },
+  { key: "samples", title: "Samples", number: true, show: (row) => format.integer(row.samples) },
+  { key: "share", title: "Share", number: true, sort: (row) => row.samples,
+    show: (row, stream) => format.share(stream.shareOf(row.samples)) },
+  { key: "samples_per_second", title: "Samples/s", number: true,
+    show: (row) => (isAway(row) ? format.NONE : format.speed(row.samples_per_second)) },
+  { key: "step", title: "Step", number: true, show: (row) => format.integer(row.step) },
+  { key: "since", title: "Here for", number: true, sort: (row) => -row.since, show: hereFor },
+  { key: "reach", title: "Reach", ascends: true },
+  { key: "device", title: "Device", ascends: true },
+  { key: "version", title: "Version", ascends: true },
+];
+
 export class PeersTable {
-  #sorted = COLUMNS[1];
+  #sorted = COLUMNS.find(({ key }) => key === "samples");
   #ascends = false;
   #page = 0;
   #rows = []; // elements
@@ -115,6 +118,7 @@ export class PeersTable {
       ? `${format.integer(begin + 1)} to ${format.integer(begin + shown.length)} of ${format.integer(rows.length)}` +
         (rows.length < total ? `, ${format.integer(total)} in all` : "")
       : "";
+    this.before.parentElement.hidden = pages === 1;
     this.before.disabled = this.#page === 0;
     this.next.disabled = this.#page >= pages - 1;
   }
