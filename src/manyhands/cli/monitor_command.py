@@ -26,10 +26,10 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
 from manyhands.cli.entry import EXIT_INTERRUPTED
-from manyhands.cli.live_view import LiveScreen, LogLine
-from manyhands.cli.logs import name_in_logs
-from manyhands.cli.monitor_screen import screen_of
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
+from manyhands.cli.output.live_view import LiveScreen, LogLine
+from manyhands.cli.output.logs import name_in_logs
+from manyhands.cli.output.monitor_screen import screen_of
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
@@ -270,7 +270,7 @@ def monitor(
 
 
 class Drawing:
-    """Draws the last picture of a run, for a :class:`manyhands.cli.live_view.LiveScreen`."""
+    """Draws the last picture of a run, for a :class:`manyhands.cli.output.live_view.LiveScreen`."""
 
     def __init__(self, watcher: RunMonitor, footer: Callable[[], list[str]]) -> None:
         self._watcher = watcher

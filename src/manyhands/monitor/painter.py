@@ -14,7 +14,7 @@ import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
-from manyhands.monitor.credit import MAX_LEADERS, PATIENCE_S, Changes, Credit, leaders_of
+from manyhands.monitor.credit import PATIENCE_S, Changes, Credit, leaders_of
 from manyhands.monitor.events import Happened, StepMade
 from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
@@ -25,6 +25,7 @@ from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Progress
 from manyhands.optim.run.progress_reader import Observed
 
 MAX_EVENTS = 50
+MAX_LEADERS = 100
 MAX_OPEN_POINTS = 64
 """Points of the last steps, which may still change."""
 REFUSED_PERIOD_S = 60.0
@@ -229,5 +230,5 @@ class Painter:
         versions = (self._credit.version, self._roster.version)
         if self._leaders_of != versions:
             self._leaders_of = versions
-            self.all_leaders = leaders_of(self._credit.totals, self._roster.names, limit=None)
+            self.all_leaders = leaders_of(self._credit.totals, self._roster.names)
         return self.all_leaders[:MAX_LEADERS]

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.base.text import rough
-from manyhands.cli.live_view import LogLine
+from manyhands.cli.output.live_view import LogLine
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
 MARGIN = 1

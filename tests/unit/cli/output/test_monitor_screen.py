@@ -13,8 +13,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from manyhands.cli.live_view import LogLine
-from manyhands.cli.monitor_screen import chart_of, clock, columns_of, screen_of, shown
+from manyhands.cli.output.live_view import LogLine
+from manyhands.cli.output.monitor_screen import chart_of, clock, columns_of, screen_of, shown
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
 NOW = 1.8e9
@@ -22,7 +22,7 @@ FOOTER = [
     "To join: manyhands join 203.0.113.7:31337",
     "Ticket and QR code, in another terminal: manyhands ticket 203.0.113.7:31337",
 ]
-DOCUMENTATION = Path(__file__).parents[3] / "docs/how-to/monitor.md"
+DOCUMENTATION = Path(__file__).parents[4] / "docs/how-to/monitor.md"
 
 
 def a_peer(number: int, **changes: object) -> PeerRow:
