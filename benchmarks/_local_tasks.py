@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import transformers
 
-from manyhands.recipes.albert.python_docs import texts
-from manyhands.recipes.albert.tokenizer import train_tokenizer
+from manyhands.recipes.albert.data.python_docs import texts
+from manyhands.recipes.albert.data.tokenizer import train_tokenizer
 
 VOCABULARY = 1024
 LENGTH = 32

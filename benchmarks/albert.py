@@ -56,11 +56,11 @@ class Plain:
 
         from manyhands.recipes.albert.batches import Batches
         from manyhands.recipes.albert.config import AlbertRecipe
-        from manyhands.recipes.albert.corpus import load_documents
+        from manyhands.recipes.albert.data.corpus import load_documents
+        from manyhands.recipes.albert.data.samples import make_samples
+        from manyhands.recipes.albert.data.tokenizer import train_tokenizer
         from manyhands.recipes.albert.model import build_model, loss_of
         from manyhands.recipes.albert.optimizer import build_optimizer
-        from manyhands.recipes.albert.samples import make_samples
-        from manyhands.recipes.albert.tokenizer import train_tokenizer
 
         torch.set_num_threads(1)
         recipe = AlbertRecipe(**SMALL)

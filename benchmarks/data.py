@@ -49,8 +49,8 @@ started = time.perf_counter()
 import os
 from pathlib import Path
 import numpy as np
-from manyhands.recipes.albert.dataset import open_prepared
-from manyhands.recipes.albert.sample_files import SampleFiles
+from manyhands.recipes.albert.data.dataset import open_prepared
+from manyhands.recipes.albert.data.sample_files import SampleFiles
 folder = Path(sys.argv[1])
 prepared = open_prepared(folder / "albert_tokenized_wikitext", folder / "tokenizer")
 prepared.training[len(prepared.training) // 2]
@@ -74,7 +74,7 @@ FETCH = """
 import json, sys, time
 started = time.perf_counter()
 from pathlib import Path
-from manyhands.recipes.albert.stream import HostedData, ShardStream
+from manyhands.recipes.albert.data.stream import HostedData, ShardStream
 stream = ShardStream(HostedData([sys.argv[1]], Path(sys.argv[2]), 10**15), "benchmark")
 stream.samples[len(stream.samples) // 2]
 first = time.perf_counter() - started
@@ -131,10 +131,10 @@ def enlarge(small: Path, large: Path, gb: float) -> None:
     """Prepared data, and shards of it, that repeat the same samples."""
     import msgspec
 
-    from manyhands.recipes.albert.dataset import ABOUT, SAMPLES, TOKENIZER, TRAINING, About, open_prepared
-    from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
-    from manyhands.recipes.albert.shards import write_shards
-    from manyhands.recipes.albert.tokenizer_file import FILE
+    from manyhands.recipes.albert.data.dataset import ABOUT, SAMPLES, TOKENIZER, TRAINING, About, open_prepared
+    from manyhands.recipes.albert.data.sample_files import SampleFiles, SampleWriter
+    from manyhands.recipes.albert.data.shards import write_shards
+    from manyhands.recipes.albert.data.tokenizer_file import FILE
 
     paths = sorted((small / SAMPLES / TRAINING).glob("*.arrow"))
     size = sum(path.stat().st_size for path in paths)
@@ -183,9 +183,9 @@ def measure_steps(folder: Path, seconds: float) -> tuple[float, float]:
 
     from manyhands.recipes.albert.batches import Batches
     from manyhands.recipes.albert.config import AlbertRecipe
-    from manyhands.recipes.albert.dataset import open_prepared
+    from manyhands.recipes.albert.data.dataset import open_prepared
+    from manyhands.recipes.albert.data.samples import Samples
     from manyhands.recipes.albert.model import build_model, loss_of
-    from manyhands.recipes.albert.samples import Samples
 
     torch.set_num_threads(1)
     prepared = open_prepared(folder / "albert_tokenized_wikitext", folder / "tokenizer")

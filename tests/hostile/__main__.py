@@ -38,7 +38,9 @@ MONITOR, ATTACKER = NUM_TRAINERS, NUM_TRAINERS + 1
 WARM_UP_STEPS = 6
 NUM_LOSSES = 4
 PERIOD_S = 20.0
-"""Before, during and after the attack."""
+"""Before, during and after the attack, at least."""
+STEPS_OF_PERIOD = 12
+SAMPLES_PER_S = 960
 PATIENCE_S = 120.0
 
 MIN_SPEED = 0.8
@@ -166,10 +168,10 @@ def besieged(folder: Path) -> Iterator[Siege]:
         yield siege
 
 
-def measured(name: str, folder: Path) -> dict[str, Any]:
-    """One attack, and what became of the run."""
+def measured(name: str, folder: Path, period_s: float) -> dict[str, Any]:
+    """One attack, and what became of the run; it is watched for so long before, during and after it."""
     with besieged(folder) as siege:
-        before, memory = siege.watch(PERIOD_S)
+        before, memory = siege.watch(period_s)
         num_facts = [len(trainer.facts()) for trainer in siege.trainers]
         host = siege.machines.host(ATTACKER)
         # on a machine of its own an attacker takes no processor time from the others: here it gets what they leave
@@ -178,12 +180,12 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
         try:
             attacker.wait_for("attacking")
             loss_before = siege.loss()
-            during, most = siege.watch(PERIOD_S)
+            during, most = siege.watch(period_s)
             loss_during = siege.loss()
             is_attacking = attacker.is_alive
         finally:
             attacker.close()
-        after, later = siege.watch(PERIOD_S)
+        after, later = siege.watch(period_s)
         gained = [max(one, two) - first for first, one, two in zip(memory, most, later, strict=True)]
         facts = [trainer.facts()[number:] for trainer, number in zip(siege.trainers, num_facts, strict=True)]
         last = [trainer.facts()[-1] for trainer in siege.trainers]
@@ -194,7 +196,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
             "steps_per_s_before": round(before, 2),
             "during": round(during, 2),
             "after": round(after, 2),
-            "max_step_block_s": round(max((fact["block_s"] for some in facts for fact in some), default=PERIOD_S), 2),
+            "max_step_block_s": round(max((fact["block_s"] for some in facts for fact in some), default=period_s), 2),
             "rss_mb": round(max(gained), 1),
             "forked": siege.is_forked(),
             "loss_before": round(loss_before, 4),
@@ -229,18 +231,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 if all is as promised."""
     parser = argparse.ArgumentParser(prog="make test-hostile", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--case", default="", help="only attacks with this in their name")
+    parser.add_argument("--target", type=int, default=480, help="samples of a step (default: 480, half a second)")
     parser.add_argument("--keep-logs", type=Path, help="a folder for what all processes print")
     parser.add_argument("--json", type=Path, help="write all results there")
     options = parser.parse_args(arguments)
     if not networks.can_be_made():
         print("make test-hostile needs Linux, root and iproute2: each peer gets a network namespace of its own")
         return 2
+    os.environ["HOSTILE_TARGET"] = str(options.target)
+    period_s = max(PERIOD_S, STEPS_OF_PERIOD * options.target / SAMPLES_PER_S)
     results, num_failed = [], 0
     for name in (name for name in ATTACKS if options.case in name):
         with tempfile.TemporaryDirectory() as scratch:
             folder = options.keep_logs / name.replace(" ", "-") if options.keep_logs else Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)
-            result = measured(name, folder)
+            result = measured(name, folder, period_s)
         result["failures"] = failures_of(result)
         num_failed += bool(result["failures"])
         results.append(result)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 
@@ -20,7 +21,8 @@ RUN_ID = "besieged"
 WIDTH = 64
 BATCH_SIZE = 16
 BATCH_S = 0.05
-TARGET = 480
+TARGET = int(os.environ.get("HOSTILE_TARGET", "480"))
+"""Samples of a step, of which three trainers make 960 in a second; ``--target`` of ``make test-hostile``."""
 LR = 0.01
 PROGRESS = ProgressConfig(min_refresh_s=0.1, max_refresh_s=1.0, default_refresh_s=0.5, ttl_s=10.0)
 AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=10.0, min_span_bytes=4)

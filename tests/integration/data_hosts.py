@@ -11,8 +11,8 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from manyhands.recipes.albert.preparation import Preparation
-from manyhands.recipes.albert.prepare import prepare
+from manyhands.recipes.albert.data.preparation import Preparation
+from manyhands.recipes.albert.data.prepare import prepare
 from tests.unit.recipes.texts import write_book
 
 NUM_SHARDS = 4

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert import fetching
-from manyhands.recipes.albert.archive import unpacked, with_unpacked
-from manyhands.recipes.albert.dataset import found_here, open_prepared
+from manyhands.recipes.albert.data import fetching
+from manyhands.recipes.albert.data.archive import unpacked, with_unpacked
+from manyhands.recipes.albert.data.dataset import found_here, open_prepared
 from tests.integration.data_hosts import Host, hosting, make_data
 
 ARCHIVE = "data.tar.gz"

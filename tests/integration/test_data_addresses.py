@@ -19,10 +19,10 @@ from moto.server import ThreadedMotoServer
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
-from manyhands.recipes.albert import archive, fetching, stream
-from manyhands.recipes.albert.archive import unpacked
-from manyhands.recipes.albert.fetching import Fetcher, Mirrors, Wanted, read_index
-from manyhands.recipes.albert.stream import HostedData, ShardStream
+from manyhands.recipes.albert.data import archive, fetching, stream
+from manyhands.recipes.albert.data.archive import unpacked
+from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, Wanted, read_index
+from manyhands.recipes.albert.data.stream import HostedData, ShardStream
 from tests.integration.data_hosts import NUM_SHARDS, hosting, make_data
 
 with warnings.catch_warnings():
@@ -158,7 +158,7 @@ def silent() -> Iterator[str]:
 def test_servers_that_are_silent_at_the_start_are_told_in_time(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "Patience", lambda: fetching.Patience(1.2))
+    monkeypatch.setattr(stream, "Patience", lambda: fetching.Patience(2.0))
     with silent() as one, silent() as other:
         if scheme == "s3":
             monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{one}")
@@ -170,7 +170,7 @@ def test_servers_that_are_silent_at_the_start_are_told_in_time(
         pattern = rf"{scheme}://{one}/index.json: no answer .*{scheme}://{other}/index.json: no answer"
         with pytest.raises(ConfigError, match=pattern):
             HostedData([f"{scheme}://{one}", f"{scheme}://{other}"], tmp_path, 10**9)
-        assert time.monotonic() - began < 4.0
+        assert time.monotonic() - began < 5.0
 
 
 def test_silent_hosts_of_an_archive_are_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_silent_hosts_of_an_archive_are_told_in_time(tmp_path: Path, monkeypatch
         began = time.monotonic()
         with pytest.raises(ConfigError, match=rf"{urls[0]}: no answer .*{urls[1]}: no answer"):
             unpacked(urls, tmp_path)
-        assert time.monotonic() - began < 4.0
+        assert time.monotonic() - began < 5.0
 
 
 def test_no_patience_left_is_no_endless_wait(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_mirror_that_is_silent_is_asked_once(made: Path, tmp_path: Path, monke
 def test_a_server_that_goes_down_during_the_start_is_told_in_time(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_name: str
 ) -> None:
-    monkeypatch.setattr(stream, "Patience", lambda: fetching.Patience(1.2))
+    monkeypatch.setattr(stream, "Patience", lambda: fetching.Patience(2.0))
     with hosting(made / "data" / "shards") as host, hosting(made / "data" / "shards") as mirror:
         for one in (host, mirror):
             one.hangs_at = (silent_name,)

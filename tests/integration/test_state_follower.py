@@ -17,12 +17,12 @@ from manyhands.optim.run.progress_reader import progress_key
 from manyhands.recipes.albert.adoption import RunRecipe, adopted
 from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, train_tokenizer
 from manyhands.recipes.albert.model import build_model
 from manyhands.recipes.albert.optimizer import join_run
 from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.settings import TuningSettings
 from manyhands.recipes.albert.state_follower import StateFollower
-from manyhands.recipes.albert.tokenizer import tokenizer_digest, train_tokenizer
 from manyhands.recipes.albert.tokenizer_exchange import serve_tokenizer
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -17,11 +17,11 @@ from yarl import URL
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
-from manyhands.recipes.albert import fetching
-from manyhands.recipes.albert.fetching import Fetcher, Mirrors, files_of, index_url, read_index
-from manyhands.recipes.albert.serving import application
-from manyhands.recipes.albert.shards import Shard
-from manyhands.recipes.albert.stream import HostedData, ShardStream
+from manyhands.recipes.albert.data import fetching
+from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, files_of, index_url, read_index
+from manyhands.recipes.albert.data.serving import application
+from manyhands.recipes.albert.data.shards import Shard
+from manyhands.recipes.albert.data.stream import HostedData, ShardStream
 from tests.integration.data_hosts import NUM_SHARDS, Host, hosting, make_data
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from manyhands import Peer
 from manyhands.recipes.albert import tokenizer_exchange
-from manyhands.recipes.albert.corpus import load_documents
-from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json, train_tokenizer
+from manyhands.recipes.albert.data.corpus import load_documents
+from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_json, train_tokenizer
 from manyhands.recipes.albert.tokenizer_exchange import (
     TOKENIZER,
     TokenizerPart,

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from manyhands.cli.output.logs import log_to_stdout
 from manyhands.cli.taking_part import require_albert
-from manyhands.recipes.albert.preparation import Preparation
+from manyhands.recipes.albert.data.preparation import Preparation
 
 data = App(name="data", help="Prepare data for trainers, host it, and check it.")
 
@@ -29,7 +29,7 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
     """
     settings = settings or Preparation()
     require_albert()
-    from manyhands.recipes.albert.prepare import prepare as make  # imports torch, which takes seconds
+    from manyhands.recipes.albert.data.prepare import prepare as make  # imports torch, which takes seconds
 
     result = make(settings)
     about = result.about
@@ -61,7 +61,7 @@ def verify(
         manyhands data verify data/shards
     """
     require_albert()
-    from manyhands.recipes.albert.verify import problems_of
+    from manyhands.recipes.albert.data.verify import problems_of
 
     num_problems = 0
     columns = TextColumn("Checking the data"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
@@ -91,6 +91,6 @@ def serve(
     """
     require_albert()
     log_to_stdout(verbose=False)
-    from manyhands.recipes.albert.serving import serve as serve_folder
+    from manyhands.recipes.albert.data.serving import serve as serve_folder
 
     serve_folder(folder, listen)

@@ -17,7 +17,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import found_data, require_albert
 from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe
-from manyhands.recipes.albert.corpus import load_documents
+from manyhands.recipes.albert.data.corpus import load_documents
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def evaluate(
     if evaluation.text:
         load_documents(evaluation.text)  # report an unreadable file at once
     elif given.get("dataset_url"):
-        from manyhands.recipes.albert.stream import fetch_index
+        from manyhands.recipes.albert.data.stream import fetch_index
 
         fetch_index(given["dataset_url"])
     emit = output.begin()

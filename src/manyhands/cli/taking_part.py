@@ -31,7 +31,8 @@ from manyhands.optim.run.records import Run, declare_run
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_recipe
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.corpus import load_documents
+from manyhands.recipes.albert.data import given as given_data
+from manyhands.recipes.albert.data.corpus import load_documents
 from manyhands.recipes.albert.memory import check_memory
 from manyhands.recipes.albert.settings import TrainingSettings, own_rank
 from manyhands.state_dir import StateDir
@@ -59,7 +60,7 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
     require_albert()
     if text := given.get("text"):  # Python's own documentation needs no check
         load_documents(text)
-    _data_settings(given)
+    given_data.settings_of(given)
     if given.get("dataset_path") and not given.get("tokenizer") and not network.initial_peers:
         raise ConfigError(
             f"the samples in {given['dataset_path']} need the tokenizer that they were made with; name its folder: "
@@ -68,78 +69,13 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
 
 
 def with_data(training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
-    """Like :func:`found_data`, but leaves the settings of an auxiliary peer alone: it needs no data."""
+    """The given settings with prepared data, as :func:`given_data.found`; an auxiliary peer needs none."""
     return dict(given) if training.auxiliary else found_data(given, output)
 
 
 def found_data(given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
-    """The given settings, plus prepared data found in this folder if no data was named. Archives are fetched.
-
-    Raises:
-        ConfigError: several sources were named, or the archive cannot be used.
-    """
-    named = [f"--{name}" for name in ("text", "dataset-path", "dataset-url") if given.get(name.replace("-", "_"))]
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} are both given; give one of them")
-    from manyhands.recipes.albert.dataset import found_here
-
-    if given.get("dataset_url"):
-        from manyhands.recipes.albert.archive import with_unpacked
-
-        if own_rank() == 0:
-            output.begin_log()  # fetching an archive takes minutes
-        given = with_unpacked(given)
-    return found_here(given)
-
-
-def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a new run that follow from its tokenizer and data.
-
-    Raises:
-        ConfigError: a setting was given with another value.
-    """
-    settings: dict[str, Any] = {}
-    if given.get("dataset_path") is not None:
-        from manyhands.recipes.albert.dataset import open_prepared
-
-        settings = open_prepared(given["dataset_path"], given.get("tokenizer")).settings()
-    elif given.get("dataset_url"):
-        from manyhands.recipes.albert.stream import fetch_index
-
-        about = fetch_index(given["dataset_url"]).about
-        settings = {"vocab_size": about.vocab_size, "seq_length": about.seq_length}
-    elif given.get("tokenizer") is not None:
-        from manyhands.recipes.albert.tokenizer_file import read_tokenizer, vocabulary_of
-
-        settings = {"vocab_size": vocabulary_of(read_tokenizer(given["tokenizer"])).size}
-    for name, value in settings.items():
-        if given.get(name, value) != value:
-            option = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{option} is {given[name]}, and the data here is made for {value}; leave out {option}, or make other "
-                "data with: manyhands data prepare"
-            )
-    return settings
-
-
-def _check_data(run_id: str, given: Mapping[str, Any], found: RunRecipe) -> None:
-    """Check that the data on this machine fits the run.
-
-    Raises:
-        ConfigError: it does not; the message names the file that differs.
-    """
-    if given.get("dataset_path") is not None:
-        from manyhands.recipes.albert.dataset import open_prepared
-
-        open_prepared(given["dataset_path"], given.get("tokenizer")).check_run(run_id, found.recipe, found.tokenizer)
-    elif given.get("dataset_url"):
-        from manyhands.recipes.albert.stream import check_index, fetch_index
-
-        check_index(fetch_index(given["dataset_url"]), run_id, found.recipe, found.tokenizer)
-    elif given.get("tokenizer") is not None:
-        from manyhands.recipes.albert.tokenizer_file import check_run
-
-        check_run(given["tokenizer"], run_id, found.tokenizer)
+    """Like :func:`given_data.found`; the log begins before an archive is fetched, on one rank only."""
+    return given_data.found(given, output.begin_log if own_rank() == 0 else lambda: None)
 
 
 def require_albert() -> None:
@@ -317,7 +253,7 @@ def _run_to_join(run: Run, given: Mapping[str, Any]) -> RunToJoin | None:
     if run.manifest is None:
         return None
     found = _checked(run.run_id, adopted(run.run_id, run.manifest.extra, given))
-    _check_data(run.run_id, given, found)
+    given_data.check_run(run.run_id, given, found.recipe, found.tokenizer)
     return RunToJoin(found, sorted(run.signers, key=lambda peer_id: not _can_be_dialled(run, peer_id)))
 
 
@@ -326,7 +262,7 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
     saved = folders.checkpoint_dir.newest_run() if folders.checkpoint_dir is not None else None
     facts = saved.extra if saved is not None else {}
     if not is_recipe(facts):
-        recipe = AlbertRecipe(**_data_settings(given) | dict(given))
+        recipe = AlbertRecipe(**given_data.settings_of(given) | dict(given))
         check_memory(run_id, recipe, recipe.vocab_size)
         return recipe
     try:
@@ -338,7 +274,7 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
             f"checkpoint {folders.checkpoint_dir.newest_path()} was made with other settings: {differences}. Give the "
             "same ones, or another --checkpoint-dir"
         ) from None
-    _check_data(run_id, given, found)
+    given_data.check_run(run_id, given, found.recipe, found.tokenizer)
     return found.recipe
 
 

@@ -317,7 +317,6 @@ class SealedStream:
         give_back_room(sealed)
 
     def _receive_all(self, views: Iterable[memoryview]) -> None:
-        self._records.expect_long()
         for view in views:
             left = view
             while len(left := left[self._take(left) :]):

@@ -31,6 +31,8 @@ RECORDS_OF_ONE_KEY = 1 << 14
 FIRST_BYTES = 4096
 """Initial buffer, enough for a first message; it grows when a longer record is announced."""
 
+MIDDLE_BYTES = (1 << 16) + 1024
+"""For records of up to 64 KiB: a reducer of hundreds of members receives from each of them at once."""
 
 TLS_ALERT = 0x1503
 """The first bytes of a TLS alert; a client completes its handshake before the server has checked its certificate."""
@@ -122,17 +124,16 @@ class RecordBuffer:
         """
         return bool(len(self._opened)) or self._stop - self._start >= self._record_bytes()
 
-    def expect_long(self) -> None:
-        """Reserve memory for long records."""
-        if len(self._memory) < MAX_RECORD_BYTES:
-            memory = take_room()
-            memory[: len(self._memory)] = self._memory
-            self._memory = memory
+    def _grow(self, num_bytes: int) -> None:
+        memory = memoryview(bytearray(MIDDLE_BYTES)) if num_bytes <= MIDDLE_BYTES else take_room()
+        memory[: len(self._memory)] = self._memory
+        self._memory = memory
 
     def rest(self) -> None:
         """Release the memory for long records, unless it holds data."""
-        if self._start == self._stop and len(self._memory) >= MAX_RECORD_BYTES:
-            give_back_room(self._memory)
+        if self._start == self._stop and len(self._memory) > FIRST_BYTES:
+            if len(self._memory) >= MAX_RECORD_BYTES:
+                give_back_room(self._memory)
             self._memory = memoryview(bytearray(FIRST_BYTES))
             self._start = self._stop = 0
         if not len(self._opened):
@@ -144,7 +145,7 @@ class RecordBuffer:
         if self._start + self._record_bytes() > len(self._memory):
             rest = self._memory[self._start : self._stop]
             if self._record_bytes() > len(self._memory):
-                self.expect_long()
+                self._grow(self._record_bytes())
             self._memory[:num_received] = bytes(rest)
             self._start, self._stop = 0, num_received
         return self._memory[self._stop :]

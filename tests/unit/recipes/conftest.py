@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.corpus import load_documents
-from manyhands.recipes.albert.samples import Samples, make_samples
-from manyhands.recipes.albert.tokenizer import SPECIAL_TOKENS, train_tokenizer
+from manyhands.recipes.albert.data.corpus import load_documents
+from manyhands.recipes.albert.data.samples import Samples, make_samples
+from manyhands.recipes.albert.data.tokenizer import SPECIAL_TOKENS, train_tokenizer
 from tests.unit.recipes.texts import WORDS
 
 

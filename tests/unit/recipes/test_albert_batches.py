@@ -17,10 +17,10 @@ from manyhands.recipes.albert.batches import (
     heldout_batch,
     mask_tokens,
 )
+from manyhands.recipes.albert.data.pairs import IN_ORDER, SWAPPED, Pair, encoded, ordered_pair, truncated
+from manyhands.recipes.albert.data.samples import cut_samples, make_samples
+from manyhands.recipes.albert.data.tokenizer_file import Vocabulary
 from manyhands.recipes.albert.model import CLS_ID, PAD_ID, SEP_ID
-from manyhands.recipes.albert.pairs import IN_ORDER, SWAPPED, Pair, encoded, ordered_pair, truncated
-from manyhands.recipes.albert.samples import cut_samples, make_samples
-from manyhands.recipes.albert.tokenizer_file import Vocabulary
 
 WORDS = {word: number for number, word in enumerate(["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"])}
 VOCABULARY = Vocabulary(size=len(WORDS), pad=0, unknown=1, cls=2, sep=3, mask=4)

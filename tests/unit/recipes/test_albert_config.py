@@ -36,7 +36,7 @@ def run_python(code: str) -> str:
 
 def test_config_and_corpus_import_no_heavy_package():
     code = (
-        "import sys, manyhands.recipes.albert.config, manyhands.recipes.albert.corpus\n"
+        "import sys, manyhands.recipes.albert.config, manyhands.recipes.albert.data.corpus\n"
         "print([name for name in ('torch', 'transformers', 'tokenizers', 'numpy') if name in sys.modules])"
     )
     assert run_python(code) == "[]"
@@ -46,7 +46,7 @@ IMPORT_WITHOUT_ONE_PACKAGE = """
 import importlib, sys
 from manyhands.base.errors import MissingExtra
 sys.modules[{missing!r}] = None
-for module in ("tokenizer", "samples", "batches", "model"):
+for module in ("data.tokenizer", "data.samples", "batches", "model"):
     try:
         importlib.import_module("manyhands.recipes.albert." + module)
     except MissingExtra as error:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert.corpus import DOCUMENT_CHARS, SENTENCE_CHARS, load_documents, split_sentences
-from manyhands.recipes.albert.python_docs import prose_paragraphs
+from manyhands.recipes.albert.data.corpus import DOCUMENT_CHARS, SENTENCE_CHARS, load_documents, split_sentences
+from manyhands.recipes.albert.data.python_docs import prose_paragraphs
 
 
 def write(path, text: str):

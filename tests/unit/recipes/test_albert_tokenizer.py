@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert.tokenizer import (
+from manyhands.recipes.albert.data.tokenizer import (
     SPECIAL_TOKENS,
     tokenizer_digest,
     tokenizer_from_json,
@@ -16,11 +16,16 @@ from manyhands.recipes.albert.tokenizer import (
     train_tokenizer,
     wrapped,
 )
-from manyhands.recipes.albert.tokenizer_file import backend_from_json, digest_of_json, read_tokenizer, vocabulary_of
+from manyhands.recipes.albert.data.tokenizer_file import (
+    backend_from_json,
+    digest_of_json,
+    read_tokenizer,
+    vocabulary_of,
+)
 
 TRAIN_ELSEWHERE = """
 import json, sys
-from manyhands.recipes.albert.tokenizer import tokenizer_digest, train_tokenizer
+from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, train_tokenizer
 print(tokenizer_digest(train_tokenizer(json.load(sys.stdin), 600)))
 """
 

@@ -15,15 +15,15 @@ import torch
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
 from manyhands.recipes.albert.batches import IGNORED, Batches, heldout_batch
-from manyhands.recipes.albert.dataset import found_here, open_prepared
+from manyhands.recipes.albert.data.dataset import found_here, open_prepared
+from manyhands.recipes.albert.data.preparation import Preparation
+from manyhands.recipes.albert.data.prepare import prepare
+from manyhands.recipes.albert.data.sample_files import SampleFiles
+from manyhands.recipes.albert.data.samples import Samples, make_samples
+from manyhands.recipes.albert.data.tokenizer import wrapped
+from manyhands.recipes.albert.data.tokenizer_file import read_tokenizer, vocabulary_of
 from manyhands.recipes.albert.fill import MaskFiller
 from manyhands.recipes.albert.model import build_model, loss_of
-from manyhands.recipes.albert.preparation import Preparation
-from manyhands.recipes.albert.prepare import prepare
-from manyhands.recipes.albert.sample_files import SampleFiles
-from manyhands.recipes.albert.samples import Samples, make_samples
-from manyhands.recipes.albert.tokenizer import wrapped
-from manyhands.recipes.albert.tokenizer_file import read_tokenizer, vocabulary_of
 from tests.unit.recipes.texts import write_book
 
 

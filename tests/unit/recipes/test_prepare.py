@@ -21,14 +21,14 @@ import transformers
 
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
-from manyhands.recipes.albert.corpus import load_documents
-from manyhands.recipes.albert.dataset import open_prepared
-from manyhands.recipes.albert.preparation import Preparation
-from manyhands.recipes.albert.prepare import Result, prepare
-from manyhands.recipes.albert.sample_files import SampleFiles
-from manyhands.recipes.albert.shards import INDEX, sha256_of
-from manyhands.recipes.albert.tokenizer import wrapped
-from manyhands.recipes.albert.tokenizer_file import digest_of_json, read_tokenizer
+from manyhands.recipes.albert.data.corpus import load_documents
+from manyhands.recipes.albert.data.dataset import open_prepared
+from manyhands.recipes.albert.data.preparation import Preparation
+from manyhands.recipes.albert.data.prepare import Result, prepare
+from manyhands.recipes.albert.data.sample_files import SampleFiles
+from manyhands.recipes.albert.data.shards import INDEX, sha256_of
+from manyhands.recipes.albert.data.tokenizer import wrapped
+from manyhands.recipes.albert.data.tokenizer_file import digest_of_json, read_tokenizer
 from tests.unit.recipes.texts import BOOK, write_book
 
 COLUMNS = ["attention_mask", "input_ids", "sentence_order_label", "special_tokens_mask", "token_type_ids"]
@@ -130,7 +130,7 @@ def slowly_made(sentences: list[str], tokenizer, rng: random.Random) -> list[dic
 
 @pytest.mark.parametrize("changes", [{"num_proc": 8}, {"num_proc": 2}])
 def test_the_number_of_processes_changes_nothing(made, book, tmp_path, changes, monkeypatch):
-    monkeypatch.setattr("manyhands.recipes.albert.prepare.CHUNK_CHARS", 9_000)  # many chunks
+    monkeypatch.setattr("manyhands.recipes.albert.data.prepare.CHUNK_CHARS", 9_000)  # many chunks
     other = prepare(settings_for(book, tmp_path, shards=3, **changes))
     assert other.about == made.about
     assert samples_of(other.folder) == samples_of(made.folder)
@@ -176,7 +176,7 @@ def test_what_is_interrupted_leaves_nothing_behind(book, tmp_path, monkeypatch):
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("manyhands.recipes.albert.prepare._write_archive", interrupt)  # the last thing it does
+    monkeypatch.setattr("manyhands.recipes.albert.data.prepare._write_archive", interrupt)  # the last thing it does
     with pytest.raises(KeyboardInterrupt):
         prepare(settings_for(book, tmp_path, shards=2, archive=tmp_path / "data.tar"))
     assert [path.name for path in tmp_path.rglob("*")] in (["data"], ["data", ".prepare.lock"])

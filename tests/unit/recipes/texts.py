@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from manyhands.recipes.albert.corpus import load_documents
+from manyhands.recipes.albert.data.corpus import load_documents
 
 WORDS = "the of a model trains peers many hands make light work and data loss goes down step by"
 

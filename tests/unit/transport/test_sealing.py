@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from manyhands.transport.chunks import CHUNK_BYTES, chunks_of
 from manyhands.transport.sealing import (
+    FIRST_BYTES,
     HEADER_BYTES,
     MAX_RECORD_BYTES,
     TAG_BYTES,
@@ -102,9 +103,8 @@ def test_memory_for_long_records_goes_to_the_next_stream_unless_something_lies_i
             records.added(num_bytes)
             data = data[num_bytes:]
 
-    records.expect_long()
-    memory = records._memory
     receive(first)
+    memory = records._memory
     assert records.take_into(memoryview(target)) == CHUNK_BYTES
     receive(second[:10])
     records.rest()
@@ -113,9 +113,23 @@ def test_memory_for_long_records_goes_to_the_next_stream_unless_something_lies_i
     assert records.take_into(memoryview(target)[:100]) == 100
     records.rest()
     assert len(records._memory) < MAX_RECORD_BYTES
-    other = RecordBuffer(Opener(SECRET))
-    other.expect_long()
+    other = RecordBuffer(Opener(SECRET), first[:HEADER_BYTES])
+    other.room()
     assert other._memory is memory
+
+
+def test_memory_for_records_of_64_kib_is_not_that_of_the_longest() -> None:
+    record = sealed(Sealer(SECRET), b"a" * (1 << 16))
+    records, target = RecordBuffer(Opener(SECRET)), bytearray(1 << 16)
+    for start in range(0, len(record), 4000):
+        part = record[start : start + 4000]
+        records.room()[: len(part)] = part
+        records.added(len(part))
+    assert len(records._memory) < 1.1 * len(record)
+    assert records.take_into(memoryview(target)) == len(target)
+    assert set(target) == {ord("a")}
+    records.rest()
+    assert len(records._memory) == FIRST_BYTES
 
 
 @pytest.mark.parametrize("at", [HEADER_BYTES, 50, HEADER_BYTES + 100, HEADER_BYTES + 100 + TAG_BYTES - 1])

@@ -260,10 +260,11 @@ class Butterfly:
 
     def _own_values(self, reducer: int) -> Iterator[memoryview]:
         """Unencoded values; each piece is checked just before it is sent, which brings it into the cache."""
-        for piece in chunks_of(self.partition.spans[reducer], PIECE_NUMEL):
-            if not is_finite(self._flat_N[piece]):
-                raise NotFinite("NaN or infinite values cannot be averaged")
-            yield bytes_of(self._flat_N[piece])
+        for chunk in self.partition.chunks[reducer]:  # no record is in two chunks, which would cost the reducer a copy
+            for piece in chunks_of(chunk, PIECE_NUMEL):
+                if not is_finite(self._flat_N[piece]):
+                    raise NotFinite("NaN or infinite values cannot be averaged")
+                yield bytes_of(self._flat_N[piece])
 
     def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
         """Encoded chunks; one of a large span is valid until the next is requested."""

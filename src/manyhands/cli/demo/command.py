@@ -21,7 +21,7 @@ from manyhands.cli.taking_part import require_albert
 from manyhands.cli.web_page import WebOptions
 from manyhands.monitor.plot import plot
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.corpus import load_documents
+from manyhands.recipes.albert.data.corpus import load_documents
 
 LEAVE_TIMEOUT_S = 3.0
 CHART = Path("demo.png")
@@ -114,8 +114,8 @@ def check_text(text: tuple[Path, ...]) -> None:
     documents = load_documents(text)
     if not text:  # Python's own documentation is long enough
         return
-    from manyhands.recipes.albert.samples import make_samples  # imports torch, which takes seconds
-    from manyhands.recipes.albert.tokenizer import train_tokenizer
+    from manyhands.recipes.albert.data.samples import make_samples  # imports torch, which takes seconds
+    from manyhands.recipes.albert.data.tokenizer import train_tokenizer
 
     recipe = AlbertRecipe(text=text)
     make_samples(documents, train_tokenizer(documents, recipe.vocab_size), recipe)

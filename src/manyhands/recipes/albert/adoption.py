@@ -36,7 +36,7 @@ class RunRecipe:
     """The recipe that a run trains.
 
     Attributes:
-        tokenizer: its digest; see :func:`manyhands.recipes.albert.tokenizer.tokenizer_digest`.
+        tokenizer: its digest; see :func:`manyhands.recipes.albert.data.tokenizer.tokenizer_digest`.
         vocab_size: length of that tokenizer, which may be below ``recipe.vocab_size``.
     """
 

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.data.pairs import StoredSample, encoded, ordered_pair, truncated
+from manyhands.recipes.albert.data.samples import Sample, Samples, Stream
+from manyhands.recipes.albert.data.tokenizer_file import Vocabulary
 from manyhands.recipes.albert.packages import torch
-from manyhands.recipes.albert.pairs import StoredSample, encoded, ordered_pair, truncated
-from manyhands.recipes.albert.samples import Sample, Samples, Stream
-from manyhands.recipes.albert.tokenizer_file import Vocabulary
 
 IGNORED = -100
 """Label of a token that the model need not guess."""

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from manyhands.recipes.albert.batches import IGNORED, Batch
 from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.data.tokenizer import SPECIAL_TOKENS
+from manyhands.recipes.albert.data.tokenizer_file import Vocabulary
 from manyhands.recipes.albert.packages import torch, transformers
-from manyhands.recipes.albert.tokenizer import SPECIAL_TOKENS
-from manyhands.recipes.albert.tokenizer_file import Vocabulary
 
 PAD_ID, UNKNOWN_ID, CLS_ID, SEP_ID, MASK_ID = range(len(SPECIAL_TOKENS))
 """Token ids of ALBERT's published vocabularies, and of those that this recipe trains."""

@@ -17,12 +17,12 @@ from manyhands.base.text import counted
 from manyhands.recipes.albert.adoption import RunRecipe
 from manyhands.recipes.albert.batches import Batch, Batches
 from manyhands.recipes.albert.compute import SMALLER_BATCH, Compute
+from manyhands.recipes.albert.data.tokenizer import tokenizer_from_json
 from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.optimizer import join_run_as_rank
 from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.settings import TrainingSettings
 from manyhands.recipes.albert.source import position_in, samples_for
-from manyhands.recipes.albert.tokenizer import tokenizer_from_json
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunToJoin
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.corpus import load_documents
+from manyhands.recipes.albert.data.corpus import load_documents
+from manyhands.recipes.albert.data.samples import Sample, Samples, make_samples
+from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_from_json, train_tokenizer, wrapped
+from manyhands.recipes.albert.data.tokenizer_file import check_run, digest_of_json, read_tokenizer, vocabulary_of
 from manyhands.recipes.albert.packages import transformers
-from manyhands.recipes.albert.samples import Sample, Samples, make_samples
-from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_json, train_tokenizer, wrapped
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
-from manyhands.recipes.albert.tokenizer_file import check_run, digest_of_json, read_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:
-    from manyhands.recipes.albert.stream import HostedData, ShardStream
+    from manyhands.recipes.albert.data.stream import HostedData, ShardStream
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> Shar
     Raises:
         ConfigError: no shard can be fetched.
     """
-    from manyhands.recipes.albert.stream import ShardStream
+    from manyhands.recipes.albert.data.stream import ShardStream
 
     return ShardStream(_hosted(recipe), f"{recipe.seed} {order}", position)
 
@@ -133,7 +133,7 @@ def streamed_samples(
 
 
 def _hosted(recipe: AlbertRecipe) -> HostedData:
-    from manyhands.recipes.albert.stream import HostedData, default_cache_dir
+    from manyhands.recipes.albert.data.stream import HostedData, default_cache_dir
 
     cache_dir = recipe.cache_dir or default_cache_dir()
     logger.info("Fetching data from %s into %s", " ".join(recipe.dataset_url), cache_dir)
@@ -147,7 +147,7 @@ def _samples_of(
     data: HostedData,
     training: Sequence[Sample] | ShardStream,
 ) -> Samples:
-    from manyhands.recipes.albert.stream import check_index
+    from manyhands.recipes.albert.data.stream import check_index
 
     check_index(data.index, run_id, recipe, tokenizer_digest(tokenizer))
     vocabulary = vocabulary_of(tokenizer.backend_tokenizer)
@@ -155,7 +155,7 @@ def _samples_of(
 
 
 def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:
-    from manyhands.recipes.albert.dataset import check_samples, open_prepared
+    from manyhands.recipes.albert.data.dataset import check_samples, open_prepared
 
     assert recipe.dataset_path is not None
     prepared = open_prepared(recipe.dataset_path, recipe.tokenizer)

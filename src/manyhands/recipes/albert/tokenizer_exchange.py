@@ -16,9 +16,9 @@ import msgspec
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_from_json, tokenizer_json
+from manyhands.recipes.albert.data.tokenizer_file import digest_of_json
 from manyhands.recipes.albert.packages import transformers
-from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_json, tokenizer_json
-from manyhands.recipes.albert.tokenizer_file import digest_of_json
 from manyhands.rpc import Endpoint, Method
 from manyhands.rpc.frames import readable
 

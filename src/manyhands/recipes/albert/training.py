@@ -21,15 +21,15 @@ from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.compute import SMALLER, SMALLER_BATCH, Compute
 from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.data.samples import Samples
+from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_json
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
 from manyhands.recipes.albert.heldout import HeldoutComparison
 from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.optimizer import join_run, join_run_as_rank
 from manyhands.recipes.albert.packages import torch
-from manyhands.recipes.albert.samples import Samples
 from manyhands.recipes.albert.settings import TrainingSettings, num_ranks
 from manyhands.recipes.albert.source import open_source
-from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json
 from manyhands.recipes.albert.trial import fitting_batch_size, timed
 from manyhands.training.report import AccountPublisher, report_step
 

@@ -13,9 +13,9 @@ import msgspec
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert.dataset import FORMAT
-from manyhands.recipes.albert.download import FetchFailed, Limits, Watcher, download, size_of
-from manyhands.recipes.albert.shards import INDEX, Index, Shard
+from manyhands.recipes.albert.data.dataset import FORMAT
+from manyhands.recipes.albert.data.download import FetchFailed, Limits, Watcher, download, size_of
+from manyhands.recipes.albert.data.shards import INDEX, Index, Shard
 
 START_PATIENCE_S = 20.0
 """Longest time at the start without data from any mirror; after it the data counts as unavailable."""

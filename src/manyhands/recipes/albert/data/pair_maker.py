@@ -1,7 +1,7 @@
 """Worker processes of ``manyhands data prepare``: turn text into record batches of samples. Imports no torch.
 
 Pairs are made of the token ids of sentences, each encoded once, rather than of text. The tokenizers that
-:func:`manyhands.recipes.albert.prepare.check_tokenizer` accepts give the same ids for a text as for its sentences.
+:func:`manyhands.recipes.albert.data.prepare.check_tokenizer` accepts give the same ids for a text as for its sentences.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert.corpus import Splitter, split_sentences
-from manyhands.recipes.albert.pairs import Encoded, encoded, pairs_of
-from manyhands.recipes.albert.sample_files import SCHEMA
-from manyhands.recipes.albert.tokenizer_file import backend_from_json, vocabulary_of
+from manyhands.recipes.albert.data.corpus import Splitter, split_sentences
+from manyhands.recipes.albert.data.pairs import Encoded, encoded, pairs_of
+from manyhands.recipes.albert.data.sample_files import SCHEMA
+from manyhands.recipes.albert.data.tokenizer_file import backend_from_json, vocabulary_of
 
 SplitterName = Literal["rules", "punkt"]
 
@@ -53,7 +53,7 @@ class PairMaker:
         self._seed = seed
 
     def __call__(self, chunk: Chunk) -> Any:
-        """A record batch with the columns of :data:`manyhands.recipes.albert.sample_files.SCHEMA`."""
+        """A record batch with the columns of :data:`manyhands.recipes.albert.data.sample_files.SCHEMA`."""
         documents = [self._split(text) if isinstance(text, str) else text for text in chunk.documents]
         sentences = [sentence for document in documents for sentence in document]
         ids = iter(self._backend.encode_batch_fast(sentences, add_special_tokens=False))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert.dataset import ABOUT, SAMPLES, TOKENIZER, open_prepared
-from manyhands.recipes.albert.shards import INDEX, Index
+from manyhands.recipes.albert.data.dataset import ABOUT, SAMPLES, TOKENIZER, open_prepared
+from manyhands.recipes.albert.data.shards import INDEX, Index
 
 
 def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str]:
@@ -38,7 +38,7 @@ def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str
 
 
 def _shards(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str]:
-    from manyhands.recipes.albert.fetching import files_of, read_index
+    from manyhands.recipes.albert.data.fetching import files_of, read_index
 
     index = _read(read_index, folder / INDEX)
     total = sum(shard.num_bytes for shard in files_of(index))
@@ -61,8 +61,8 @@ def _read(read_index: Callable[[bytes], Index], path: Path) -> Index:
 
 
 def _hosted(url: str, advance: Callable[[int, int], None]) -> Iterator[str]:
-    from manyhands.recipes.albert.download import FetchFailed
-    from manyhands.recipes.albert.fetching import Fetcher, Mirrors, files_of
+    from manyhands.recipes.albert.data.download import FetchFailed
+    from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, files_of
 
     with tempfile.TemporaryDirectory() as scratch:
         mirrors, path = Mirrors([url], Fetcher()), Path(scratch) / "file"

@@ -23,11 +23,11 @@ from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, FolderLock
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.download import FetchFailed, Watcher
-from manyhands.recipes.albert.fetching import Fetcher, Mirrors, NoGoodCopy, Patience, Stopped, no_data
-from manyhands.recipes.albert.pairs import StoredSample
-from manyhands.recipes.albert.sample_files import SampleFiles
-from manyhands.recipes.albert.shards import Index, Shard
+from manyhands.recipes.albert.data.download import FetchFailed, Watcher
+from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, NoGoodCopy, Patience, Stopped, no_data
+from manyhands.recipes.albert.data.pairs import StoredSample
+from manyhands.recipes.albert.data.sample_files import SampleFiles
+from manyhands.recipes.albert.data.shards import Index, Shard
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from manyhands.recipes.albert.data.tokenizer_file import backend_from_json, digest_of_json, special_tokens
 from manyhands.recipes.albert.packages import tokenizers, transformers
-from manyhands.recipes.albert.tokenizer_file import backend_from_json, digest_of_json, special_tokens
 
 SPECIAL_TOKENS = ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
 """In the order of their ids, which are those of the published ALBERT vocabularies."""

@@ -25,9 +25,9 @@ from urllib.parse import urlsplit, urlunsplit
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, FolderLock
 from manyhands.base.text import rough
-from manyhands.recipes.albert.dataset import SAMPLES
-from manyhands.recipes.albert.download import FetchFailed, Watcher, size_of
-from manyhands.recipes.albert.fetching import (
+from manyhands.recipes.albert.data.dataset import SAMPLES
+from manyhands.recipes.albert.data.download import FetchFailed, Watcher, size_of
+from manyhands.recipes.albert.data.fetching import (
     DIGEST,
     START_PATIENCE_S,
     Fetcher,
@@ -36,7 +36,7 @@ from manyhands.recipes.albert.fetching import (
     is_archive,
     no_data,
 )
-from manyhands.recipes.albert.stream import default_cache_dir
+from manyhands.recipes.albert.data.stream import default_cache_dir
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from manyhands.base.errors import ConfigError, MissingExtra
-from manyhands.recipes.albert.pairs import StoredSample
+from manyhands.recipes.albert.data.pairs import StoredSample
 
 try:
     import numpy as np

@@ -7,7 +7,7 @@
     shards/train-00000-of-00008.arrow ...
     shards/validation-00000-of-00001.arrow
 
-:class:`manyhands.recipes.albert.sample_files.SampleFiles` reads each file.
+:class:`manyhands.recipes.albert.data.sample_files.SampleFiles` reads each file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from manyhands.base.digests import sha256_of
-from manyhands.recipes.albert.dataset import TRAINING, VALIDATION, About
-from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
-from manyhands.recipes.albert.tokenizer_file import FILE
+from manyhands.recipes.albert.data.dataset import TRAINING, VALIDATION, About
+from manyhands.recipes.albert.data.sample_files import SampleFiles, SampleWriter
+from manyhands.recipes.albert.data.tokenizer_file import FILE
 
 INDEX = "index.json"
 

@@ -19,9 +19,9 @@ import msgspec
 
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import NUM_PAIR_TOKENS, AlbertRecipe
-from manyhands.recipes.albert.pairs import StoredSample
-from manyhands.recipes.albert.sample_files import SampleFiles
-from manyhands.recipes.albert.tokenizer_file import FILE, Vocabulary, digest_of_json, read_tokenizer, vocabulary_of
+from manyhands.recipes.albert.data.pairs import StoredSample
+from manyhands.recipes.albert.data.sample_files import SampleFiles
+from manyhands.recipes.albert.data.tokenizer_file import FILE, Vocabulary, digest_of_json, read_tokenizer, vocabulary_of
 
 FORMAT = 1
 """Format version; goes up when older versions cannot read the data any more."""

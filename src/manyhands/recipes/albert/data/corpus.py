@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert import python_docs
+from manyhands.recipes.albert.data import python_docs
 
 DOCUMENT_CHARS = 4_000
 """A document ends with the sentence that reaches this length: about 800 tokens of English."""

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.data.pairs import Sentence, StoredSample
+from manyhands.recipes.albert.data.tokenizer_file import Vocabulary, vocabulary_of
 from manyhands.recipes.albert.packages import transformers
-from manyhands.recipes.albert.pairs import Sentence, StoredSample
-from manyhands.recipes.albert.tokenizer_file import Vocabulary, vocabulary_of
 
 TextSample = list[Sentence]
 """Two or more consecutive sentences of one document, with about ``seq_length`` tokens; cut and swapped when drawn."""

@@ -29,8 +29,8 @@ from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.base.folder_lock import FolderInUse, FolderLock
 from manyhands.base.text import reason_of
-from manyhands.recipes.albert.corpus import iter_documents
-from manyhands.recipes.albert.dataset import (
+from manyhands.recipes.albert.data.corpus import iter_documents
+from manyhands.recipes.albert.data.dataset import (
     ABOUT,
     DEFAULT_FOLDER,
     FORMAT,
@@ -40,14 +40,14 @@ from manyhands.recipes.albert.dataset import (
     VALIDATION,
     About,
 )
+from manyhands.recipes.albert.data.pair_maker import Chunk, Document, PairMaker, begin_process, make, splitter_named
+from manyhands.recipes.albert.data.pairs import Pair, encoded
+from manyhands.recipes.albert.data.preparation import Preparation
+from manyhands.recipes.albert.data.sample_files import SampleFiles, SampleWriter
+from manyhands.recipes.albert.data.shards import write_shards
+from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_json, train_tokenizer, wrapped
+from manyhands.recipes.albert.data.tokenizer_file import FILE, backend_from_json, read_tokenizer, vocabulary_of
 from manyhands.recipes.albert.packages import transformers
-from manyhands.recipes.albert.pair_maker import Chunk, Document, PairMaker, begin_process, make, splitter_named
-from manyhands.recipes.albert.pairs import Pair, encoded
-from manyhands.recipes.albert.preparation import Preparation
-from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
-from manyhands.recipes.albert.shards import write_shards
-from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json, train_tokenizer, wrapped
-from manyhands.recipes.albert.tokenizer_file import FILE, backend_from_json, read_tokenizer, vocabulary_of
 
 VALIDATION_PERIOD = 50
 """If the text has no validation split, one document of this many is kept for it, starting with the second."""

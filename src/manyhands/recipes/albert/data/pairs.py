@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from manyhands.recipes.albert.config import NUM_PAIR_TOKENS
-from manyhands.recipes.albert.tokenizer_file import Vocabulary
+from manyhands.recipes.albert.data.tokenizer_file import Vocabulary
 
 Sentence = list[int]
 """Token ids of one sentence, without special tokens."""
