@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -74,7 +74,6 @@ class LiveView(ABC):
         self._thread = threading.Thread(target=self._draw_forever, name="live view", daemon=True)
         self._handlers: list[logging.Handler] = []
         self._is_to_stop = False  # the process, for Ctrl-Z
-        self._on_stop: Any = signal.SIG_IGN  # the handler of before
 
     @property
     def is_possible(self) -> bool:
@@ -83,8 +82,8 @@ class LiveView(ABC):
 
     def __enter__(self) -> None:
         self._begin()
-        if STOP is not None and signal.getsignal(STOP) is not signal.SIG_IGN:  # else the shell has no job control
-            self._on_stop = signal.signal(STOP, self._stop_soon)
+        if STOP is not None and signal.getsignal(STOP) is signal.SIG_DFL:  # else the shell has no job control
+            signal.signal(STOP, self._stop_soon)
         root = logging.getLogger()
         self._handlers, own = root.handlers, _Handler(self)
         replaced = [handler for handler in self._handlers if _is_of_terminal(handler)]
@@ -96,8 +95,8 @@ class LiveView(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._is_over.set()
-        if STOP is not None and self._on_stop is not signal.SIG_IGN:
-            signal.signal(STOP, self._on_stop)
+        if STOP is not None and signal.getsignal(STOP) == self._stop_soon:
+            signal.signal(STOP, signal.SIG_DFL)
         self._thread.join(STOP_TIMEOUT_S)
         if not self._thread.is_alive():
             self._end()
@@ -116,7 +115,9 @@ class LiveView(ABC):
             logger.debug("The live view failed", exc_info=True)
 
     def _stop_soon(self, number: int, frame: FrameType | None) -> None:
-        self._is_to_stop = True  # the main thread may hold a lock of the console
+        self._is_to_stop = True  # by the thread that draws: this one may hold a lock of the console
+        if not self._thread.is_alive():  # nothing is drawn any more
+            signal.raise_signal(signal.SIGSTOP)
 
     def _stop(self) -> None:
         """Give the terminal back, stop the process, and take the terminal again when the process goes on."""

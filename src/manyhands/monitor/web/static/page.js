@@ -57,7 +57,7 @@ function move() {
   const bar = element("progress");
   bar.max = target || 1;
   bar.value = Math.min(samples, target || 1);
-  say("samples", run.num_peers || samples
+  say("samples", target && (run.num_peers || samples)
     ? `${format.integer(samples)} of ${format.integer(target)} samples${runs ? "" : ": the first batches are computed"}`
     : run.step ? "Nobody trains now. The run goes on when a trainer comes." : "Nobody trains yet.");
   say("looked", run.time && passed > SILENT_S ? `no news of the run for ${format.duration(passed)}` : "");
