@@ -25,6 +25,8 @@ pytestmark = pytest.mark.process
 
 INTERRUPTED = 130
 GREY_WITHIN_S = 15.0
+MAX_IN_A_STEP = 128
+"""Samples: twice the target."""
 URL = re.compile(r"The page of the run: (http://127\.0\.0\.1:\d+)")
 
 __all__ = ["text"]
@@ -54,7 +56,8 @@ def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
         expect(page.locator("#connection")).to_have_text("live")
         expect(page.locator("#run-id")).to_have_text("seen")
         expect(page.locator("#countdown")).to_have_text("waiting")
-        options = ["--initial-peers", address, "--name"]
+        stop = tmp_path / "stop"
+        options = ["--initial-peers", address, "--stop-file", str(stop), "--name"]
         first = trainer(text, *options, "<img src=x>", "--events", str(tmp_path / "first"))
         second = trainer(text, *options, "ada", "--events", str(tmp_path / "second"))
         third = trainer(text, *options, "eve", "--events", str(tmp_path / "third"))
@@ -74,16 +77,21 @@ def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
                     victim.kill()
                     expect(rows.filter(has_text="ada")).to_have_class("gone", timeout=GREY_WITHIN_S * 1000)
                     expect(page.locator("#num-peers")).to_have_text("2")
-                    newcomer.interrupt()
-                    assert newcomer.wait(60) == INTERRUPTED
+                    step = httpx.get(f"{url}/api/run.json").json()["step"] + 5
+                    stop.with_suffix(".new").write_text(str(step))
+                    stop.with_suffix(".new").replace(stop)
+                    assert newcomer.wait(60) == 0, newcomer.output
                 expect(rows.filter(has_text="eve")).to_have_class("left")
-            staying.interrupt()
-            assert staying.wait(60) == INTERRUPTED, staying.output
-        used = {"<img src=x>": used_by(tmp_path / "first"), "ada": used_by(tmp_path / "second"),
-                "eve": used_by(tmp_path / "third")}  # fmt: skip
-        for name, samples in used.items():
-            row = page.locator("#leaders li").filter(has_text=name)
-            expect(row.locator(".much")).to_have_text(f"{samples:,}", timeout=30_000)
+            assert staying.wait(60) == 0, staying.output
+        leaders = page.locator("#leaders li")
+        for name, file in (("<img src=x>", "first"), ("eve", "third")):
+            credited = leaders.filter(has_text=name).locator(".much")
+            expect(credited).to_have_text(f"{used_by(tmp_path / file):,}", timeout=30_000)
+        shown = int(leaders.filter(has_text="ada").locator(".much").inner_text().replace(",", ""))
+        counted = used_by(tmp_path / "second")
+        assert counted <= shown <= counted + MAX_IN_A_STEP, (
+            "its last step is known to the others, perhaps not to itself"
+        )
         assert httpx.get(f"{url}/healthz").status_code == 200
         began = time.monotonic()
         monitor.interrupt()
