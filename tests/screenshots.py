@@ -14,6 +14,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, expect
 
+from manyhands.monitor.picture import PeerRow
 from manyhands.monitor.web import bind
 from manyhands.monitor.web.server import PageServer
 from tests.browser import chromium
@@ -31,17 +32,22 @@ def made_up_run() -> SyntheticRun:
     run.set_state(peers[4].peer_id, "gone")
     run.set_state(peers[9].peer_id, "left")
     for kind, text, ago_s in (
-        ("joined", "Maple joined.", 70.0),
-        ("died", f"{peers[4].name or 'A peer'} has not been heard of for 15 s.", 260.0),
-        ("aborted", "A round was aborted: a member left. Its samples count in the next one.", 265.0),
-        ("reloaded", "old laptop reloaded the state: it was asleep for 20 min.", 1500.0),
-        ("left", f"{peers[9].name or 'A peer'} left.", 2700.0),
-        ("joined", "north star joined.", 3300.0),
-        ("refused", "A record of a peer without permission was refused.", 7400.0),
+        ("joined", "Maple trains here", 70.0),
+        ("died", f"{shown(peers[4])} has not been heard of, and is considered gone", 260.0),
+        ("aborted", "quokka could not make step 700: it lost its connection to two members of its group", 265.0),
+        ("reloaded", "old laptop has loaded the state of the others, as it was behind", 1500.0),
+        ("left", f"{shown(peers[9])} has left", 2700.0),
+        ("joined", "north star trains here again", 3300.0),
+        ("refused", "1 record of other peers was refused: against the rules", 7400.0),
     ):
         run.tell(kind, text, ago_s)
     run.advance(24.0)
     return run
+
+
+def shown(peer: PeerRow) -> str:
+    """As events name a peer."""
+    return peer.name or f"peer ...{peer.peer_id[-6:]}"
 
 
 def shoot(browser: Browser, url: str, path: Path, viewport: dict[str, int], scheme: str, **more: Any) -> None:

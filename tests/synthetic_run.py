@@ -12,6 +12,7 @@ import msgspec
 
 from manyhands.monitor.picture import Leader, PeerRow, PeerState, Point, Reach, RunEvent, RunPicture
 from manyhands.monitor.web.source import thinned
+from manyhands.optim.account import Unit
 
 STEP_S = 40.0
 NAMES = (
@@ -39,6 +40,7 @@ class SyntheticRun:
 
     Attributes:
         num_read: points that :meth:`points_after` has given.
+        unit: of what is credited.
 
     Args:
         now: seconds since 1970, of its last look.
@@ -49,6 +51,7 @@ class SyntheticRun:
     def __init__(self, num_peers: int, now: float, past_steps: int = 0, *, grows: bool = False) -> None:
         self.num_aborted = 3
         self.num_read = 0
+        self.unit: Unit = "samples"
         self._rng = random.Random(26)
         self._lock = threading.Lock()
         self._now = now - past_steps * STEP_S
@@ -218,6 +221,7 @@ class SyntheticRun:
             samples_per_second=round(speed, 3),
             eta_s=max(self._target - pending, 0) / speed if speed else None,
             committed_samples=committed,
+            unit=self.unit,
             last=self._points[-1] if self._points else None,
             peers=rows,
             leaders=self._leaders()[:100],

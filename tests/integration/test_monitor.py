@@ -95,3 +95,40 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         wait_until(lambda: len(told(StepMade)) == 3)
         wait_until(lambda: "restarted" in [event.kind for event in told(Happened)])
         assert told(StepMade)[2].step == 1
+
+
+def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_when_it_goes() -> None:
+    events: list[Event] = []
+    with (
+        Peer(listen=[LOOPBACK]) as here,
+        Peer(here.addresses, listen=[LOOPBACK]) as trainer,
+        Peer(here.addresses, listen=[LOOPBACK]) as liar,
+    ):
+        monitor = RunMonitor(here, "run", events.append, refresh_s=0.5)
+        here.run(monitor.start(), 5.0, "starting")
+
+        def says(peer: Peer, step: int) -> None:
+            record = ProgressRecord(Position(step, b"x%d" % step), 8, 2.5, 64, False, peer.addresses, 60.0)
+            plain = msgspec.to_builtins(record, builtin_types=(bytes,))
+            peer.store(progress_key("run"), plain, ttl_s=60, subkey=peer.peer_id)
+            metrics = MetricsRecord(step, 1.5, 64, 18.0, 4)
+            peer.run(publish_metrics(peer.dht, peer.peer_id, "run", metrics), 5.0, "publishing")
+
+        def shown() -> int:
+            return monitor.picture.step if monitor.picture is not None else 0
+
+        def states() -> set[str]:
+            return {row.state for row in monitor.picture.peers} if monitor.picture is not None else set()
+
+        says(trainer, 3)
+        wait_until(lambda: shown() == 3)
+        says(liar, 1000)
+        wait_until(lambda: monitor.picture is not None and len(monitor.picture.peers) == 2)
+        assert shown() == 3
+        says(trainer, 4)
+        wait_until(lambda: shown() == 4)
+        liar.store(progress_key("run"), GOODBYE, ttl_s=60, subkey=liar.peer_id)
+        wait_until(lambda: "left" in states())
+        assert shown() == 4
+        assert "restarted" not in [event.kind for event in events if isinstance(event, Happened)]
+        assert {event.step for event in events if isinstance(event, StepMade)} == {3, 4}

@@ -65,6 +65,10 @@ class Command:
                 return line
         pytest.fail(f"{text!r} did not come; the output was:\n{self.output}")
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self._process.pid).children(recursive=True)
 

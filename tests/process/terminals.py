@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+import psutil
+
 from tests.process.commands import PATIENCE_S
 
 TAKE_TERMINAL = (
@@ -20,7 +22,7 @@ TAKE_TERMINAL = (
 )
 """Makes the terminal that of the session, so that Ctrl-C and closing it send their signals."""
 
-CTRL_C = b"\x03"
+CTRL_C, CTRL_Z = b"\x03", b"\x1a"
 
 
 class Terminal:
@@ -81,6 +83,10 @@ class Terminal:
             assert time.monotonic() < deadline, self.screen
             assert self._process.poll() is None, self.screen
             time.sleep(0.05)
+
+    @property
+    def is_stopped(self) -> bool:
+        return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)

@@ -17,7 +17,7 @@ from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, publish_metric
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from tests.process.commands import LOOPBACK
-from tests.process.terminals import CTRL_C, Terminal, in_terminal
+from tests.process.terminals import CTRL_C, CTRL_Z, Terminal, in_terminal
 
 pytestmark = [
     pytest.mark.process,
@@ -82,6 +82,22 @@ def test_the_screen_begins_with_the_first_trainer_and_leaves_the_terminal_as_it_
     assert terminal.screen.rindex(SHOWN) > terminal.screen.rindex(HIDDEN)
     assert "Traceback" not in terminal.screen
     assert "live view has ended" not in terminal.screen
+
+
+@pytest.mark.long
+def test_ctrl_z_gives_the_terminal_back_until_the_process_goes_on() -> None:
+    with in_terminal(*MONITOR) as terminal, a_trainer_of(terminal):
+        terminal.wait_until(re.escape(HOME), times=2)
+        terminal.type(CTRL_Z)
+        terminal.wait_for(lambda: terminal.is_stopped)
+        terminal.wait_for(lambda: terminal.screen.rindex(OFF) > terminal.screen.rindex(ON))
+        assert terminal.screen.rindex(SHOWN) > terminal.screen.rindex(HIDDEN)
+        terminal.send(signal.SIGCONT)
+        terminal.wait_until(re.escape(ON), times=2)
+        drawn = terminal.screen.count(HOME)
+        terminal.wait_until(re.escape(HOME), times=drawn + 2)
+        terminal.type(CTRL_C)
+        assert terminal.wait(15) == INTERRUPTED, terminal.screen
 
 
 @pytest.mark.parametrize(("more", "env"), [(["--plain"], {}), ([], {"TERM": "dumb"})])

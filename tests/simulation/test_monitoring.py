@@ -200,6 +200,38 @@ def test_with_fragments_credit_follows_the_counts_of_the_trainers() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_a_run_whose_weights_are_tokens_is_credited_in_tokens(tmp_path: Path) -> None:
+    swarm, num_tokens = Swarm(seed=6), 7
+    history = History("swarm", tmp_path / "history.db")
+    watched = start_monitor(swarm, "monitor", history=history)
+
+    def train(member: Member) -> None:
+        account, optimizer = AccountPublisher(member.optimizer, member.name, weight_unit="tokens"), member.optimizer
+        assert account._record().unit is None  # until there is a batch
+        while (step := optimizer.global_step) < 4:
+            inputs = torch.randn(BATCH, 4)
+            loss = torch.nn.functional.mse_loss(member.model(inputs), inputs[:, :1])
+            member.step(loss, 0.8, weight=BATCH * num_tokens)
+            if optimizer.global_step != step:
+                report_step(optimizer, [1.0], 1.0, account=account)
+
+    for number in range(2):
+        swarm.start(
+            f"p{number}", lambda: torch.nn.Linear(4, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.125),
+            train, begins_s=1.0, target_batch_size=TARGET, batch_size_per_step=BATCH,
+        )  # fmt: skip
+    swarm.run(until_s=60.0)
+    used = {name: member.optimizer.statistics.samples_used for name, member in swarm.members.items()}
+    assert {row.name: row.samples for row in watched.last.leaders} == {name: 7 * used[name] for name in used}
+    assert watched.last.unit == "tokens"
+    assert watched.last.target_batch_size == TARGET
+    history.close()
+    again = History("swarm", tmp_path / "history.db")
+    assert again.unit == "tokens"
+    again.close()
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_publishing_an_account_delays_no_training_and_whatever_the_learning_rate_is() -> None:
     swarm, waits = Swarm(seed=3), list[float]()
     watched = start_monitor(swarm, "monitor")

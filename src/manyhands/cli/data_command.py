@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from manyhands.cli.logs import log_to_stdout
+from manyhands.cli.output.logs import log_to_stdout
 from manyhands.cli.taking_part import require_albert
 from manyhands.recipes.albert.data.preparation import Preparation
 

@@ -12,8 +12,8 @@ from cyclopts import Parameter
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.charter_options import run_id_of
-from manyhands.cli.logs import name_in_logs
 from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import found_data, require_albert
 from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe

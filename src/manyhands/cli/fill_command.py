@@ -29,9 +29,9 @@ def fill(
     if MASK not in text:
         raise ConfigError(f'the text has no {MASK} for the model to fill; for example "The capital of {MASK} is ..."')
     require_albert()
-    from manyhands.recipes.albert.fill import fill_masks  # imports torch, which takes seconds
+    from manyhands.recipes.albert.fill import MaskFiller  # imports torch, which takes seconds
 
-    filled = fill_masks(path, text)
+    filled = MaskFiller(path).fill(text)
     print(filled.text)  # noqa: T201
     for number, guesses in enumerate(filled.guesses, start=1):
         if len(filled.guesses) > 1:

@@ -15,10 +15,10 @@ from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted
 from manyhands.cli.charter_options import checked_charter, coordinate
-from manyhands.cli.event_file import EventWriter
-from manyhands.cli.logs import name_in_logs
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
+from manyhands.cli.output.event_file import EventWriter
+from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.cli.web_page import WebOptions, page_beside
 from manyhands.monitor.events import Listening

@@ -26,14 +26,14 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
 from manyhands.cli.entry import EXIT_INTERRUPTED
-from manyhands.cli.live_view import LiveScreen, LogLine
-from manyhands.cli.logs import name_in_logs
-from manyhands.cli.monitor_screen import screen_of
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
+from manyhands.cli.output.live_view import LiveScreen, LogLine
+from manyhands.cli.output.logs import name_in_logs
+from manyhands.cli.output.monitor_screen import screen_of
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
-from manyhands.cli.web_page import WebOptions, filler, page_of
+from manyhands.cli.web_page import Playground, WebOptions, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
 from manyhands.monitor.events import Event, Listening, StepMade
@@ -252,7 +252,7 @@ def monitor(
 
         watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
         source = MonitorSource(watcher)
-        fill = filler(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
+        fill = Playground(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
         cleanup.enter_context(page_of(source, bound, fill))
         page = [f"The page of the run: {url_of(bound)}"] if bound is not None else []
         # made before the sinks, some of which replace standard output for a moment
@@ -270,7 +270,7 @@ def monitor(
 
 
 class Drawing:
-    """Draws the last picture of a run, for a :class:`manyhands.cli.live_view.LiveScreen`."""
+    """Draws the last picture of a run, for a :class:`manyhands.cli.output.live_view.LiveScreen`."""
 
     def __init__(self, watcher: RunMonitor, footer: Callable[[], list[str]]) -> None:
         self._watcher = watcher

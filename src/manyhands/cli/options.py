@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from manyhands.base.errors import ConfigError
-from manyhands.cli.event_file import EventWriter
 from manyhands.cli.leaving import leave_on_eof
-from manyhands.cli.logs import log_to
 from manyhands.cli.open_files import raise_open_files_limit
+from manyhands.cli.output.event_file import EventWriter
+from manyhands.cli.output.logs import log_to
 from manyhands.cli.public_address import AnnouncedCheck, announce_public
 from manyhands.peer import ALL_INTERFACES, BeforeJoining, Peer
 from manyhands.recipes.albert.settings import TuningSettings

@@ -18,14 +18,14 @@ from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra
 from manyhands.base.folder_lock import FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
-from manyhands.cli.event_file import EventWriter
-from manyhands.cli.logs import name_in_logs
 from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.output.event_file import EventWriter
+from manyhands.cli.output.logs import name_in_logs
+from manyhands.cli.output.training_view import run_in_view
 from manyhands.cli.run_look_up import look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.cli.trainer_curves import TrainerCurves
-from manyhands.cli.training_view import run_in_view
 from manyhands.cli.web_page import page_beside
 from manyhands.optim.run.records import Run, declare_run
 from manyhands.peer import Peer

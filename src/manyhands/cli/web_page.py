@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cyclopts import Parameter
 
 from manyhands.base.errors import ConfigError
-from manyhands.checkpoints.checkpoint_dir import newest_checkpoint
+from manyhands.checkpoints.checkpoint_dir import checkpoints_in, newest_checkpoint
+from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.history import open_history
 from manyhands.monitor.web import Fill, Filled, Guess, MonitorSource, Source, bind
 from manyhands.monitor.web.address import DEFAULT_ADDRESS
 from manyhands.peer import Peer
+
+if TYPE_CHECKING:
+    from manyhands.recipes.albert.fill import MaskFiller
 
 START_TIMEOUT_S = 5.0
 MASK = "[MASK]"
@@ -68,7 +75,8 @@ def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = Non
     try:
         yield
     finally:
-        server.close()
+        if not server.close():  # a model is computing: torch aborts the process if its exit takes the thread away
+            atexit.register(os._exit, EXIT_INTERRUPTED)
 
 
 @contextmanager
@@ -91,20 +99,38 @@ def page_beside(peer: Peer, run_id: str, bound: socket.socket | None, state_dir:
         yield
 
 
-def filler(folder: Path) -> Fill:
-    """Fills masks with the newest checkpoint in a folder."""
-    folder = folder.absolute()  # has a name, also if it was given as "."
+class Playground:
+    """Fills masks with the newest checkpoint in a folder. The model is kept until there is a newer one.
 
-    def fill(text: str) -> Filled:
+    For one call at a time.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()  # has a name, also if it was given as "."
+        self._newest: tuple[Path, int] | None = None  # when the model was loaded, and its time
+        self._model: MaskFiller | None = None
+
+    def __call__(self, text: str) -> Filled:
+        """Fill each mask in a text.
+
+        Raises:
+            ConfigError: the text or the model cannot be used.
+        """
         if MASK not in text:
             raise ConfigError(f"the text has no {MASK} for the model to fill")
         try:
-            path = newest_checkpoint(folder)
-            from manyhands.recipes.albert.fill import fill_masks  # imports torch, which takes seconds
-
-            filled = fill_masks(path, text)
+            filled = self._current().fill(text)
         except ConfigError as error:  # a page may be public, and where the folder is concerns nobody
-            raise ConfigError(str(error).replace(str(folder), folder.name)) from error
+            raise ConfigError(str(error).replace(str(self._folder), self._folder.name)) from error
         return Filled(filled.text, [[Guess(*guess) for guess in of_mask] for of_mask in filled.guesses])
 
-    return fill
+    def _current(self) -> MaskFiller:
+        newest = checkpoints_in(self._folder)[0]
+        version = newest, newest.stat().st_mtime_ns
+        if self._model is None or version != self._newest:
+            path = newest_checkpoint(self._folder)  # an older one, if the newest is damaged
+            from manyhands.recipes.albert.fill import MaskFiller  # imports torch, which takes seconds
+
+            self._model = None  # no two at a time
+            self._model, self._newest = MaskFiller(path), version
+        return self._model

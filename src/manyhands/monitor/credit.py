@@ -35,7 +35,6 @@ PATIENCE_S = 60.0
 """A run that has gone back is believed to stay there after this time: twice the lifetime of a progress record."""
 MAX_KEPT_SHARES = 4_000_000
 """Lists are kept, to take them back, as long as they have at most this many entries together; older ones are final."""
-MAX_LEADERS = 100
 
 
 class CreditedStep(msgspec.Struct, frozen=True, gc=False):
@@ -365,15 +364,12 @@ def _is_list(shares: bytes) -> bool:
     return len(shares) % SHARE_BYTES == 0 and len(unpacked(shares)) == len(shares) // SHARE_BYTES
 
 
-def leaders_of(
-    totals: Mapping[bytes, Total], names: Mapping[bytes, tuple[str, str]], limit: int | None = MAX_LEADERS
-) -> list[Leader]:
+def leaders_of(totals: Mapping[bytes, Total], names: Mapping[bytes, tuple[str, str]]) -> list[Leader]:
     """The leaderboard: peers of one name are one row.
 
     Args:
         totals: by short id.
         names: peer id and name (empty without one) of each short id that is known.
-        limit: of the rows; None for all.
     """
     rows: dict[str, tuple[str, list[str], int]] = {}
     for peer, total in totals.items():
@@ -382,7 +378,7 @@ def leaders_of(
         _, peer_ids, samples = rows.get(key, (name, [], 0))
         rows[key] = (name, [*peer_ids, peer_id], samples + total.samples)
     ordered = sorted(rows.values(), key=lambda row: (-row[2], row[0], row[1]))
-    return _ranked(ordered[:limit], sum(total.samples for total in totals.values()))
+    return _ranked(ordered, sum(total.samples for total in totals.values()))
 
 
 def _ranked(rows: Sequence[tuple[str, list[str], int]], num_samples: int) -> list[Leader]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from manyhands.monitor.credit import CreditedStep
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import EventKind, Point, RunEvent
 from manyhands.optim.account import MAX_LISTS_BYTES, MAX_NAME
+from manyhands.optim.run.branches import voter_of
 from manyhands.peer import Presence
 from manyhands.rpc import Method
 from manyhands.rpc.frames import readable
@@ -228,13 +230,13 @@ class Exchange:
             before_step: the first step that this monitor has seen; ``before``: the time.
         """
         found = await self._presence.dht.get(self._key)
-        others: list[tuple[float, PeerId]] = []
+        others: dict[PeerId, CoordinatorRecord] = {}
         for subkey, stored in found.items():
             if stored.owner == subkey != self._presence.peer_id:
                 record = COORDINATORS.decode(stored.raw)
                 self._presence.endpoint.learn(PeerId(subkey), readable_addresses(record.addresses))
-                others.append((record.since, PeerId(subkey)))
-        asked = [peer_id for _, peer_id in sorted(others)[:MAX_ASKED]]
+                others[PeerId(subkey)] = record
+        asked = chosen(others, self._presence.rng)
         answers = await asyncio.gather(*(self._ask_one(peer_id, before_step, before) for peer_id in asked))
         return merged([answer for answer in answers if answer is not None])
 
@@ -271,6 +273,17 @@ class Exchange:
         return await self._gate.through(
             peer_id, CALL_TIMEOUT_S, lambda left_s: call(peer_id, self._method, request, left_s)
         )
+
+
+def chosen(others: Mapping[PeerId, CoordinatorRecord], rng: random.Random) -> list[PeerId]:
+    """Which coordinators to ask: the one that says it is oldest, and others at random; one of each network.
+
+    So those that lie about their age, or have many ids in one place, cannot take all seats.
+    """
+    oldest_first = sorted(others, key=lambda peer_id: (others[peer_id].since, peer_id))
+    of_network = {voter_of(peer_id, others[peer_id].addresses): peer_id for peer_id in reversed(oldest_first)}
+    oldest, rest = oldest_first[:1], [peer_id for peer_id in of_network.values() if peer_id not in oldest_first[:1]]
+    return oldest + rng.sample(rest, min(MAX_ASKED - 1, len(rest)))
 
 
 def merged(answers: Sequence[Told]) -> Told | None:

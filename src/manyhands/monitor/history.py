@@ -24,7 +24,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.text import reason_of
 from manyhands.monitor.credit import Changes, CreditedStep, Total
 from manyhands.monitor.picture import Point, RunEvent
-from manyhands.optim.account import unpacked
+from manyhands.optim.account import Unit, unpacked
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -40,7 +40,7 @@ MAX_UNWRITTEN = 100_000
 """Of each kind, while the file cannot be written; further ones are lost, the oldest first."""
 
 _TABLES = """
-CREATE TABLE meta (run_id TEXT NOT NULL);
+CREATE TABLE meta (run_id TEXT NOT NULL, unit TEXT NOT NULL);
 CREATE TABLE points (
     step INTEGER PRIMARY KEY, time REAL NOT NULL, loss REAL, heldout_loss REAL, samples INTEGER NOT NULL,
     samples_per_second REAL NOT NULL, peers INTEGER NOT NULL, learning_rate REAL, bytes_sent INTEGER,
@@ -123,7 +123,7 @@ class History:
             if version == 0:
                 with connection:
                     connection.executescript(f"BEGIN; {_TABLES}")
-                    connection.execute("INSERT INTO meta VALUES (?)", (self._run_id,))
+                    connection.execute("INSERT INTO meta VALUES (?, 'samples')", (self._run_id,))
                     connection.execute(f"PRAGMA user_version={SCHEMA}")
             (run_id,) = connection.execute("SELECT run_id FROM meta").fetchone()
             if run_id != self._run_id:
@@ -223,6 +223,13 @@ class History:
             rows = self._connection.execute("SELECT peer, samples, rounds FROM settled").fetchall()
         return {peer: Total(samples, rounds) for peer, samples, rounds in rows}
 
+    @property
+    def unit(self) -> Unit:
+        """What the samples in credited steps are: those of the last :meth:`set_unit`."""
+        with self._using:
+            (unit,) = self._connection.execute("SELECT unit FROM meta").fetchone()
+        return self._new.unit or msgspec.convert(unit, Unit)
+
     def peers(self) -> dict[bytes, KnownPeer]:
         """All peers that have been seen, by short id."""
         with self._using:
@@ -261,6 +268,11 @@ class History:
             for step in changes.put:
                 self._new.steps[step.step] = step
             self._new.settle(changes.settled)
+
+    def set_unit(self, unit: Unit) -> None:
+        """Write what the samples in credited steps are."""
+        with self._changing:
+            self._new.unit = unit
 
     def add_peers(self, peers: Iterable[KnownPeer]) -> None:
         """Write what is known of peers."""
@@ -330,6 +342,7 @@ class _Unwritten:
     def __init__(self) -> None:
         self.points: dict[int, tuple[Point, str]] = {}
         self.points_until: int | None = None  # later ones are deleted first
+        self.unit: Unit | None = None
         self.steps: dict[int, CreditedStep | None] = {}
         self.settled: dict[bytes, Total] = {}  # what is added to the totals
         self.settled_until = -1  # this step and those before it are in the totals, and are deleted
@@ -338,7 +351,7 @@ class _Unwritten:
 
     @property
     def is_empty(self) -> bool:
-        parts = (self.points, self.steps, self.settled, self.peers, self.events)
+        parts = (self.unit, self.points, self.steps, self.settled, self.peers, self.events)
         return self.points_until is None and not any(parts)
 
     def settle(self, steps: Iterable[CreditedStep]) -> None:
@@ -367,6 +380,7 @@ class _Unwritten:
             self.points = {step: point for step, point in self.points.items() if step <= until}
             self.points_until = until if self.points_until is None else min(until, self.points_until)
         self.points = _last(self.points | later.points)
+        self.unit = later.unit or self.unit
         self.steps = _last(self.steps | later.steps)
         self._add_totals(later.settled)
         self._settle_until(later.settled_until)
@@ -377,6 +391,8 @@ class _Unwritten:
     def write(self, connection: sqlite3.Connection) -> None:
         if self.points_until is not None:
             connection.execute("DELETE FROM points WHERE step > ?", (self.points_until,))
+        if self.unit is not None:
+            connection.execute("UPDATE meta SET unit = ?", (self.unit,))
         marks = ", ".join("?" * 10)
         for verb, is_told in (("REPLACE", False), ("IGNORE", True)):
             connection.executemany(

@@ -27,6 +27,7 @@ from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_metrics
+from manyhands.optim.run.branches import held_by_most
 from manyhands.optim.run.progress import (
     SHOWN_LIVE,
     Progress,
@@ -35,7 +36,6 @@ from manyhands.optim.run.progress import (
     StrandedNotice,
     crowd_factor,
     next_refresh_s,
-    rank_of,
 )
 from manyhands.optim.run.progress_reader import Observed, ProgressReader, View
 from manyhands.optim.run.records import declare_run
@@ -49,7 +49,8 @@ MAX_REFRESH_S = 3.0
 MIN_REFRESH_S = 0.5
 LONGEST_REFRESH_S = TTL_S
 """Lifetime of metrics."""
-
+SILENCE_STEP_S = 0.1
+"""A look may come this much after a peer was silent for too long."""
 
 CROWD_PERIOD_S = 1.5
 """Between two pictures, times how much larger than a crowd the run is: 7.5 s with 240 peers and more."""
@@ -189,7 +190,7 @@ class RunMonitor:
             try:
                 delay_s = await self._look()
                 await self._paint()
-                delay_s = min(delay_s, max(self._painter.silence_due_s, MIN_REFRESH_S))
+                delay_s = min(delay_s, max(self._painter.silence_due_s, SILENCE_STEP_S))
             except ManyhandsError as error:
                 logger.warning("cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)
@@ -208,7 +209,7 @@ class RunMonitor:
             return 1.0
         self._is_watched = True
         self._tell_stranded()
-        leading = max(trainers.values(), key=rank_of).position
+        leading = held_by_most(trainers)
         target = await self._target_batch_size()
         progress = View(present, leading).outlook(None, target, asyncio.get_running_loop().time())
         delay_s = next_refresh_s(progress, self._config)

@@ -6,15 +6,15 @@ Pure, except that it hands what is new to the history, which writes it later.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Container, Mapping
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
-from manyhands.monitor.credit import MAX_LEADERS, PATIENCE_S, Changes, Credit, leaders_of
+from manyhands.monitor.credit import PATIENCE_S, Changes, Credit, leaders_of
 from manyhands.monitor.events import Happened, StepMade
 from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
@@ -25,6 +25,7 @@ from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Progress
 from manyhands.optim.run.progress_reader import Observed
 
 MAX_EVENTS = 50
+MAX_LEADERS = 100
 MAX_OPEN_POINTS = 64
 """Points of the last steps, which may still change."""
 REFUSED_PERIOD_S = 60.0
@@ -78,6 +79,7 @@ class Painter:
         self._points = {point.step: point for point in history.points(limit=1)}
         self.all_leaders: list[Leader] = []
         self._leaders_of = (-1, -1)  # versions
+        self._unit = history.unit
         self._behind, self._behind_since = 0, math.inf  # step from which the run has gone back, and when
         self._num_refused = 0
         self._told_refused_at = -math.inf
@@ -123,6 +125,7 @@ class Painter:
             for peer_id, seen in look.observed.items()
             if not seen.record.is_auxiliary and look.now - seen.since <= longest_silence_s(seen.record)
         }
+        self._note_unit(accounts.values())
         changes = credit.look(accounts, positions, look.now)
         while self.told:  # more may be appended meanwhile
             self._add_told(self.told.pop(0))
@@ -162,6 +165,14 @@ class Painter:
             )
             self._news.append(RunEvent(time=look.wall_time, kind="refused", text=text, step=look.step))
 
+    def _note_unit(self, accounts: Iterable[AccountRecord]) -> None:
+        """What weights count, as most peers say that have made batches."""
+        if said := Counter(account.unit for account in accounts if account.unit is not None):
+            ((unit, _),) = said.most_common(1)
+            if unit != self._unit:
+                self._unit = unit
+                self._history.set_unit(unit)
+
     def _changed_points(self, look: Look, accounts: Mapping[PeerId, AccountRecord], changes: Changes) -> list[Point]:
         changed: dict[int, Point] = {}
 
@@ -175,7 +186,7 @@ class Painter:
             changed[made.step] = msgspec.structs.replace(
                 before,
                 loss=made.loss if math.isfinite(made.loss) else None,
-                samples=before.samples or min(made.samples, MAX_COUNT),
+                samples=before.samples or (min(made.samples, MAX_COUNT) if self._unit == "samples" else 0),
                 samples_per_second=min(made.samples_per_second, MAX_SPEED),
                 peers=made.alive_peers,
                 learning_rate=median_of(said, lambda account: account.learning_rate),
@@ -208,6 +219,7 @@ class Painter:
             samples_per_second=progress.samples_per_second if progress is not None else 0.0,
             eta_s=eta_s if math.isfinite(eta_s) else None,
             committed_samples=credit.num_samples,
+            unit=self._unit,
             last=self._points[max(self._points)] if self._points else None,
             peers=self._roster.rows(credit, is_averaging=is_averaging),
             leaders=self._current_leaders(),
@@ -218,5 +230,5 @@ class Painter:
         versions = (self._credit.version, self._roster.version)
         if self._leaders_of != versions:
             self._leaders_of = versions
-            self.all_leaders = leaders_of(self._credit.totals, self._roster.names, limit=None)
+            self.all_leaders = leaders_of(self._credit.totals, self._roster.names)
         return self.all_leaders[:MAX_LEADERS]

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from manyhands.optim.account import Unit
+
 SCHEMA_VERSION = 1
 """Of the JSON of all classes here: raised when a field is removed or redefined, not when one is added."""
 
@@ -119,6 +121,7 @@ class RunPicture(msgspec.Struct, frozen=True, kw_only=True):
         num_peers: peers that train now.
         samples_per_second: of all.
         committed_samples: in all global steps that this coordinator knows of; the sum over all leaders.
+        unit: of that, and of ``samples`` of peers, leaders and points. Other counts are always samples.
         last: the last committed step; None before the first.
         peers: also those that have left in the last hour; those that train first, by samples.
         leaders: the leaderboard, by rank; at most 100.
@@ -135,6 +138,7 @@ class RunPicture(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float = 0.0
     eta_s: float | None = None
     committed_samples: int = 0
+    unit: Unit = "samples"
     last: Point | None = None
     peers: list[PeerRow] = []
     leaders: list[Leader] = []

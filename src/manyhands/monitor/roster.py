@@ -301,7 +301,7 @@ def _compare(person: Person, account: AccountRecord, news: _News) -> None:
         news.add("aborted", person, f"could not make step {account.failed_step}: {failure}", failure)
     if account.parameters_reloaded > before.parameters_reloaded:
         news.add("reloaded", person, "has loaded the state of the others: its parameters differed from the majority's")
-    elif account.states_loaded > before.states_loaded:
+    elif account.states_loaded > before.states_loaded and before.steps:  # the first load is a part of joining
         news.add("reloaded", person, "has loaded the state of the others, as it was behind")
 
 

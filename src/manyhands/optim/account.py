@@ -11,7 +11,7 @@ import itertools
 import struct
 from collections import deque
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -37,6 +37,8 @@ for the records of thousands of peers."""
 MAX_LISTS_BYTES = 48_000
 """Of all lists in a record together; a value of the DHT has at most 64 KiB."""
 
+Unit = Literal["samples", "tokens", "items"]
+"""What weights count: items are what only the program knows."""
 ShortLineage = Annotated[bytes, msgspec.Meta(min_length=SHORT_ID_BYTES, max_length=SHORT_ID_BYTES)]
 
 
@@ -114,6 +116,7 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
         failed_step: the global step of the last failure.
         failure: why its samples did not count in that step at once; empty if all did.
         has_left: it has ended.
+        unit: of its weights in ``steps``; None before its first batch.
         steps: the last ones, in order.
     """
 
@@ -132,6 +135,7 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
     failed_step: Count = 0
     failure: Annotated[str, msgspec.Meta(max_length=MAX_FAILURE)] = ""
     has_left: bool = False
+    unit: Unit | None = None
     steps: Annotated[list[CommittedStep], msgspec.Meta(max_length=NUM_STEPS)] = []
 
     def __post_init__(self) -> None:

@@ -157,6 +157,8 @@ class Optimizer(OptimizerWrapper):
         """This peer's samples in the current global step."""
         self.recent_steps = RecentSteps(peer.peer_id, local_steps.fragments if local_steps is not None else 1)
         """The last global steps that this peer has made, with the samples of all peers."""
+        self.weighs_by_samples: bool | None = None
+        """Whether the weight of each batch so far was its number of samples; None before the first batch."""
         self.last_failure: Failure | None = None
         """Why samples of this peer last did not count at once; None if they always have."""
         self.peer = peer
@@ -356,6 +358,7 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
+        self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
         self._running_statistics.close()
         self._speed.count(samples, self.peer.time())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler

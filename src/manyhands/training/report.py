@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.base.text import counted
-from manyhands.optim.account import MAX_FAILURE, MAX_LEARNING_RATE, AccountRecord, Failure, checked_name
+from manyhands.optim.account import MAX_FAILURE, MAX_LEARNING_RATE, AccountRecord, Failure, Unit, checked_name
 from manyhands.optim.metrics import TTL_S, MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.run.progress import SHOWN_LIVE
@@ -27,23 +27,33 @@ LEAVE_TIMEOUT_S = 1.0
 
 
 class AccountPublisher:
-    """Publishes the account of one peer for monitors: after each global step, after failures, and when it leaves.
+    """Publishes the account of one peer for monitors: when it comes, after each global step, after failures, and when
+    it leaves.
 
     The training thread makes the record, and waits for nothing; a task on the network thread publishes it.
 
     Args:
         name: under which the peer is shown; empty for none.
         device: what it computes on, for people.
+        weight_unit: what ``weight`` of ``Optimizer.step`` counts, if it is given.
         ttl_s: lifetime of the published record.
     Raises:
         ConfigError: the name cannot be shown.
     """
 
-    def __init__(self, optimizer: Optimizer, name: str = "", device: str = "", ttl_s: float = TTL_S) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str = "",
+        device: str = "",
+        ttl_s: float = TTL_S,
+        weight_unit: Unit = "items",
+    ) -> None:
         self._optimizer = optimizer
         self._name = checked_name(name) if name else ""
         self._device = readable(device)[:80]
         self._ttl_s = ttl_s
+        self._weight_unit = weight_unit
         self._bytes_before = optimizer.peer.presence.endpoint.bytes_sent
         self._bytes_of_step = 0
         self._told: Failure | None = None
@@ -52,6 +62,7 @@ class AccountPublisher:
         self._is_publishing = False
         self._tasks = TaskOwner("account")
         optimizer.peer.presence.on_close.append(self._leave)
+        self._publish()  # its name is known before its first step, which may take long
 
     def step_made(self) -> None:
         """Publish the account after a global step."""
@@ -100,6 +111,13 @@ class AccountPublisher:
         optimizer = self._optimizer
         counts, failure, groups = optimizer.statistics, optimizer.last_failure, optimizer.param_groups
         rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else -1.0
+        unit = (
+            None
+            if optimizer.weighs_by_samples is None
+            else "samples"
+            if optimizer.weighs_by_samples
+            else self._weight_unit
+        )
         return AccountRecord(
             name=self._name,
             version=__version__,
@@ -116,6 +134,7 @@ class AccountPublisher:
             failed_step=failure.step if failure is not None else 0,
             failure=readable(failure.reason)[:MAX_FAILURE] if failure is not None else "",
             has_left=has_left,
+            unit=unit,
             steps=optimizer.recent_steps.listed(),
         )
 

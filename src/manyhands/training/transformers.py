@@ -76,7 +76,9 @@ class CollaborativeCallback(transformers.TrainerCallback):
         check_arguments(trainer)
         self.optimizer = self._optimizer_of(trainer, options)
         self._account = (
-            AccountPublisher(leader, shown_name, str(trainer.args.device)) if (leader := self._leader) else None
+            AccountPublisher(leader, shown_name, str(trainer.args.device), weight_unit="tokens")
+            if (leader := self._leader)
+            else None
         )
         self._trainer = trainer
         self._has_begun = False

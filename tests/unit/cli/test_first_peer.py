@@ -10,9 +10,9 @@ import pytest
 
 import manyhands
 from manyhands.cli import first_peer_command
-from manyhands.cli.event_file import EventWriter
 from manyhands.cli.first_peer_command import standing_of, tell_standing, what_changes
 from manyhands.cli.options import PeerOptions
+from manyhands.cli.output.event_file import EventWriter
 
 
 def test_it_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from manyhands.base.errors import ConfigError
+from manyhands.checkpoints.checkpoint_dir import checkpoints_in
 from manyhands.cli.main import run
-from manyhands.cli.web_page import filler
+from manyhands.cli.web_page import Playground
+from manyhands.recipes.albert.fill import Filled
 
 USAGE = 2
 COMMANDS = ["monitor", "train"]
@@ -54,10 +57,10 @@ def test_model_that_is_not_there_yet_is_said_without_its_path(tmp_path: Path) ->
     folder = tmp_path / "kept"
     folder.mkdir()
     with pytest.raises(ConfigError, match="there is no checkpoint in kept") as caught:
-        filler(folder)("a [MASK]")
+        Playground(folder)("a [MASK]")
     assert str(tmp_path) not in str(caught.value)
     with pytest.raises(ConfigError, match="no \\[MASK\\]"):
-        filler(folder)("a text")
+        Playground(folder)("a text")
 
 
 def test_box_of_the_model_names_no_place_for_a_folder_given_as_a_dot(
@@ -66,7 +69,29 @@ def test_box_of_the_model_names_no_place_for_a_folder_given_as_a_dot(
     (tmp_path / "kept").mkdir()
     monkeypatch.chdir(tmp_path / "kept")
     with pytest.raises(ConfigError, match="there is no checkpoint in kept"):
-        filler(Path())("a [MASK]")
+        Playground(Path())("a [MASK]")
+
+
+def test_model_is_loaded_once_for_each_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    class CountedFiller:
+        def __init__(self, path: Path) -> None:
+            loaded.append(path.name)
+
+        def fill(self, text: str) -> Filled:
+            return Filled(text, [])
+
+    monkeypatch.setattr("manyhands.recipes.albert.fill.MaskFiller", CountedFiller)
+    monkeypatch.setattr("manyhands.cli.web_page.newest_checkpoint", lambda folder: checkpoints_in(folder)[0])
+    playground = Playground(tmp_path)
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        for _ in range(3):
+            playground("a [MASK]")
+    os.utime(tmp_path / "checkpoint-10", (1.0, 1.0))  # the run was begun anew, and has come to this step again
+    playground("a [MASK]")
+    assert loaded == ["checkpoint-9", "checkpoint-10", "checkpoint-10"]
 
 
 def test_commands_work_without_the_extra() -> None:

@@ -17,4 +17,5 @@ METRICS = frozenset(
         "manyhands_rounds_aborted_total",
     }
 )
-"""All have the label ``run_id``; ``manyhands_peers`` also ``state``."""
+"""All have the label ``run_id``; ``manyhands_peers`` also ``state``,
+``manyhands_committed_samples_total`` also ``unit``."""

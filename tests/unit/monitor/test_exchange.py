@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 
+from manyhands.base.identity import PeerId
 from manyhands.monitor.credit import CreditedStep
-from manyhands.monitor.exchange import HistoryResponse, Told, merged
+from manyhands.monitor.exchange import MAX_ASKED, CoordinatorRecord, HistoryResponse, Told, chosen, merged
 from manyhands.monitor.picture import Point
 from manyhands.optim.account import packed
 
@@ -42,6 +45,27 @@ def test_a_monitor_that_came_later_has_no_say_in_what_was_before() -> None:
     found = merged([whole, later, Told(origin="three")])
     assert found is not None
     assert [(entry.step, entry.origin) for entry in found.steps] == [(0, "one"), (1, "one"), (2, "one")]
+
+
+def test_those_that_claim_to_be_oldest_do_not_take_all_seats() -> None:
+    def coordinators(name: str, network: str, number: int, since: float) -> dict[PeerId, CoordinatorRecord]:
+        return {
+            PeerId(f"{name} {place}"): CoordinatorRecord([f"/ip4/{network.format(place)}/tcp/1"], since)
+            for place in range(number)
+        }
+
+    honest = coordinators("honest", "45.{}.1.1", 5, 1000.0)
+    in_one_place = coordinators("liar", "46.1.1.{}", 50, 0.0)
+    asked = chosen(honest | in_one_place, random.Random(1))
+    assert len(asked) == MAX_ASKED
+    assert sum(peer_id in honest for peer_id in asked) == MAX_ASKED - 1
+    everywhere = coordinators("liar", "46.{}.1.1", 5, 0.0)
+    counts = [
+        sum(peer_id in honest for peer_id in chosen(honest | everywhere, random.Random(seed))) for seed in range(100)
+    ]
+    assert sum(count >= 2 for count in counts) > 70
+    assert chosen(honest, random.Random(1))[0] == "honest 0"
+    assert chosen({}, random.Random(1)) == []
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from manyhands.cli.event_file import EventWriter
 from manyhands.cli.main import run
+from manyhands.cli.output.event_file import EventWriter
 from manyhands.monitor.events import HeldoutSeen, Listening, ProgressMade, StepMade
 from manyhands.monitor.history import History, history_path
 from manyhands.monitor.picture import Point

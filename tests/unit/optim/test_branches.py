@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.branches import OUTVOTED_S, Belief, BranchChoice, believed_by_a_newcomer, voter_of
+from manyhands.optim.run.branches import (
+    OUTVOTED_S,
+    Belief,
+    BranchChoice,
+    believed_by_a_newcomer,
+    held_by_most,
+    voter_of,
+)
 from manyhands.optim.run.progress import ProgressRecord
 
 ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave", "eve"))
@@ -52,12 +59,23 @@ def test_a_newcomer_follows_most_of_those_who_have_learnt_something() -> None:
     )
 
 
+def test_one_that_watches_believes_what_more_than_half_hold() -> None:
+    liar, ten, eleven = at(10**6, b"eve"), at(10).position, at(11).position
+    assert held_by_most({ANN: at(10), EVE: liar}) == ten
+    assert held_by_most({ANN: at(10), BOB: at(10), CAROL: at(0), EVE: liar}) == ten
+    assert held_by_most({ANN: at(10), BOB: at(11), CAROL: at(11), EVE: liar}) == eleven
+    assert held_by_most({ANN: at(10), BOB: at(11)}) == ten, "the other record is perhaps late"
+    assert held_by_most({ANN: at(3), BOB: at(11), CAROL: at(11)}) == eleven
+    assert held_by_most({ANN: at(0), BOB: at(0)}) == at(0).position
+    assert held_by_most({ANN: at(10, host=""), EVE: liar}) == liar.position, "of those that can be dialled"
+
+
 def test_one_network_has_one_vote() -> None:
     sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"45.1.1.{number}") for number in range(20)}
     honest = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
     assert Belief().doubted(at(0), honest | sybils) == sybils.keys()
-    assert voter_of(EVE, at(1, host="45.1.1.7")) == "45.1.1.0/24"
-    assert voter_of(EVE, at(1)) == EVE, "in a private network each is one"
+    assert voter_of(EVE, at(1, host="45.1.1.7").addresses) == "45.1.1.0/24"
+    assert voter_of(EVE, at(1).addresses) == EVE, "in a private network each is one"
 
 
 def test_peers_without_an_address_vote_only_among_themselves() -> None:

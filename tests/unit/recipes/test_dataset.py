@@ -22,7 +22,7 @@ from manyhands.recipes.albert.data.sample_files import SampleFiles
 from manyhands.recipes.albert.data.samples import Samples, make_samples
 from manyhands.recipes.albert.data.tokenizer import wrapped
 from manyhands.recipes.albert.data.tokenizer_file import read_tokenizer, vocabulary_of
-from manyhands.recipes.albert.fill import fill_masks
+from manyhands.recipes.albert.fill import MaskFiller
 from manyhands.recipes.albert.model import build_model, loss_of
 from tests.unit.recipes.texts import write_book
 
@@ -233,5 +233,5 @@ def test_text_is_trained_on_with_a_tokenizer_that_was_named_and_the_model_fills_
     loss_of(model, batch).backward()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    filled = fill_masks(tmp_path, "the [MASK] of a model")
+    filled = MaskFiller(tmp_path).fill("the [MASK] of a model")
     assert "[MASK]" not in filled.text

@@ -10,7 +10,7 @@ from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
 from manyhands.cli.demo.child import Child
 from manyhands.cli.demo.tally import Tally, TrainerTally
 from manyhands.cli.demo.view import View
-from manyhands.cli.event_file import EventFollower
+from manyhands.cli.output.event_file import EventFollower
 from manyhands.monitor.events import Event as MonitorEvent
 from manyhands.recipes.albert.events import Event as TrainerEvent
 

@@ -8,8 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
-from importlib.resources import files
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.text import reason_of, rough
 from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point, RunPicture
 from manyhands.monitor.web.metrics import as_metrics
+from manyhands.monitor.web.page_files import TYPES, PageFiles
 from manyhands.monitor.web.source import Fill, Source
 from manyhands.monitor.web.stream import Stream
 from manyhands.monitor.web.tables import as_csv
@@ -37,19 +37,12 @@ DEFAULT_POINTS, MAX_POINTS = 1000, 10_000
 DEFAULT_EVENTS, MAX_EVENTS = 50, 1000
 CSV_POINTS = 500
 """Read and sent at a time: the points of a year are a large file."""
-MAX_CURVES = 8
-"""Answers that are kept: a thousand pages that come back at once ask for the same points."""
+MAX_ANSWERS = 8
+"""That are kept: a thousand pages that come back at once ask for the same points, and programs for the same peers."""
 MAX_FILL_LENGTH = 500
 
+CSV = "text/csv; charset=utf-8"
 FOREVER = "public, max-age=31536000, immutable"
-TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-    "txt": "text/plain; charset=utf-8",
-    "csv": "text/csv; charset=utf-8",
-}
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -70,16 +63,16 @@ class Api:
         fill: fills masks; None if there is no model here.
     """
 
-    def __init__(self, source: Source, stream: Stream, fill: Fill | None) -> None:
+    def __init__(self, source: Source, stream: Stream, page: PageFiles, fill: Fill | None) -> None:
         self._source = source
         self._stream = stream
         self._fill = fill
         self._failure = ""  # the last one
         self._filling = threading.Lock()
-        self._drawing = threading.Lock()
-        self._drawn: RunPicture | None = None  # the picture to which the curves belong
-        self._curves: dict[tuple[float, int], bytes] = {}  # by since and limit
-        self._static, self._index = _static_files(has_model=fill is not None)  # by path
+        self._encoding = threading.Lock()
+        self._encoded_of: RunPicture | None = None  # the picture to which the answers belong
+        self._encoded: dict[Hashable, bytes] = {}
+        self._page = page
 
     def app(self, *, is_loopback: bool) -> ASGIApp:
         """The ASGI application.
@@ -112,13 +105,13 @@ class Api:
         return _Guarded(app, is_loopback=is_loopback)
 
     async def index(self, request: Request) -> Response:
-        etag = _etag(self._index)
+        etag = _etag(self._page.index)
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers={"ETag": etag})
-        return Response(self._index, media_type=TYPES["html"], headers={"Cache-Control": "no-cache", "ETag": etag})
+        return Response(self._page.index, media_type=TYPES["html"], headers={"Cache-Control": "no-cache", "ETag": etag})
 
     async def static(self, request: Request) -> Response:
-        found = self._static.get(request.path_params["path"])
+        found = self._page.static.get(request.path_params["path"])
         if found is None:
             return PlainTextResponse("not found\n", 404)
         kind = request.path_params["path"].rpartition(".")[2]
@@ -136,11 +129,11 @@ class Api:
     async def run_json(self, request: Request) -> Response:
         return _json(head_of(self._source.picture()))
 
-    async def peers_json(self, request: Request) -> Response:
-        return self._listed("peers", self._source.picture().peers)
+    def peers_json(self, request: Request) -> Response:
+        return self._once("peers", "peers", lambda picture: picture.peers)
 
-    async def leaders_json(self, request: Request) -> Response:
-        return self._listed("leaders", self._source.picture().leaders)
+    def leaders_json(self, request: Request) -> Response:
+        return self._once("leaders", "leaders", lambda picture: picture.leaders)
 
     def leader_json(self, request: Request) -> Response:
         """The place of one peer, whatever its rank."""
@@ -153,18 +146,11 @@ class Api:
     def points_json(self, request: Request) -> Response:
         since = _number(request, "since", 0.0, 0.0, math.inf)
         limit = int(_number(request, "limit", DEFAULT_POINTS, 1, MAX_POINTS))
-        picture = self._source.picture()
-        with self._drawing:
-            if picture is not self._drawn or len(self._curves) >= MAX_CURVES:
-                self._drawn, self._curves = picture, {}
-            if (since, limit) not in self._curves:
-                answer = self._listed("points", self._source.points(since, limit))
-                self._curves[since, limit] = bytes(answer.body)
-            return _encoded(self._curves[since, limit])
+        return self._once((since, limit), "points", lambda _: self._source.points(since, limit))
 
     def points_csv(self, request: Request) -> Response:
         since = _number(request, "since", 0.0, 0.0, math.inf)
-        return _csv(request, "points.csv", as_csv(Point, self._all_points(since)))
+        return _csv(request, "points.csv", as_csv(Point, self._all_points(since), self._source.picture().unit))
 
     def _all_points(self, since: float) -> Iterator[list[Point]]:
         step = -1
@@ -173,7 +159,8 @@ class Api:
             step = points[-1].step
 
     def peers_csv(self, request: Request) -> Response:
-        return _csv(request, "peers.csv", as_csv(PeerRow, [self._source.picture().peers]))
+        picture = self._source.picture()
+        return _csv(request, "peers.csv", as_csv(PeerRow, [picture.peers], picture.unit))
 
     def fill_json(self, request: Request) -> Response:
         """The best guesses for the masks of a text; one request at a time, as each computes."""
@@ -213,9 +200,22 @@ class Api:
         since = rough(silent_s) if silent_s < 1e9 else "its start"
         return PlainTextResponse(f"the monitor has not read the records of the run for {since}\n", 503)
 
-    def _listed(self, name: str, content: Any) -> Response:
+    def _once(self, key: Hashable, name: str, content: Callable[[RunPicture], Any]) -> Response:
+        """An answer that is encoded once, and kept until the next picture.
+
+        Args:
+            key: of what was asked.
+        """
         picture = self._source.picture()
-        return _json({"version": SCHEMA_VERSION, "run_id": picture.run_id, "time": picture.time, name: content})
+        with self._encoding:
+            if picture is not self._encoded_of or len(self._encoded) >= MAX_ANSWERS:
+                self._encoded_of, self._encoded = picture, {}
+            if key not in self._encoded:
+                self._encoded[key] = _bytes_of(picture, name, content(picture))
+            return _encoded(self._encoded[key])
+
+    def _listed(self, name: str, content: Any) -> Response:
+        return _encoded(_bytes_of(self._source.picture(), name, content))
 
 
 class _Guarded:
@@ -268,6 +268,12 @@ def _json(content: Any, status: int = 200) -> Response:
     return _encoded(msgspec.json.encode(content), status)
 
 
+def _bytes_of(picture: RunPicture, name: str, content: Any) -> bytes:
+    return msgspec.json.encode(
+        {"version": SCHEMA_VERSION, "run_id": picture.run_id, "time": picture.time, "unit": picture.unit, name: content}
+    )
+
+
 def _encoded(content: bytes, status: int = 200) -> Response:
     return Response(content, status, media_type="application/json", headers={"Cache-Control": "no-store"})
 
@@ -276,26 +282,8 @@ def _csv(request: Request, name: str, pieces: Iterator[str]) -> Response:
     headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
     if request.method == "HEAD":
         pieces = iter(())
-    return StreamingResponse(pieces, media_type=TYPES["csv"], headers=headers)
+    return StreamingResponse(pieces, media_type=CSV, headers=headers)
 
 
 def _etag(content: bytes) -> str:
     return f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-
-
-def _static_files(*, has_model: bool) -> tuple[dict[str, bytes], bytes]:
-    """The files of the page by their path below ``/static``, and its first one.
-
-    The path begins with a digest of them all, so that browsers may keep the files for good.
-    """
-    root = files("manyhands.monitor.web") / "static"
-    found = {}
-    for prefix, folder in (("", root), ("vendor/", root / "vendor")):
-        for file in folder.iterdir():
-            if file.is_file() and file.name.rpartition(".")[2] in TYPES:
-                found[prefix + file.name] = file.read_bytes()
-    index = found.pop("index.html")
-    version = hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
-    index = index.replace(b"{static}", f"/static/{version}".encode())
-    index = index.replace(b"{model}", b"yes" if has_model else b"no")
-    return {f"{version}/{name}": content for name, content in found.items()}, index

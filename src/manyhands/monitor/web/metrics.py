@@ -41,14 +41,14 @@ class _RunCollector(Collector):
         for name, text, value in gauges:
             if value is not None and not math.isnan(value):
                 yield self._gauge(name, text, value)
-        counters = [
-            ("committed_samples", "Samples in all committed global steps.", picture.committed_samples),
-            ("rounds_aborted", "Aborted rounds since the start of the monitor.", self._num_aborted),
-        ]
-        for name, text, count in counters:
-            counter = CounterMetricFamily(f"manyhands_{name}", text, labels=["run_id"])
-            counter.add_metric([picture.run_id], count)
-            yield counter
+        text = "Samples in all committed global steps, or what the unit says."
+        committed = CounterMetricFamily("manyhands_committed_samples", text, labels=["run_id", "unit"])
+        committed.add_metric([picture.run_id, picture.unit], picture.committed_samples)
+        yield committed
+        text = "Aborted rounds since the start of the monitor."
+        aborted = CounterMetricFamily("manyhands_rounds_aborted", text, labels=["run_id"])
+        aborted.add_metric([picture.run_id], self._num_aborted)
+        yield aborted
         states = Counter(row.state for row in picture.peers)
         peers = GaugeMetricFamily("manyhands_peers", "Peers by state.", labels=["run_id", "state"])
         for state in STATES:

@@ -13,6 +13,7 @@ from manyhands.base.text import reason_of
 from manyhands.monitor.web.address import is_loopback, url_of
 from manyhands.monitor.web.app import Api
 from manyhands.monitor.web.connections import BoundedProtocol
+from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.source import Fill, Source
 from manyhands.monitor.web.stream import Stream
 from manyhands.runtime import TaskOwner
@@ -36,9 +37,10 @@ class PageServer:
         self.url = url_of(bound)
         self._bound = bound
         self._is_loopback = is_loopback(bound)
-        self._stream = Stream(source)
+        page = page_files(has_model=fill is not None)
+        self._stream = Stream(source, page.version)
         config = uvicorn.Config(
-            Api(source, self._stream, fill).app(is_loopback=self._is_loopback),
+            Api(source, self._stream, page, fill).app(is_loopback=self._is_loopback),
             http=BoundedProtocol,
             ws="none",
             lifespan="off",
@@ -62,12 +64,13 @@ class PageServer:
                 "Everybody who can reach this machine can read the page: it listens at %s, port %s", host, port
             )
 
-    def close(self) -> None:
-        """End all connections and the thread."""
+    def close(self) -> bool:
+        """End all connections and the thread; returns whether it has ended, which a model that computes delays."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end)
             self._thread.join(CLOSE_TIMEOUT_S)
         self._bound.close()
+        return not self._thread.is_alive()
 
     def _end(self) -> None:
         self._server.should_exit = True

@@ -23,10 +23,14 @@ class Stream:
 
     Attributes:
         num_pages: that are open now.
+
+    Args:
+        page: names the version of the page that reads this stream: an open page of another version reloads itself.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, page: str) -> None:
         self.num_pages = 0
+        self._page = page
         self._source = source
         self._parts = parts_of()
         self._changed = asyncio.Event()
@@ -57,7 +61,7 @@ class Stream:
         """What one page is sent, until the stream is closed."""
         self.num_pages += 1
         try:
-            yield b"retry: %d\n\n" % RETRY_MS + message("clock", time.time())
+            yield b"retry: %d\n\n" % RETRY_MS + message("page", self._page) + message("clock", time.time())
             has = [0] * len(self._parts)
             while not self._is_closed:
                 changed = self._changed

@@ -12,17 +12,18 @@ import msgspec
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
-def as_csv(kind: type[msgspec.Struct], pieces: Iterable[Iterable[msgspec.Struct]]) -> Iterator[str]:
+def as_csv(kind: type[msgspec.Struct], pieces: Iterable[Iterable[msgspec.Struct]], unit: str) -> Iterator[str]:
     """A table with a head, in pieces. Text that a spreadsheet would compute gets a ``'`` in front: strangers have
     chosen it.
 
     Args:
         kind: the class of the rows.
         pieces: lists of rows, each made when the one before has been taken.
+        unit: of their samples; the last column.
     """
-    yield _lines([kind.__struct_fields__])
+    yield _lines([[*kind.__struct_fields__, "unit"]])
     for rows in pieces:
-        yield _lines([_safe(getattr(row, name)) for name in kind.__struct_fields__] for row in rows)
+        yield _lines([*(_safe(getattr(row, name)) for name in kind.__struct_fields__), unit] for row in rows)
 
 
 def _lines(rows: Iterable[Iterable[Any]]) -> str:

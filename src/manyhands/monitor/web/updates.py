@@ -5,7 +5,8 @@ the newest ones instead of all of them:
 
 - ``run``: the numbers of the run; at most 4 times a second.
 - ``leaders``, ``events``: whole lists; at most once a second.
-- ``peers``: the changed rows; at most every 2 s. A browser that lacks the rows before gets all of them.
+- ``peers``: the changed rows; at most as often as ``run``, with 1,000 peers and more every 2 s. A browser that lacks
+  the rows before gets all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from manyhands.monitor.picture import Leader, PeerRow, RunPicture
 
 RUN_PERIOD_S = 0.25
 LISTS_PERIOD_S = 1.0
-PEERS_PERIOD_S = 2.0
+MAX_PEERS_PERIOD_S = 2.0
+ROWS_PER_S = 500.0
+"""The table is looked through at most at this pace: one of few peers follows the run as fast as its numbers do."""
 LOOK_STEP_S = 5.0
 """The time of the last look is sent this often, if nothing else has changed."""
 SPEED_STEP = 0.05
@@ -118,13 +121,14 @@ class PeersPart(Part):
     """
 
     def __init__(self) -> None:
-        super().__init__(PEERS_PERIOD_S)
+        super().__init__(RUN_PERIOD_S)
         self._rows: dict[str, PeerRow] = {}  # as sent
         self._changes = b""
         self._whole = b""  # made when asked for
 
     def _take(self, picture: RunPicture) -> bool:
         rows, sent = {row.peer_id: row for row in picture.peers}, self._rows
+        self._period_s = min(max(len(rows) / ROWS_PER_S, RUN_PERIOD_S), MAX_PEERS_PERIOD_S)
         news = {
             peer_id: row
             for peer_id, row in rows.items()

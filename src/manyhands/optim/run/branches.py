@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,6 +111,15 @@ class _Electorate(NamedTuple):
         num = len({self.voters[peer_id] for peer_id in peers if peer_id in self.voters})
         return num > 0 and (2 * num > self.num_votes or (self.is_half_enough and 2 * num == self.num_votes))
 
+    def believed(self, ahead: Mapping[PeerId, Position]) -> Position | None:
+        """The highest position that enough voters are at, or were shortly before; None without one."""
+        for highest in sorted({position.step for position in ahead.values()}, reverse=True):
+            up_there = [peer_id for peer_id, position in ahead.items() if position.step >= highest - LAG_STEPS]
+            if self.is_enough(up_there):
+                near = {peer_id: ahead[peer_id] for peer_id in up_there if ahead[peer_id].step <= highest}
+                return self.most_voted(near) if not self.voters.keys().isdisjoint(near) else None
+        return None
+
     def most_voted(self, positions: Mapping[PeerId, Position]) -> Position:
         """The position with the most votes; of several the lowest, so that no peer alone can lift itself up."""
         told = {(position, self.voters[peer_id]) for peer_id, position in positions.items() if peer_id in self.voters}
@@ -160,13 +169,8 @@ class Belief:
     def _believed(
         self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], ahead: Mapping[PeerId, Position]
     ) -> Position | None:
-        for electorate in self._electorates(own, records):
-            for highest in sorted({position.step for position in ahead.values()}, reverse=True):
-                up_there = [peer_id for peer_id, position in ahead.items() if position.step >= highest - LAG_STEPS]
-                if electorate.is_enough(up_there):
-                    near = {peer_id: ahead[peer_id] for peer_id in up_there if ahead[peer_id].step <= highest}
-                    return electorate.most_voted(near) if not electorate.voters.keys().isdisjoint(near) else None
-        return None
+        found = (electorate.believed(ahead) for electorate in self._electorates(own, records))
+        return next((position for position in found if position is not None), None)
 
     def other_majority(
         self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], now: float
@@ -188,11 +192,28 @@ class Belief:
     def _electorates(self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord]) -> Iterator[_Electorate]:
         met = {peer_id: str(peer_id) for peer_id in records if peer_id in self._met}
         yield _Electorate(met, len(met), is_half_enough=False)
-        learnt = {peer_id: record for peer_id, record in records.items() if record.position.step}
-        voters = {peer_id: voter_of(peer_id, record) for peer_id, record in learnt.items() if record.addresses}
-        voters = voters or {peer_id: str(peer_id) for peer_id in learnt}
+        voters = _voters_among(records)
         is_own_counted = self._has_stepped and own.position.step > 0
         yield _Electorate(voters, len(set(voters.values())) + is_own_counted, is_half_enough=True)
+
+
+def _voters_among(records: Records) -> dict[PeerId, str]:
+    """The peers that have learnt anything, each with the name of its vote."""
+    learnt = {peer_id: record for peer_id, record in records.items() if record.position.step}
+    voters = {peer_id: voter_of(peer_id, record.addresses) for peer_id, record in learnt.items() if record.addresses}
+    return voters or {peer_id: str(peer_id) for peer_id in learnt}
+
+
+def held_by_most(records: Records) -> Position:
+    """The highest position that more than half of the peers are at, or were shortly before, for one that only watches.
+
+    Args:
+        records: of at least one peer.
+    """
+    voters = _voters_among(records)
+    electorate = _Electorate(voters, len(set(voters.values())), is_half_enough=False)
+    believed = electorate.believed({peer_id: record.position for peer_id, record in records.items()})
+    return max(records.values(), key=rank_of).position if believed is None else believed  # nothing has been learnt yet
 
 
 def believed_by_a_newcomer(records: Mapping[PeerId, ProgressRecord]) -> dict[PeerId, ProgressRecord]:
@@ -207,9 +228,9 @@ def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
     return record.position != own.position and rank_of(record) > rank_of(own)
 
 
-def voter_of(peer_id: PeerId, record: ProgressRecord) -> str:
+def voter_of(peer_id: PeerId, addresses: Sequence[str]) -> str:
     """The name of a peer's vote: the network of its public address, which peers of one owner share; else its own id."""
-    for address in readable_addresses(record.addresses):
+    for address in readable_addresses(addresses):
         if address.protocol.startswith("ip") and address.is_public:
             return network_of(address.host)
     return peer_id

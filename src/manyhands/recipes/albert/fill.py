@@ -27,34 +27,49 @@ class Filled(NamedTuple):
     guesses: list[list[Guess]]
 
 
-def fill_masks(path: Path, text: str) -> Filled:
-    """Guess the masked tokens of a text.
+class MaskFiller:
+    """A trained model that guesses masked tokens.
 
     Args:
         path: folder of a checkpoint, as ``save_pretrained`` writes it.
-        text: contains the tokenizer's mask token.
     Raises:
-        ConfigError: the model cannot be loaded, or the text is too long for it.
+        ConfigError: the model cannot be loaded.
     """
-    model, tokenizer = _load(path)
-    encoded = tokenizer(text, return_tensors="pt")
-    length, longest = encoded["input_ids"].shape[1], model.config.max_position_embeddings
-    if length > longest:
-        raise ConfigError(f"the text has {length} tokens, and this model reads {longest} at most; give a shorter one")
-    with torch.inference_mode():
-        logits_BSV = model(**encoded).prediction_logits  # noqa: N806
-    ids = encoded["input_ids"][0]
-    places = (ids == tokenizer.mask_token_id).nonzero()[:, 0].tolist()
-    probabilities_MV = logits_BSV[0, places].float().softmax(-1)  # noqa: N806
-    probabilities_MV[:, tokenizer.all_special_ids] = 0.0
-    best = torch.topk(probabilities_MV, NUM_GUESSES)
-    guesses = [
-        [Guess(_shown(tokenizer, token), value) for token, value in zip(tokens, values, strict=True)]
-        for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    parts = text.split(tokenizer.mask_token)
-    filled = parts[0] + "".join(f"{of_mask[0].token}{part}" for of_mask, part in zip(guesses, parts[1:], strict=True))
-    return Filled(filled, guesses)
+
+    def __init__(self, path: Path) -> None:
+        self._model, self._tokenizer = _load(path)
+
+    def fill(self, text: str) -> Filled:
+        """Guess the masked tokens of a text.
+
+        Args:
+            text: contains the tokenizer's mask token.
+        Raises:
+            ConfigError: the text is too long for the model.
+        """
+        model, tokenizer = self._model, self._tokenizer
+        encoded = tokenizer(text, return_tensors="pt")
+        length, longest = encoded["input_ids"].shape[1], model.config.max_position_embeddings
+        if length > longest:
+            raise ConfigError(
+                f"the text has {length} tokens, and this model reads {longest} at most; give a shorter one"
+            )
+        with torch.inference_mode():
+            logits_BSV = model(**encoded).prediction_logits  # noqa: N806
+        ids = encoded["input_ids"][0]
+        places = (ids == tokenizer.mask_token_id).nonzero()[:, 0].tolist()
+        probabilities_MV = logits_BSV[0, places].float().softmax(-1)  # noqa: N806
+        probabilities_MV[:, tokenizer.all_special_ids] = 0.0
+        best = torch.topk(probabilities_MV, NUM_GUESSES)
+        guesses = [
+            [Guess(_shown(tokenizer, token), value) for token, value in zip(tokens, values, strict=True)]
+            for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        parts = text.split(tokenizer.mask_token)
+        filled = parts[0] + "".join(
+            f"{of_mask[0].token}{part}" for of_mask, part in zip(guesses, parts[1:], strict=True)
+        )
+        return Filled(filled, guesses)
 
 
 def _shown(tokenizer: transformers.PreTrainedTokenizerBase, token: int) -> str:

@@ -12,6 +12,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from manyhands.monitor.web import Filled, Guess, bind
+from manyhands.monitor.web import server as server_module
+from manyhands.monitor.web.page_files import PageFiles, page_files
 from manyhands.monitor.web.server import PageServer
 from tests.browser import chromium, found_chromium
 from tests.synthetic_run import STEP_S, SyntheticRun
@@ -110,6 +112,75 @@ def test_curve_grows_outlives_a_reload_and_a_lost_connection(shown: Shown) -> No
 
 
 @pytest.mark.long
+def test_page_that_is_open_over_an_upgrade_reloads_itself_once(shown: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = shown.open()
+    loads: list[str] = []
+    page.on("load", lambda _: loads.append(page.url))
+    shown.server.close()
+    files = page_files(has_model=True)
+    index = files.index.replace(files.version.encode(), b"newer").replace(b"<h1", b"<h1 title='newer'")
+    static = {path.replace(files.version, "newer"): content for path, content in files.static.items()}
+    monkeypatch.setattr(server_module, "page_files", lambda **_: PageFiles("newer", index, static))
+    shown.serve()
+    expect(page.locator("#run-id[title=newer]")).to_have_text("albert-together", timeout=20_000)
+    expect(page.locator("#connection")).to_have_text("live")
+    assert len(loads) == 1
+    assert shown.problems == []
+
+
+@pytest.mark.long
+def test_page_whose_server_always_names_another_one_does_not_reload_for_ever(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown.server._stream, "_page", "another")
+    loads: list[str] = []
+    shown.page.on("load", lambda _: loads.append(shown.page.url))
+    shown.open()
+    has_curve(shown.page, 1, 60)
+    shown.page.wait_for_timeout(500)
+    assert len(loads) <= 2
+    shown.run.advance(STEP_S)
+    expect(shown.page.locator("#step")).to_have_text("61")
+
+
+@pytest.mark.long
+def test_tabs_that_nobody_sees_have_no_connection_and_those_seen_do_not_stall(shown: Shown) -> None:
+    page = shown.open()
+    context = page.context
+    context.add_init_script("Object.defineProperty(document, 'hidden', { get: () => window.isHidden ?? true })")
+    tabs = [context.new_page() for _ in range(8)]  # a browser has 6 connections for one server
+    for tab in tabs:
+        tab.goto(shown.server.url)
+    assert open_pages(shown) == 1
+    for tab in tabs:
+        show(tab, is_hidden=False)
+        expect(tab.locator("#connection")).to_have_text("live")
+        has_curve(tab, 1, 60)
+        show(tab, is_hidden=True)
+    shown.run.advance(STEP_S)
+    expect(page.locator("#step")).to_have_text("61")
+    assert tabs[0].locator("#step").inner_text() == "60"
+    show(tabs[0], is_hidden=False)
+    expect(tabs[0].locator("#step")).to_have_text("61")
+    has_curve(tabs[0], 1, 61)
+    assert open_pages(shown) == 2
+
+
+def show(tab: Page, *, is_hidden: bool) -> None:
+    """Have a tab believe that it is hidden or seen: a browser without a screen shows all."""
+    tab.evaluate(
+        "(isHidden) => { window.isHidden = isHidden; document.dispatchEvent(new Event('visibilitychange')); }",
+        is_hidden,
+    )
+
+
+def open_pages(shown: Shown) -> int:
+    """The streams that the server sends, once it has noticed what browsers have closed."""
+    time.sleep(0.3)
+    return shown.server._stream.num_pages
+
+
+@pytest.mark.long
 def test_page_of_a_run_that_has_gone_back_asks_for_its_history_now_and_then(shown: Shown) -> None:
     page = shown.open()
     has_curve(page, 1, 60)
@@ -163,11 +234,14 @@ def test_dead_peer_turns_grey_and_a_newcomer_appears(shown: Shown) -> None:
     before = row_of(page, victim).locator("td").first.evaluate("cell => getComputedStyle(cell).color")
     shown.run.set_state(victim, "gone", "It has not been heard of for 15 s.")
     expect(row_of(page, victim)).to_have_class("gone")
+    expect(row_of(page, victim).locator("td").nth(1)).to_have_text(re.compile(r"^gone \d+ s$"))
     after = row_of(page, victim).locator("td").first.evaluate("cell => getComputedStyle(cell).color")
     assert after != before
     expect(page.locator("#events li").first).to_contain_text("It has not been heard of for 15 s.")
     newcomer = shown.run.add_peer("a newcomer")
     page.locator("#filter").fill("a newcomer")
+    newcomer_for = row_of(page, newcomer).locator("td:nth-child(7)")
+    expect(newcomer_for).not_to_have_text(newcomer_for.inner_text())  # moves between two looks
     expect(row_of(page, newcomer)).to_be_visible()
     expect(page.locator("#num-peers")).to_have_text(str(PEERS))
 
@@ -183,15 +257,26 @@ def test_leaderboard_and_table_equal_the_source_to_the_sample(shown: Shown) -> N
     expect(page.locator("#leaders li .much")).to_have_text([samples for _, samples in wanted])
     expect(page.locator("#leaders li .rank")).to_have_text([rank for rank, _ in wanted])
     most = max(row.samples for row in picture.peers)
-    expect(page.locator("#peers tbody td:nth-child(2)").first).to_have_text(f"{most:,}")  # the table follows within 2 s
+    expect(page.locator("#peers tbody td:nth-child(3)").first).to_have_text(f"{most:,}")  # the table follows within 2 s
     seen: dict[str, str] = {}
     while True:
         for row in page.locator("#peers tbody tr").all():
-            seen[row.get_attribute("data-peer") or ""] = row.locator("td").nth(1).inner_text()
+            seen[row.get_attribute("data-peer") or ""] = row.locator("td").nth(2).inner_text()
         if page.locator("#page-next").is_disabled():
             break
         page.locator("#page-next").click()
     assert seen == {row.peer_id: f"{row.samples:,}" for row in picture.peers}
+
+
+def test_credit_of_tokens_is_called_tokens(shown: Shown) -> None:
+    page = shown.open()
+    expect(page.locator("#peers th").nth(2)).to_have_text("Samples")
+    shown.run.unit = "tokens"
+    shown.run.advance(1.0)
+    expect(page.locator("#peers th").nth(2)).to_have_text("Tokens")
+    expect(page.get_by_text("tokens in committed steps")).to_be_visible()
+    expect(page.get_by_text("Tokens so far")).to_be_visible()
+    expect(page.locator("#peers th").nth(4)).to_have_text("Samples/s")
 
 
 def test_hostile_names_are_text_everywhere(shown: Shown) -> None:
@@ -199,7 +284,7 @@ def test_hostile_names_are_text_everywhere(shown: Shown) -> None:
     shown.run.tell("refused", f"{HOSTILE} was refused: {HOSTILE}")
     shown.run.advance(STEP_S)
     page = shown.open(f"/?peer={peer_id}")
-    expect(page.locator("#you-name")).to_contain_text(HOSTILE)
+    expect(page.locator("#you-title")).to_contain_text(HOSTILE)
     page.locator("#filter").fill("onerror")
     expect(row_of(page, peer_id).locator("td").first).to_have_text(HOSTILE)
     expect(page.locator("#events li").first).to_contain_text(HOSTILE)
@@ -242,7 +327,7 @@ def test_table_is_sorted_and_filtered_by_keyboard(shown: Shown) -> None:
     page.keyboard.press("Enter")
     head = page.locator("#peers th", has_text="Samples/s")
     expect(head).to_have_attribute("aria-sort", "descending")
-    speeds = [float(text.replace(",", "")) for text in page.locator("#peers tbody td:nth-child(4)").all_inner_texts()]
+    speeds = [float(text.replace(",", "")) for text in page.locator("#peers tbody td:nth-child(5)").all_inner_texts()]
     assert speeds == sorted(speeds, reverse=True)
     page.keyboard.press("Enter")
     expect(head).to_have_attribute("aria-sort", "ascending")

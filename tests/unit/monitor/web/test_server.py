@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from manyhands.base.errors import ConfigError
 from manyhands.monitor.picture import Leader, PeerRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web import Filled, Guess, bind
+from manyhands.monitor.web import app as app_module
 from manyhands.monitor.web.server import PageServer
 from tests.synthetic_run import STEP_S, SyntheticRun
 
@@ -141,6 +142,25 @@ def test_points_are_read_once_for_all_pages_until_the_next_look(
         assert len(served.get(f"/api/points.json?limit={limit}")["points"]) == limit
 
 
+def test_peers_are_encoded_once_for_all_programs_until_the_next_look(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = app_module._bytes_of
+
+    def counted(picture: RunPicture, name: str, content: Any) -> bytes:
+        encoded.append(name)
+        return encode(picture, name, content)
+
+    monkeypatch.setattr(app_module, "_bytes_of", counted)
+    answers = [served.get("/api/peers.json") for _ in range(5)]
+    assert all(answer == answers[0] for answer in answers)
+    assert encoded == ["peers"]
+    served.run.add_peer("newcomer")
+    assert "newcomer" in [row["name"] for row in served.get("/api/peers.json")["peers"]]
+    assert encoded == ["peers", "peers"]
+
+
 @pytest.mark.parametrize("query", ["limit=0", "limit=many", "limit=1e9", "since=-1", "since=nan"])
 def test_bad_parameter_is_refused_with_its_bounds(served: Served, query: str) -> None:
     answer = served.client.get(f"/api/points.json?{query}")
@@ -165,6 +185,20 @@ def test_csv_gives_back_the_rows_and_disarms_formulas(served: Served) -> None:
     points = list(csv.DictReader(io.StringIO(served.client.get("/api/points.csv").text)))
     assert [int(point["step"]) for point in points] == list(range(1, 31))
     assert points[0]["heldout_loss"] == ""
+
+
+def test_what_is_credited_is_said_in_its_unit(served: Served) -> None:
+    served.run.unit = "tokens"
+    served.run.advance(1.0)
+    assert served.get("/api/run.json")["unit"] == "tokens"
+    assert served.get("/api/peers.json")["unit"] == "tokens"
+    for table in ("peers", "points"):
+        rows = csv.DictReader(io.StringIO(served.client.get(f"/api/{table}.csv").text))
+        assert {row["unit"] for row in rows} == {"tokens"}
+    assert (
+        'manyhands_committed_samples_total{run_id="albert-together",unit="tokens"}'
+        in served.client.get("/metrics").text
+    )
 
 
 def test_points_of_a_long_history_are_read_when_the_browser_takes_them(served: Served) -> None:

@@ -60,8 +60,8 @@ def test_peers_are_sent_whole_to_a_newcomer_and_by_row_to_others() -> None:
     part.update(msgspec.structs.replace(PICTURE, peers=[peer(1), peer(2)]), 0.0)
     assert set(rows_of(part.since(0))) == {"peer 1", "peer 2"}
     changed = msgspec.structs.replace(PICTURE, peers=[peer(1), peer(2, samples=8), peer(3)])
-    assert not part.update(changed, 1.9)
-    assert part.update(changed, 2.0)
+    assert not part.update(changed, 0.2)
+    assert part.update(changed, 0.25)
     changes = part.since(1)
     assert not data_of(changes)["whole"]
     assert set(rows_of(changes)) == {"peer 2", "peer 3"}
@@ -74,6 +74,16 @@ def test_peers_are_sent_whole_to_a_newcomer_and_by_row_to_others() -> None:
         assert data_of(whole)["whole"]
         assert set(rows_of(whole)) == {"peer 1", "peer 3"}
     assert part.since(3) == b""
+
+
+@pytest.mark.parametrize(("num_peers", "period_s"), [(3, 0.25), (500, 1.0), (5000, 2.0)])
+def test_the_table_of_a_crowd_is_sent_less_often(num_peers: int, period_s: float) -> None:
+    part = PeersPart()
+    rows = [peer(number) for number in range(num_peers)]
+    assert part.update(msgspec.structs.replace(PICTURE, peers=rows), 0.0)
+    changed = msgspec.structs.replace(PICTURE, peers=[peer(0, state="gone"), *rows[1:]])
+    assert not part.update(changed, period_s - 0.01)
+    assert part.update(changed, period_s)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,7 @@ def test_thinned_points_keep_the_newest_and_held_out_losses() -> None:
 
 
 async def test_pages_that_read_slowly_share_what_they_are_sent() -> None:
-    stream = Stream(SyntheticRun(2000, time.time()))
+    stream = Stream(SyntheticRun(2000, time.time()), "page")
     stream.look()
     pages = [stream.messages() for _ in range(20)]
     tracemalloc.start()

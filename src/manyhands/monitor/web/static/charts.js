@@ -6,13 +6,16 @@ const RANGES = { hour: 3600, day: 86400, all: Infinity };
 const LIMIT = 1500;
 const DRAW_MS = 1000;
 const ANEW_MS = 10000; // between two looks at the history of a run that was begun anew
+const WHOLE = [1, 10, 100, 1000, 10000].flatMap((ten) => [ten, 2 * ten, 5 * ten]);
 const COLUMNS = ["time", "step", "loss", "heldout_loss", "samples_per_second", "peers"];
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 class Chart {
   // series: [{ field, label, colour, width, dots }]
-  constructor(id, title, series, text) {
+  // whole: the values are whole numbers
+  constructor(id, title, series, text, whole = false) {
+    this.whole = whole;
     this.box = document.getElementById(`${id}-chart`);
     this.readout = document.getElementById(`${id}-now`);
     this.title = title;
@@ -42,7 +45,7 @@ class Chart {
       axes: [
         { ...axis, grid: { show: false }, size: 28, space: 70,
           values: (_, splits, __, ___, step) => splits.map((at) => format.tick(at, step)) },
-        { ...axis, size: 52, space: 36 },
+        { ...axis, size: 52, space: 36, incrs: this.whole ? WHOLE : undefined },
       ],
       series: [{}, ...this.series.map((one) => ({
         label: one.label, stroke: colour(one.colour), width: one.width ?? 2, spanGaps: true,
@@ -110,7 +113,7 @@ export class Charts {
       ], (at, [, speeds]) => format.speed(speeds[at])),
       new Chart("peers", "Peers", [
         { field: "peers", label: "peers", colour: "--accent", fill: true },
-      ], (at, [, peers]) => format.integer(peers[at])),
+      ], (at, [, peers]) => format.integer(peers[at]), true),
     ];
     for (const button of document.querySelectorAll("[data-range]")) {
       button.addEventListener("click", () => this.#choose(button));

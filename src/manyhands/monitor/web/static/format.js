@@ -12,7 +12,7 @@ export const NONE = "–";
 export const integer = (value) => (value == null ? NONE : whole.format(value));
 export const loss = (value) => (value == null ? NONE : value.toFixed(value < 10 ? 4 : 3));
 export const share = (value) => `${(100 * value).toFixed(value < 0.0995 ? 2 : 1)}%`;
-export const rate = (value) => (value == null ? NONE : value === 0 ? "0" : value.toExponential(2));
+export const rate = (value) => (value == null ? NONE : String(Number(value.toPrecision(3))));
 export const speed = (value) =>
   value == null ? NONE : value < 9.95 ? value.toFixed(2) : value < 99.5 ? value.toFixed(1) : whole.format(value);
 

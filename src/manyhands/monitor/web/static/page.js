@@ -25,11 +25,22 @@ stream.addEventListener("run", () => {
   say("loss", format.loss(run.last?.loss));
   say("speed", format.speed(run.samples_per_second));
   say("num-peers", format.integer(run.num_peers));
+  sayUnit(run.unit);
   say("committed", format.integer(run.committed_samples));
   say("bytes", format.bytes(run.last?.bytes_sent));
   say("lr", format.rate(run.last?.learning_rate));
   move();
 });
+
+// What is credited: samples, or what a run counts in their place.
+function sayUnit(unit) {
+  if (document.documentElement.dataset.unit === unit) return;
+  document.documentElement.dataset.unit = unit;
+  const capital = unit[0].toUpperCase() + unit.slice(1);
+  for (const place of document.querySelectorAll("[data-unit]:not(html)")) {
+    place.textContent = /^[A-Z]/.test(place.textContent) ? capital : unit;
+  }
+}
 
 // The countdown and the bar move on their own between two updates.
 function move() {
@@ -46,7 +57,9 @@ function move() {
   const bar = element("progress");
   bar.max = target || 1;
   bar.value = Math.min(samples, target || 1);
-  say("samples", target ? `${format.integer(samples)} of ${format.integer(target)} samples` : "waiting for trainers");
+  say("samples", target && (run.num_peers || samples)
+    ? `${format.integer(samples)} of ${format.integer(target)} samples${runs ? "" : ": the first batches are computed"}`
+    : run.step ? "Nobody trains now. The run goes on when a trainer comes." : "Nobody trains yet.");
   say("looked", run.time && passed > SILENT_S ? `no news of the run for ${format.duration(passed)}` : "");
 }
 const calm = matchMedia("(prefers-reduced-motion: reduce)");

@@ -3,28 +3,39 @@
 import * as format from "./format.js";
 
 const PAGE = 25;
+const TICK_MS = 1000; // durations move between two updates
+
+export const isAway = (row) => row.state === "gone" || row.state === "left";
+
+export const awayFor = (row, stream) => Math.max(stream.now() - row.last_seen, 0);
+
+function hereFor(row, stream) {
+  if (!row.since) return format.NONE;
+  return format.duration(Math.max((isAway(row) ? row.last_seen : stream.now()) - row.since, 0));
+}
 
 const COLUMNS = [
   { key: "name", title: "Name", sort: (row) => (row.name || `￿${row.peer_id}`).toLowerCase(), ascends: true },
+  { key: "state", title: "State", ascends: true,
+    show: (row, stream) => (isAway(row) ? `${row.state} ${format.duration(awayFor(row, stream))}` : row.state) },
   { key: "samples", title: "Samples", number: true, show: (row) => format.integer(row.samples) },
   { key: "share", title: "Share", number: true, sort: (row) => row.samples,
     show: (row, stream) => format.share(stream.shareOf(row.samples)) },
   { key: "samples_per_second", title: "Samples/s", number: true,
-    show: (row) => (row.state === "gone" || row.state === "left" ? format.NONE : format.speed(row.samples_per_second)) },
+    show: (row) => (isAway(row) ? format.NONE : format.speed(row.samples_per_second)) },
   { key: "step", title: "Step", number: true, show: (row) => format.integer(row.step) },
-  { key: "state", title: "State", ascends: true },
-  { key: "since", title: "Here for", number: true, sort: (row) => -row.since,
-    show: (row, stream) => (row.since ? format.duration(Math.max(stream.now() - row.since, 0)) : format.NONE) },
+  { key: "since", title: "Here for", number: true, sort: (row) => -row.since, show: hereFor },
   { key: "reach", title: "Reach", ascends: true },
   { key: "device", title: "Device", ascends: true },
   { key: "version", title: "Version", ascends: true },
 ];
 
 export class PeersTable {
-  #sorted = COLUMNS[1];
+  #sorted = COLUMNS.find(({ key }) => key === "samples");
   #ascends = false;
   #page = 0;
   #rows = []; // elements
+  #shown = []; // peers in them
   #own = "";
 
   constructor(stream, choose) {
@@ -39,6 +50,7 @@ export class PeersTable {
     this.before.addEventListener("click", () => { this.#page -= 1; this.draw(); });
     this.next.addEventListener("click", () => { this.#page += 1; this.draw(); });
     stream.addEventListener("peers", () => this.draw());
+    setInterval(() => this.#fillShown(), TICK_MS);
     this.draw();
   }
 
@@ -56,6 +68,7 @@ export class PeersTable {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = column.title;
+      if (column.key === "samples") button.dataset.unit = "";
       button.addEventListener("click", () => {
         this.#ascends = this.#sorted === column ? !this.#ascends : column.ascends === true;
         this.#sorted = column;
@@ -87,14 +100,11 @@ export class PeersTable {
     const pages = Math.max(Math.ceil(rows.length / PAGE), 1);
     this.#page = Math.min(Math.max(this.#page, 0), pages - 1);
     const begin = this.#page * PAGE;
-    const shown = rows.slice(begin, begin + PAGE);
+    const shown = this.#shown = rows.slice(begin, begin + PAGE);
     const body = this.table.tBodies[0];
     while (this.#rows.length < shown.length) this.#rows.push(this.#makeRow());
-    shown.forEach((row, place) => {
-      const element = this.#rows[place];
-      this.#fill(element, row);
-      if (!element.isConnected) body.append(element);
-    });
+    this.#fillShown();
+    for (const element of this.#rows.slice(0, shown.length)) if (!element.isConnected) body.append(element);
     for (const element of this.#rows.slice(shown.length)) element.remove();
     for (const [place, cell] of [...this.table.tHead.rows[0].cells].entries()) {
       if (COLUMNS[place] === this.#sorted) cell.setAttribute("aria-sort", this.#ascends ? "ascending" : "descending");
@@ -108,6 +118,7 @@ export class PeersTable {
       ? `${format.integer(begin + 1)} to ${format.integer(begin + shown.length)} of ${format.integer(rows.length)}` +
         (rows.length < total ? `, ${format.integer(total)} in all` : "")
       : "";
+    this.before.parentElement.hidden = pages === 1;
     this.before.disabled = this.#page === 0;
     this.next.disabled = this.#page >= pages - 1;
   }
@@ -131,6 +142,10 @@ export class PeersTable {
       }
     }
     return element;
+  }
+
+  #fillShown() {
+    this.#shown.forEach((row, place) => this.#fill(this.#rows[place], row));
   }
 
   #fill(element, row) {

@@ -1,6 +1,7 @@
 // The leaderboard, and the card of one peer.
 
 import * as format from "./format.js";
+import { awayFor, isAway } from "./peers.js";
 
 const FIRST = 8;
 
@@ -49,7 +50,7 @@ export class People {
     element("leaders").replaceChildren(...shown.map((leader) => {
       const who = format.nameOf(leader.name, leader.peer_ids[0] ?? "");
       const item = makeBar(String(leader.rank), who, format.integer(leader.samples), leader.share / most);
-      item.querySelector("meter").setAttribute("aria-label", `${format.share(leader.share)} of all samples`);
+      item.querySelector("meter").setAttribute("aria-label", `${format.share(leader.share)} of all`);
       item.title = format.share(leader.share);
       if (leader === this.#ownLeader()) item.classList.add("own");
       return item;
@@ -74,11 +75,13 @@ export class People {
     const row = this.stream.peers.get(this.#own);
     const leader = this.#ownLeader() ?? this.#askedLeader();
     const name = row?.name || leader?.name;
-    element("you-name").textContent = name ? `${name}, peer ${this.#own}` : `Peer ${this.#own}`;
+    element("you-title").textContent = name || `Peer ${format.shortId(this.#own)}`;
+    element("you-name").textContent = `Peer ${this.#own}`;
     const samples = row?.samples ?? leader?.samples;
     element("you-rank").textContent = leader ? format.integer(leader.rank) : format.NONE;
     element("you-samples").textContent = format.integer(samples);
     element("you-share").textContent = samples == null ? format.NONE : format.share(this.stream.shareOf(samples));
+    element("you-speed").textContent = !row || isAway(row) ? format.NONE : format.speed(row.samples_per_second);
     element("you-committed").textContent = format.integer(row?.rounds_committed);
     element("you-missed").textContent = format.integer(row?.rounds_missed);
     element("you-reason").textContent = this.#reason(row, leader);
@@ -87,8 +90,11 @@ export class People {
   #reason(row, leader) {
     if (!this.stream.run) return "";
     if (!row) return leader ? "This peer is not here now." : "This coordinator does not know this peer.";
-    if (row.state === "gone") return "This peer has not been heard of for a while; it left without a word.";
-    if (row.state === "left") return "This peer has left.";
+    const ago = format.duration(awayFor(row, this.stream));
+    if (row.state === "gone") {
+      return `Not heard of for ${ago}: it ended without a word, or its network failed. If it is yours, look at its log.`;
+    }
+    if (row.state === "left") return `It left ${ago} ago.`;
     if (row.reason) return `Not in the last step: ${row.reason}`;
     return row.rounds_committed ? "Its samples are in the last step." : "It has no step yet.";
   }

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from manyhands.cli.line_file import LineFile
+from manyhands.cli.output.line_file import LineFile
 
 E = TypeVar("E")
 

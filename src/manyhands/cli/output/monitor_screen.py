@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manyhands.base.text import rough
-from manyhands.cli.live_view import LogLine
+from manyhands.cli.output.live_view import LogLine
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
 MARGIN = 1
@@ -178,7 +178,7 @@ def _numbers(picture: RunPicture, width: int) -> Text:
         f"{speed(picture.samples_per_second)} samples/s",
     ]
     if picture.committed_samples:
-        parts.append(f"{whole(picture.committed_samples)} samples committed")
+        parts.append(f"{whole(picture.committed_samples)} {picture.unit} committed")
     if last is not None and last.bytes_sent is not None:
         parts.append(f"{amount_of(last.bytes_sent)} sent in the last step")
     if last is not None and last.learning_rate is not None:
@@ -270,7 +270,8 @@ def _peers(picture: RunPicture, width: int, rows: int, now: float) -> list[Rende
     table.add_column("peer", ratio=1, no_wrap=True, overflow="ellipsis")
     for column in columns:
         table.add_column(
-            column.heading, justify="right" if column.is_number else "left", no_wrap=True, overflow="ellipsis",
+            picture.unit if column.heading == "samples" else column.heading,
+            justify="right" if column.is_number else "left", no_wrap=True, overflow="ellipsis",
             width=column.width, ratio=None if column.width else 1,
         )  # fmt: skip
     seen = picture.peers[: rows - 2]

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from manyhands.cli import leaving
-from manyhands.cli.live_view import LiveLine
-from manyhands.cli.logs import log_to, name_in_logs
 from manyhands.cli.main import run
+from manyhands.cli.output.live_view import LiveLine
+from manyhands.cli.output.logs import log_to, name_in_logs
 from manyhands.optim.run.progress import SHOWN_LIVE
 
 logger = logging.getLogger("manyhands.test")

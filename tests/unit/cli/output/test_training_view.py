@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from manyhands.cli.training_view import card_of, line_of, print_card, run_in_view
+from manyhands.cli.output.training_view import card_of, line_of, print_card, run_in_view
 from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
 
 STANDING = Standing(

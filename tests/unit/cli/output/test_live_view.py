@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from manyhands.cli.live_view import LiveLine, LiveScreen, LogLine
+from manyhands.cli.output.live_view import LiveLine, LiveScreen, LogLine
 from manyhands.optim.run.progress import SHOWN_LIVE
 
 ERASE_LINE = "\r\x1b[2K"

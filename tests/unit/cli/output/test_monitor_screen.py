@@ -13,8 +13,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from manyhands.cli.live_view import LogLine
-from manyhands.cli.monitor_screen import chart_of, clock, columns_of, screen_of, shown
+from manyhands.cli.output.live_view import LogLine
+from manyhands.cli.output.monitor_screen import chart_of, clock, columns_of, screen_of, shown
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
 NOW = 1.8e9
@@ -22,7 +22,7 @@ FOOTER = [
     "To join: manyhands join 203.0.113.7:31337",
     "Ticket and QR code, in another terminal: manyhands ticket 203.0.113.7:31337",
 ]
-DOCUMENTATION = Path(__file__).parents[3] / "docs/how-to/monitor.md"
+DOCUMENTATION = Path(__file__).parents[4] / "docs/how-to/monitor.md"
 
 
 def a_peer(number: int, **changes: object) -> PeerRow:
@@ -74,6 +74,12 @@ def rows_of(
 
 
 NAMES = ["alice", "", "lab-3", "Jos\u00e9", "carol", "old laptop", "dan"]
+
+
+def test_what_is_credited_is_called_by_its_unit() -> None:
+    text = "\n".join(rows_of(a_picture(a_peer(1), unit="tokens")))
+    assert "5,123,456 tokens committed" in text
+    assert re.search(r"peer +tokens +share +samples/s", text)
 
 
 def test_the_documentation_shows_what_is_drawn() -> None:

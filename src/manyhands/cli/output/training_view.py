@@ -10,7 +10,7 @@ from typing import Protocol
 from rich.console import Console
 
 from manyhands.base.text import counted, rough
-from manyhands.cli.live_view import LiveLine
+from manyhands.cli.output.live_view import LiveLine
 from manyhands.recipes.albert.account import Account, Standing
 from manyhands.runtime.exit_delay import delay_exit
 

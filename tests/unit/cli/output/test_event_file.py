@@ -12,13 +12,13 @@ import pytest
 
 from manyhands.base.errors import ConfigError
 from manyhands.cli import leaving
-from manyhands.cli.event_file import EventFollower, EventWriter
 from manyhands.cli.first_peer_command import StandingBy
+from manyhands.cli.output.event_file import EventFollower, EventWriter
 from manyhands.monitor.events import Event, Listening
 from manyhands.recipes.albert.events import Counts
 from manyhands.recipes.albert.events import Event as TrainerEvent
 
-DOCS = Path(__file__).parents[3] / "docs" / "reference" / "events.md"
+DOCS = Path(__file__).parents[4] / "docs" / "reference" / "events.md"
 
 
 def test_events_arrive_in_order_and_never_in_halves(tmp_path: Path) -> None:

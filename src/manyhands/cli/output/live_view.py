@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NamedTuple, TextIO
 
 from rich.console import Console, RenderableType
@@ -26,6 +27,8 @@ from manyhands.base.text import reason_of
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
+STOP = getattr(signal, "SIGTSTP", None)
+"""What Ctrl-Z sends; None on Windows."""
 STOP_TIMEOUT_S = 2.0
 """A terminal that takes no output (Ctrl-S) holds up the end of a program no longer, and is left as it is."""
 MAX_KEPT_LINES = 1000
@@ -51,6 +54,8 @@ class LogLine(NamedTuple):
 class LiveView(ABC):
     """Context manager that draws every :data:`PERIOD_S` until it ends. A closed terminal ends the drawing.
 
+    Ctrl-Z leaves the terminal as it was while the process is stopped; ``fg`` draws again. For the main thread.
+
     If drawing fails in another way, the view ends with a warning, and log lines are printed as without it.
 
     Attributes:
@@ -68,6 +73,7 @@ class LiveView(ABC):
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._draw_forever, name="live view", daemon=True)
         self._handlers: list[logging.Handler] = []
+        self._is_to_stop = False  # the process, for Ctrl-Z
 
     @property
     def is_possible(self) -> bool:
@@ -76,6 +82,8 @@ class LiveView(ABC):
 
     def __enter__(self) -> None:
         self._begin()
+        if STOP is not None and signal.getsignal(STOP) is signal.SIG_DFL:  # else the shell has no job control
+            signal.signal(STOP, self._stop_soon)
         root = logging.getLogger()
         self._handlers, own = root.handlers, _Handler(self)
         replaced = [handler for handler in self._handlers if _is_of_terminal(handler)]
@@ -87,6 +95,8 @@ class LiveView(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._is_over.set()
+        if STOP is not None and signal.getsignal(STOP) == self._stop_soon:
+            signal.signal(STOP, signal.SIG_DFL)
         self._thread.join(STOP_TIMEOUT_S)
         if not self._thread.is_alive():
             self._end()
@@ -94,6 +104,8 @@ class LiveView(ABC):
     def _draw_forever(self) -> None:
         try:
             while not self._is_over.wait(PERIOD_S):
+                if self._is_to_stop:
+                    self._stop()
                 self._draw()
         except OSError:  # the terminal was closed
             return
@@ -101,6 +113,23 @@ class LiveView(ABC):
             self._end()
             logger.warning("The live view has ended (%s); log lines are printed instead", reason_of(error))
             logger.debug("The live view failed", exc_info=True)
+
+    def _stop_soon(self, number: int, frame: FrameType | None) -> None:
+        self._is_to_stop = True  # by the thread that draws: this one may hold a lock of the console
+        if not self._thread.is_alive():  # nothing is drawn any more
+            signal.raise_signal(signal.SIGSTOP)
+
+    def _stop(self) -> None:
+        """Give the terminal back, stop the process, and take the terminal again when the process goes on."""
+        self._is_to_stop = False
+        if self.has_begun:
+            self._live.stop()
+        signal.raise_signal(signal.SIGSTOP)
+        if self.has_begun:
+            self._start()
+
+    def _start(self) -> None:
+        self._live.start()
 
     def _end(self) -> None:
         logging.getLogger().handlers = self._handlers
@@ -132,7 +161,10 @@ class LiveLine(LiveView):
 
     def _begin(self) -> None:
         self.has_begun = True
-        self._live.start()
+        self._start()
+
+    def _start(self) -> None:
+        super()._start()
         self._console.show_cursor(True)  # a killed process could not show the cursor again
 
     def _draw(self) -> None:
@@ -184,7 +216,7 @@ class LiveScreen(LiveView):
         if not self.has_begun:
             self.has_begun = True
             sys.stdout, sys.stderr = (_Printed(self.take, stream) for stream in self._streams)
-            self._live.start()
+            self._start()
         self._live.update(drawn, refresh=True)
 
     def take(self, line: LogLine) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.cli.line_file import LineFile
+from manyhands.cli.output.line_file import LineFile
 
 FORMAT = "%(asctime)s.%(msecs)03d [%(levelname)s] %(message)s"
 ORIGIN = "[%(name)s:%(lineno)d]"

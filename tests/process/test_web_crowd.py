@@ -1,0 +1,141 @@
+"""A thousand connections to the page of a real monitor: neither health checks nor the peer itself wait for them."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+import httpx
+import pytest
+
+from manyhands import Peer
+from manyhands.cli.open_files import raise_open_files_limit
+from tests.process.commands import LOOPBACK, address_of, running
+from tests.process.test_web_page import url_of
+
+pytestmark = [pytest.mark.process, pytest.mark.long]
+
+NUM_CONNECTIONS = 1000
+WATCHED_S = 5.0
+LONGEST_S = 0.2
+"""For an answer of the page, or of the peer to another peer."""
+
+
+class Crowd:
+    """Connections to the page, all of them driven by one thread.
+
+    Attributes:
+        num_bytes: read from each connection so far.
+        num_ended: connections that the server has ended.
+
+    Args:
+        request: sent once by each.
+        more: sent by each every second, if there is any.
+    """
+
+    def __init__(self, url: str, request: bytes, more: bytes = b"") -> None:
+        place = ("127.0.0.1", int(url.rpartition(":")[2]))
+        self._sockets = [socket.create_connection(place, 10.0) for _ in range(NUM_CONNECTIONS)]
+        self.num_bytes = dict.fromkeys(self._sockets, 0)
+        self.num_ended = 0
+        self._more = more
+        self._is_closing = threading.Event()
+        for one in self._sockets:
+            one.sendall(request)
+            one.setblocking(False)
+        self._thread = threading.Thread(target=self._go_on)
+        self._thread.start()
+
+    def _go_on(self) -> None:
+        due_at = 0.0
+        with selectors.DefaultSelector() as selector:
+            for one in self._sockets:
+                selector.register(one, selectors.EVENT_READ)
+            while not self._is_closing.is_set():
+                for key, _ in selector.select(0.1):
+                    one = key.fileobj
+                    assert isinstance(one, socket.socket)
+                    if not self._read(one):
+                        selector.unregister(one)
+                        self.num_ended += 1
+                if self._more and time.monotonic() >= due_at:
+                    due_at = time.monotonic() + 1.0
+                    for key in list(selector.get_map().values()):
+                        self._send(key.fileobj)
+
+    def _read(self, one: socket.socket) -> bool:
+        try:
+            got = len(one.recv(1 << 16))
+        except ConnectionResetError:
+            return False
+        self.num_bytes[one] += got
+        return got > 0
+
+    def _send(self, one: object) -> None:
+        assert isinstance(one, socket.socket)
+        with suppress(ConnectionResetError, BrokenPipeError):  # its end is read next
+            one.send(self._more)
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join()
+        for one in self._sockets:
+            one.close()
+
+
+@contextmanager
+def watched_monitor() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
+    """A monitor; gives the address of its page, and what measures the longest wait for the page and for the peer."""
+    raise_open_files_limit()
+    with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0") as monitor:
+        address, url = address_of(monitor), url_of(monitor)
+        with Peer([address], client_mode=True) as other, httpx.Client(base_url=url, trust_env=False) as client:
+            assert client.get("/healthz").status_code == 200  # this connection stays
+
+            def longest_waits() -> tuple[float, float]:
+                of_page, of_peer, end = [], [], time.monotonic() + WATCHED_S
+                while time.monotonic() < end:
+                    began = time.monotonic()
+                    assert client.get("/healthz").status_code == 200
+                    answered = time.monotonic()
+                    other.get("a key")
+                    of_page.append(answered - began)
+                    of_peer.append(time.monotonic() - answered)
+                    time.sleep(0.05)
+                return max(of_page), max(of_peer)
+
+            yield url, longest_waits
+
+
+@pytest.mark.timeout(120)
+def test_a_thousand_that_ask_slowly_are_ended_and_hold_up_nobody() -> None:
+    with watched_monitor() as (url, longest_waits):
+        slow = Crowd(url, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"x")
+        with closing(slow):
+            of_page, of_peer = longest_waits()
+            assert slow.num_ended == 0
+            deadline = time.monotonic() + 15.0
+            while slow.num_ended < NUM_CONNECTIONS and time.monotonic() < deadline:
+                time.sleep(0.1)
+        assert slow.num_ended == NUM_CONNECTIONS
+    assert max(of_page, of_peer) < LONGEST_S, (of_page, of_peer)
+
+
+@pytest.mark.timeout(120)
+def test_a_thousand_open_pages_hold_up_nobody() -> None:
+    with watched_monitor() as (url, longest_waits):
+        pages = Crowd(url, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with closing(pages):
+            deadline = time.monotonic() + 20.0
+            while min(pages.num_bytes.values()) < 500 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            of_page, of_peer = longest_waits()
+            assert pages.num_ended == 0
+            assert min(pages.num_bytes.values()) >= 500
+            assert f'manyhands_open_pages{{run_id="seen"}} {float(NUM_CONNECTIONS)}' in httpx.get(f"{url}/metrics").text
+            assert httpx.get(f"{url}/events").status_code == 503
+    assert max(of_page, of_peer) < LONGEST_S, (of_page, of_peer)
