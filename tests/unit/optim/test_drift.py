@@ -166,3 +166,15 @@ async def test_after_a_step_alone_there_is_nothing_to_compare() -> None:
         await go_to(run, drift, HERE, b"")
         assert not drift.should_load()
         assert drift.disagreement() is None
+
+
+async def test_donors_that_hold_what_the_majority_holds_are_asked_first() -> None:
+    dave = PeerId("dave")
+    async with drifting() as (run, drift):
+        assert drift.ordered([dave, BOB], HERE) == [dave, BOB]
+        await hear(run, RIGHT, HERE)
+        assert drift.ordered([dave, BOB], HERE) == [BOB, dave], "so for a newcomer, which holds nothing yet"
+        await go_to(run, drift, HERE, RIGHT)
+        assert drift.ordered([dave, BOB], HERE) == [BOB, dave]
+        await hear(run, WRONG, HERE, (BOB,))
+        assert drift.ordered([BOB, dave, CAROL], HERE) == [CAROL, dave, BOB]

@@ -386,6 +386,7 @@ class Collaboration:
             )
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
         donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
+        donors = self._drift.ordered(donors, branch.position)
         loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
         started = loop.time()
         try:

@@ -17,6 +17,7 @@ import logging
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -207,6 +208,17 @@ class Drift:
         if any(self._reader.observed()[peer_id].record.seat != NO_SEAT for peer_id in self._published_at(position)):
             return False  # in a grid groups differ by more than rounding
         return self._distances_at(position, sketch).get(self._own_id, 0.0) > self._bound
+
+    def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
+        """Order donors: first those that hold the majority's parameters, then the unknown ones; equal ones together."""
+        apart, told = self._distances_at(position), self._published_at(position)
+        sizes = Counter(told.values())  # of machines that round alike
+
+        def rank(peer_id: PeerId) -> tuple[float, int]:
+            is_apart = apart[peer_id] > self._bound if peer_id in apart else 0.5
+            return is_apart, -sizes[told.get(peer_id, b"")]
+
+        return sorted(donors, key=rank)
 
     def _distances_at(self, position: Position, own: Sketch | None = None) -> dict[PeerId, float]:
         if own is None:
