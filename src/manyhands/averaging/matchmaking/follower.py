@@ -232,6 +232,7 @@ class Matchmaker:
 
         Raises:
             RoundAborted: no leader can have a group for this peer.
+            PeerError: there is no place to hold now.
         """
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
@@ -243,13 +244,16 @@ class Matchmaker:
             return await self._group_leader.lead(own, self._gather_s, self._ends_at)
         except (Unavailable, PeerError) as error:
             logger.info("peer %s cannot lead this round: %s", leader, error)
+            is_gone = isinstance(error, Unavailable)
+            if is_early and not is_gone and not (isinstance(error, Refused) and error.code == OTHER_PART):
+                raise  # there may be a place later
             unreachable.add(leader)
             patience_s = self._config.matchmaking_time_s
             if leader != own.peer_id and not is_early and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
                 self._view.note_in_vain([leader])
             if isinstance(error, Refused):
                 await self._refused(leader, error)
-            elif isinstance(error, Unavailable):
+            elif is_gone:
                 self._view.report_missing(leader)
                 await self._try_the_others(unreachable, leader)
             return None

@@ -342,6 +342,7 @@ def test_model_fills_a_mask(shown: Shown) -> None:
     expect(page.locator("#fill-guesses li .who")).to_have_text(["paris", "<b>lyon</b>"])
 
 
+@pytest.mark.long
 def test_axe_finds_nothing_serious_and_nothing_is_cut(browser: Browser) -> None:
     run = SyntheticRun(PEERS, time.time(), past_steps=60)
     run.set_state(run.picture().peers[0].peer_id, "gone", "It has not been heard of for 15 s.")
