@@ -161,7 +161,7 @@ async def test_a_stream_that_comes_as_its_sender_is_given_up_breaks_no_rule() ->
         taking = asyncio.ensure_future(runner._streams._await_stream(sender, name))
         await asyncio.sleep(0)
         runner._streams._on_lost(one.peer_id)
-        with pytest.raises(PeerLost, match=r"after it was given up: .* it was lost before it opened its stream"):
+        with pytest.raises(PeerLost, match="after it was given up"):
             await runner._streams._on_stream(one.peer_id, header, stream)
         with pytest.raises(PeerLost):
             await taking
