@@ -73,12 +73,12 @@ def test_who_sits_a_step_out_costs_nobody_else_a_round() -> None:
 
 @pytest.mark.parametrize("seed", few_of(range(4)))
 def test_who_comes_back_after_a_death_has_a_cell_of_its_own_and_all_are_at_one_mean(seed: int) -> None:
-    """Every third step one dies; in the step after, the others know where it is again."""
+    """Every third step one dies. In the next one it takes a cell, which others may not know yet; then all do."""
     planned = {3 * number + 2: (f"p{number}", Failure.DIES) for number in range(5)}
     swarm = swarm_after(seed, 16, 4, 0.0, num_steps=17, planned=planned)
     for step in range(FIRST_STEPS, 17):
         if not swarm.failures[step]:
-            assert swarm.partial[step] == 0, (step, swarm.reasons)
+            assert swarm.partial[step] <= swarm.failures[step - 1], (step, swarm.reasons)
         if not swarm.failures[step] and not swarm.failures[step - 1]:
             assert swarm.spreads[step] < ROUNDING, step
 
