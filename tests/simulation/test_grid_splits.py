@@ -194,7 +194,7 @@ def test_a_cut_of_fewer_steps_is_healed_by_averaging_the_parameters(num_half: in
     steps = [step for step, _ in before.values()]
     first = max(step for time, _, step, _ in parts.held if time < CUT_S)
     assert max(steps) - first < NUM_RECENT_STEPS
-    assert parts.apart(parts.healed_s - 5.0, parts.healed_s) > 0.1
+    assert parts.apart(CUT_S, parts.healed_s) > 0.09, "the cut has parted them"
     assert sum(parts.num_loads([*parts.many, *parts.few])) <= 2
     averaged = max(steps) // PARAMETERS_EVERY * PARAMETERS_EVERY + PARAMETERS_EVERY
     since_s = max(time for time, _, step, _ in parts.held if step == averaged)
