@@ -128,5 +128,5 @@ def test_a_server_that_is_down_is_said_soon_with_its_reason(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"http://127.0.0.1:9/data.tar.gz: .*ftp://127.0.0.1:9/data.tar.gz: "):
         unpacked(urls, tmp_path)
     assert time.monotonic() - before < 30
-    with pytest.raises(ConfigError, match="which is none"):
+    with pytest.raises(ConfigError, match="which is not one"):
         with_unpacked({"dataset_url": ("http://host/data.tar", "http://host/index.json")})

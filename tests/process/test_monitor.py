@@ -174,7 +174,7 @@ def check_curves(tmp_path: Path) -> None:
         (["monitor", "--wandb-project", ""], "--wandb-project is empty"),
         (["monitor", "--wandb-mode", "offline"], "name a project too: --wandb-project NAME"),
         (["monitor", "--trackio", " "], "--trackio is empty; name a project"),
-        (["monitor", "--tensorboard", "/dev/null"], "/dev/null is no folder that can be written"),
+        (["monitor", "--tensorboard", "/dev/null"], "/dev/null is not a folder that can be written"),
         (["monitor", "--checkpoint-dir", "/dev/null"], "checkpoint folder /dev/null"),
         (["monitor", "--checkpoint-dir", "d", "--checkpoint-every", "0"], "checkpoint_every is 0"),
         (["monitor", "--repo-url", "somebody/model"], "add for example: --checkpoint-dir checkpoints --repo-url"),

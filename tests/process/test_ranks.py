@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
             for rank, said in enumerate(both.hear()):
                 start = "ConfigError: rank 0 failed: " if rank else ""
                 expected = [
-                    "ConfigError: on rank 0: it is the peer",
+                    "ConfigError: on rank 0: it needs a peer",
                     "ConfigError: rank 1 has other parameters",
                     "ConfigError: on rank 0: parameter 0 is a DTensor",
                     f"{start or 'ManifestMismatch: '}this peer does not fit run 'shapes'",

@@ -110,7 +110,7 @@ class SignedCharter:
         signed = decoded(raw, source)
         charter = signed.verified(DOMAIN, Charter, source)
         if charter.owner != signed.signer:
-            raise BadSignature(source, "the charter is signed by somebody else than the owner that it names")
+            raise BadSignature(source, "the charter is not signed by the owner that it names")
         return cls(charter, signed)
 
     @classmethod
@@ -132,7 +132,7 @@ class SignedCharter:
             ) from error
         except (ValueError, ProtocolViolation, BadSignature) as error:
             raise ConfigError(
-                f"{path} is no charter, or was changed; name the file that manyhands run create has written"
+                f"{path} is not a charter, or was changed; name the file that manyhands run create has written"
             ) from error
 
     def save(self, path: str | Path) -> None:

@@ -149,8 +149,8 @@ class Coordinator:
                 write = self._ledger.to_save(self._wall_clock())
                 await asyncio.get_running_loop().run_in_executor(None, write)
             except OSError as error:
-                logger.warning("cannot write the coordinator's accounts: %s; no lease is given until that works", error)
-                raise Unavailable(f"the coordinator cannot write its accounts: {error.strerror}") from error
+                logger.warning("cannot write the coordinator's files: %s; it gives no lease until that works", error)
+                raise Unavailable(f"the coordinator cannot write its files: {error.strerror}") from error
 
     # calls of the owner
 

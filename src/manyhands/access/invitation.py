@@ -71,7 +71,7 @@ class SignedInvitation:
         """
         signed = decoded(raw, source)
         if signed.signer not in charter.coordinators:
-            raise BadSignature(source, f"its signer {readable(signed.signer)} is no coordinator of the run")
+            raise BadSignature(source, f"its signer {readable(signed.signer)} is not a coordinator of the run")
         invitation = signed.verified(DOMAIN, Invitation, source)
         if invitation.charter != charter.digest:
             raise ProtocolViolation(source, "the invitation is for another run")

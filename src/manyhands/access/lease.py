@@ -74,7 +74,7 @@ class SignedLease:
         signed = decoded(raw, holder)
         if signed.signer not in charter.coordinators:
             signer = readable(signed.signer)
-            raise BadSignature(holder, f"its lease is signed by {signer}, which is no coordinator of the run")
+            raise BadSignature(holder, f"its lease is signed by {signer}, which is not a coordinator of the run")
         lease = signed.verified(DOMAIN, Lease, holder)
         if lease.charter != charter.digest:
             raise ProtocolViolation(holder, "its lease is of another run")

@@ -223,4 +223,4 @@ class AveragerLoop:
             async with time_limit(timeout_s, "reading who averages"):
                 await self.tracker.refresh()
         except ManyhandsError as error:
-            logger.info("who is there cannot be read: %s", error)
+            logger.info("the presence records cannot be read: %s", error)

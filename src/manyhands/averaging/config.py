@@ -96,5 +96,5 @@ def averaging_of(
     times: dict[str, Any] = {"matchmaking_time_s": matchmaking_time_s, "averaging_timeout_s": averaging_timeout_s}
     given = {name: value for name, value in times.items() if value is not None}
     if config is not None and given:
-        raise ConfigError(f"{' and '.join(given)} belong into averaging=AveragingConfig(...) when that is given too")
+        raise ConfigError(f"{' and '.join(given)} belong in averaging=AveragingConfig(...) when that is given too")
     return dataclasses.replace(config or AveragingConfig(), **given)

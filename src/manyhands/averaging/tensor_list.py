@@ -182,7 +182,7 @@ def _check(number: int, tensor: object) -> None:
 def _check_apart(tensors: list[torch.Tensor]) -> None:
     if pair := overlapping(tensors):
         raise ConfigError(
-            f"tensors {pair[0]} and {pair[1]} share memory, or lie across each other in it; "
+            f"tensors {pair[0]} and {pair[1]} share memory, or are interleaved in it; "
             "give each value once, and the base instead of interleaved views of it"
         )
 

@@ -92,7 +92,7 @@ class Ticket:
         shown = text if len(text) <= 20 else f"{text[:16]}…"
         match = _WORD.fullmatch(text)
         if match is None or len(text) > MAX_LENGTH:
-            raise ConfigError(f"{shown!r} is no ticket; a ticket is one word that begins with {PREFIX}")
+            raise ConfigError(f"{shown!r} is not a ticket; a ticket is one word that begins with {PREFIX}")
         if not text.startswith(PREFIX):
             raise ConfigError(
                 f"ticket {shown} is of version {match[1]}, and this manyhands reads version 1; install a newer one: "

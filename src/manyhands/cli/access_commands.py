@@ -146,7 +146,7 @@ def ban(
     *,
     power: PowerOptions | None = None,
 ) -> None:
-    """Ban a peer from a run for good. Within a minute no member averages with it or gives it the state.
+    """Ban a peer from a run for good. Within 20 s no member averages with it or gives it the state.
 
     On the machine of a coordinator, with its state dir, or with the owner key:
 

@@ -48,7 +48,7 @@ class PeerOptions:
     """Without --initial-peers and --announce: ask the router to map the port to this machine (UPnP)."""
 
     infer_address: Annotated[bool, Parameter(negative="--no-infer-address")] = True
-    """Likewise: ask a service on the internet for the address from which this machine is seen."""
+    """Without --initial-peers and --announce: ask a service on the internet for this machine's public address."""
 
     identity: Path | None = None
     """File with the private key, created if missing; by default in --state-dir, else a new key at each start."""

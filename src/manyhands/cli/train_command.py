@@ -57,9 +57,9 @@ def train(
     web: WebOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
-    """Join a run and train its ALBERT with this machine.
+    """Begin a run that trains an ALBERT, or join one, with this machine.
 
-    Without --initial-peers it begins a run of its own, which others can join. Runs until Ctrl-C or --max-steps.
+    Without --initial-peers it begins a run, which others can join. Runs until Ctrl-C or --max-steps.
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     training = training or TrainingSettings()

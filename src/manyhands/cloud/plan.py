@@ -95,10 +95,12 @@ class Experiment:
             raise ConfigError("--worker-types names no type; for example: --worker-types g4dn.xlarge g5.xlarge")
         for one in (*self.worker_types, self.coordinator_type, self.auxiliary_type):
             if not _TYPE.fullmatch(one):
-                raise ConfigError(f"{one!r} is no type of machine of AWS; for example: g4dn.xlarge")
+                raise ConfigError(f"{one!r} is not a type of machine of AWS; for example: g4dn.xlarge")
         for option, image in (("--image", self.image), ("--cpu-image", self.cpu_image)):
             if image is not None and not _IMAGE.fullmatch(image):
-                raise ConfigError(f"{option} {image!r} is no image of AWS; for example: {option} ami-0abcdef1234567890")
+                raise ConfigError(
+                    f"{option} {image!r} is not an image of AWS; for example: {option} ami-0abcdef1234567890"
+                )
         for word in self.train_options:
             if (option := word.partition("=")[0].replace("_", "-")) in _OURS:
                 raise ConfigError(f"{option} is set by manyhands aws; leave it out after --")

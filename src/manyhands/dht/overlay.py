@@ -83,8 +83,8 @@ class Overlay:
             self._is_told = True
             where = ", ".join(str(address) for address in self._endpoint.addresses)
             logger.warning(
-                "no peer could dial this one at %s: it can read and write, but holds nothing for others, which cannot "
-                "find it; open the port, announce the address that leads to it, or use client mode",
+                "no peer could dial this one at %s: it reads and writes records, but holds none for others, which "
+                "cannot find it; open the port, announce the address that leads to it, or use client mode",
                 where or "any address",
             )
         return True

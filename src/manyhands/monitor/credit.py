@@ -1,4 +1,4 @@
-"""Who has contributed how many samples to a run, by the committed global steps alone. Pure.
+"""Adds up the samples that each peer has contributed to a run, from committed global steps alone. Pure.
 
 Each trainer publishes the lists of its last committed steps (:mod:`manyhands.optim.account`). Of these:
 

@@ -232,7 +232,9 @@ class TensorBoardSink:
         self._own = folder / name
         nearest = next(path for path in self._own.absolute().parents if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise ConfigError(f"--tensorboard {folder}: {nearest} is no folder that can be written; name another one")
+            raise ConfigError(
+                f"--tensorboard {folder}: {nearest} is not a folder that can be written; name another one"
+            )
 
     def open(self) -> None:
         from tensorboardX.event_file_writer import EventsWriter

@@ -177,8 +177,8 @@ def _events(path: Path, lines: Iterable[bytes]) -> Iterator[_Event]:
             event = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise ConfigError(
-                f"{path} is no event file: line {number} is not an event; name a file of --events, or the history of "
-                "a monitor"
+                f"{path} is not an event file: line {number} is not an event; name a file of --events, or the history "
+                "of a monitor"
             ) from None
         if event.version > EVENTS_VERSION:
             raise ConfigError(f"{path} was written by a newer version of manyhands; install that one to plot it")

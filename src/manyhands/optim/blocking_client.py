@@ -205,7 +205,9 @@ class BlockingRunClient:
             yield from steps
             self.tell()
             logger.info(
-                "Made %s of the others, up to step %d", counted(len(steps), "step"), self._replica.position.step
+                "Made %s that the others made meanwhile, up to step %d",
+                counted(len(steps), "step"),
+                self._replica.position.step,
             )
             self._run(collaboration.tracker.look(), phase)
 

@@ -112,6 +112,14 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         return faults
 
 
+RECOVERED = {
+    "publish_failures": "this peer's progress is published again",
+    "alone_s": "other peers of the run are seen again",
+    "clock_offset_s": "the clock of this machine is right again",
+}
+"""What is logged when a fault is over, by the field that shows it."""
+
+
 class HealthLog:
     """Logs each fault once, and when it is over."""
 
@@ -123,7 +131,7 @@ class HealthLog:
         for field in faults.keys() - self._told:
             logger.warning("%s", faults[field])
         for field in sorted(self._told - faults.keys()):
-            logger.info("%s of this peer is well again", field)
+            logger.info("%s", RECOVERED[field])
         self._told = set(faults)
 
 

@@ -442,7 +442,7 @@ def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.op
     if not isinstance(outer, torch.optim.Optimizer) or [*map(id, parameters_of(outer))] != [*map(id, agreed)]:
         made = f"{type(outer).__name__} of others" if isinstance(outer, torch.optim.Optimizer) else repr(outer)
         raise ConfigError(
-            f"outer made {made}, which is no optimizer of the given parameter groups; for example "
+            f"outer made {made}, which is not an optimizer of the given parameter groups; for example "
             "lambda params: torch.optim.SGD(params, lr=1.0)"
         )
     return outer

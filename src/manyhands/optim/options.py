@@ -158,7 +158,7 @@ def _check(name: str, parameter: torch.Tensor) -> None:
         is_sharded = hasattr(parameter, "device_mesh")
         way_out = "; FSDP and tensor parallel are not supported, DistributedDataParallel is" if is_sharded else ""
         kind = type(parameter).__name__
-        raise ConfigError(f"{name} is a {kind}; an ordinary tensor is needed, all of it here{way_out}")
+        raise ConfigError(f"{name} is a {kind}; an ordinary tensor is needed, whole on this machine{way_out}")
     if parameter.layout != torch.strided:
         raise ConfigError(f"{name} is {parameter.layout}; a dense one is needed (its gradients may be sparse)")
     if parameter.device.type == "meta":
@@ -169,7 +169,7 @@ def _check(name: str, parameter: torch.Tensor) -> None:
     if parameter.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         what, way_out = ("trained", "") if parameter.requires_grad else ("frozen", "; or leave it out of the optimizer")
-        raise ConfigError(f"{name} is {parameter.dtype}; what is {what} can be of {names}{way_out}")
+        raise ConfigError(f"{name} is {parameter.dtype}; {what} parameters can be of {names}{way_out}")
     if overlaps_itself(parameter):
         raise ConfigError(f"several values of {name} share memory, as after expand(); give it a clone of that")
 

@@ -451,6 +451,6 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 def check_rank(rank: int, peer: BlockingPeer | None) -> None:
     """Raises ``ConfigError`` if a rank lacks the peer, or has one of its own."""
     if rank == 0 and peer is None:
-        raise ConfigError("it is the peer: give it peer=manyhands.Peer(...)")
+        raise ConfigError("it needs a peer: give it peer=manyhands.Peer(...)")
     if rank != 0 and peer is not None:
         raise ConfigError("it has a peer of its own, but rank 0 is the peer of all ranks: give peer=None on the others")

@@ -82,7 +82,7 @@ class OwnMode:
         if self.may_listen:
             self.may_listen = False
             self._endpoint.set_client_mode(is_on=False)
-            logger.info("Other peers can dial this one now: it is no client any more")
+            logger.info("Other peers can dial this one now: it is no longer a client")
 
     async def _watch(self) -> None:
         is_client, num_asked = await self._decide()
@@ -91,7 +91,8 @@ class OwnMode:
             asked = f"the {num_asked} peers that tried could not" if num_asked > 1 else "the peer that tried could not"
             logger.warning(
                 "No other peer can dial this one (%s): it takes part as a client, which dials out only. With an open "
-                "port it helps the run more; manyhands doctor says what is in the way, and --no-client-mode insists",
+                "port it helps the run more; manyhands doctor says what is in the way, and --no-client-mode listens "
+                "in any case",
                 asked if num_asked else "none answered in time",
             )
         self._is_decided.set()

@@ -66,7 +66,7 @@ def check_announced(addresses: Sequence[Address]) -> None:
     """
     for address in addresses:
         if address.is_unspecified or address.port == 0:
-            what = "port 0 is no port" if address.port == 0 else f"{address.host} is no host"
+            what = "port 0 is not a port" if address.port == 0 else f"{address.host} is not a host"
             raise ConfigError(
                 f"announce={str(address)!r}: {what} that others could dial; give the address that leads to this peer "
                 "from outside, such as /ip4/203.0.113.7/tcp/31337 or /dns4/x.tcp.ngrok.io/tcp/12345"

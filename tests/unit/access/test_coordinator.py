@@ -36,7 +36,7 @@ from tests.unit.access.world import (
         (token_of(expires_at=START_S - 1), "the invitation has expired; ask for another ticket"),
         (token_of(peer_id=identity_of(77).peer_id), "the invitation is for peer .* and this one is"),
         (token_of(charter=charter_of(run_id="other")), "the invitation is for another run; ask for another ticket"),
-        (token_of(signer=identity_of(77)), "is no coordinator of the run; ask for another ticket"),
+        (token_of(signer=identity_of(77)), "is not a coordinator of the run; ask for another ticket"),
         (b"a password", "cannot be read"),
     ],
 )
@@ -114,7 +114,7 @@ async def test_a_coordinator_that_cannot_write_its_accounts_gives_no_lease(
 
         with monkeypatch.context() as patch:
             patch.setattr("manyhands.access.ledger.write_whole", disk_full)
-            with pytest.raises(Unavailable, match="cannot write its accounts: No space left on device"):
+            with pytest.raises(Unavailable, match="cannot write its files: No space left on device"):
                 await (await world.peer(10)).join_run(world.ticket(token_of()))
         await world.peers[1].join_run(world.ticket(token_of()))
 

@@ -34,7 +34,7 @@ def test_a_charter_comes_back_from_its_file_and_from_the_wire(tmp_path: Path) ->
 def test_a_file_that_is_no_charter(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "ours.charter"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="is no charter, or was changed"):
+    with pytest.raises(ConfigError, match="is not a charter, or was changed"):
         SignedCharter.load(path)
     with pytest.raises(ConfigError, match="No such file"):
         SignedCharter.load(tmp_path / "other")
@@ -42,7 +42,7 @@ def test_a_file_that_is_no_charter(tmp_path: Path, content: bytes) -> None:
 
 def test_a_charter_that_the_owner_has_not_signed() -> None:
     forged = signed_by(STRANGER, CHARTER_DOMAIN, CHARTER.charter)
-    with pytest.raises(BadSignature, match="signed by somebody else than the owner"):
+    with pytest.raises(BadSignature, match="is not signed by the owner"):
         SignedCharter.from_bytes(forged.encoded(), "peer")
     changed = msgspec.structs.replace(CHARTER.signed, body=CHARTER.signed.body.replace(b"invite", b"opened"))
     with pytest.raises(BadSignature):
@@ -99,8 +99,8 @@ def test_a_lease_counts_for_its_peer(signer: Any) -> None:
 @pytest.mark.parametrize(
     ("lease", "message"),
     [
-        (lease_of(signer=STRANGER), "is no coordinator of the run"),
-        (lease_of(signer=PEER), "is no coordinator of the run"),
+        (lease_of(signer=STRANGER), "is not a coordinator of the run"),
+        (lease_of(signer=PEER), "is not a coordinator of the run"),
         (lease_of(charter=charter_of(run_id="other")), "its lease is of another run"),
         (lease_of(charter=charter_of(created_at=2.0)), "its lease is of another run"),
         (lease_of(STRANGER.peer_id), "its lease is that of peer"),
@@ -135,7 +135,7 @@ def test_when_a_lease_counts() -> None:
         (b"", "cannot be read"),
         (b"\xc1", "cannot be read"),
         (bytes(20_000), "it has 20000 bytes"),
-        (token_of(signer=STRANGER), "is no coordinator of the run"),
+        (token_of(signer=STRANGER), "is not a coordinator of the run"),
         (token_of(charter=charter_of(run_id="other")), "for another run"),
         (lease_of().signed.encoded(), "the signature does not match"),
         (token_of()[:-1] + b"x", "the signature does not match"),

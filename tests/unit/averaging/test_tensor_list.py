@@ -35,7 +35,7 @@ def made_in_inference_mode() -> torch.Tensor:
         ([BASE.as_strided((3, 3), (1, 1))], "several values of tensor 0 share memory"),
         ([BASE, BASE], "tensors 0 and 1 share memory"),
         ([torch.ones(1), BASE, BASE[1:]], "tensors 1 and 2 share memory"),
-        ([BASE[:, 1], BASE[:, 0]], "tensors 0 and 1 share memory, or lie across each other in it"),
+        ([BASE[:, 1], BASE[:, 0]], "tensors 0 and 1 share memory, or are interleaved in it"),
         ([BASE.t()[2:], BASE.view(-1)], "tensors 0 and 1 share memory"),
     ],
 )

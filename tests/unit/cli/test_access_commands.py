@@ -101,7 +101,7 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["invite", "--charter", "ours.charter", "--key", "lost.key"], "A lost owner key cannot be made again"),
         (["invite", "--charter", "ours.charter", "--key", "other.key"], "is neither the owner nor a coordinator"),
         (["invite", "--charter", "ours.charter", "--key", "ours.key"], "needs the address of a peer of the run"),
-        (["invite", "--charter", "ours.key", "--key", "ours.key"], "ours.key is no charter, or was changed"),
+        (["invite", "--charter", "ours.key", "--key", "ours.key"], "ours.key is not a charter, or was changed"),
         (["invite", "--charter", "none", "--key", "ours.key"], "charter none: No such file"),
         (["invite", "--state-dir", "none"], "--state-dir none is not a folder"),
         (["invite", "--state-dir", "theirs"], "theirs/identity.pem does not exist: the coordinator was started"),
@@ -115,7 +115,7 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["run", "create", "--run-id", "a.b"], "run_id 'a.b' has a '.'"),
         (["run", "create", "--run-id", "r", "--coordinator", "me"], "'me' is not a peer id"),
         (["first-peer", "--charter", "ours.charter"], "in its state dir; name one: --state-dir DIR"),
-        (["first-peer", "--charter", "ours.key", "--state-dir", "state"], "ours.key is no charter"),
+        (["first-peer", "--charter", "ours.key", "--state-dir", "state"], "ours.key is not a charter"),
         (["monitor", "--charter", "ours.charter", "--state-dir", "s", "--run-id", "x"], "charter is of run 'ours'"),
     ],
 )  # fmt: skip

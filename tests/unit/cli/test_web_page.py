@@ -41,12 +41,12 @@ def test_taken_port_is_one_line(
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["monitor", "--web", "here"], "'here' is no HOST:PORT"),
+    (["monitor", "--web", "here"], "'here' is not HOST:PORT"),
     (["monitor", "--web", "1:2", "3:4"], "--web takes one HOST:PORT"),
     (["monitor", "--web", "--playground"], "give --web and --checkpoint-dir too"),
     (["monitor", "--playground", "--checkpoint-dir", "kept"], "give --web and --checkpoint-dir too"),
     (["first-peer", "--web"], "add --charter FILE, or start manyhands monitor --run-id NAME --web"),
-    (["demo", "--web", "here"], "'here' is no HOST:PORT"),
+    (["demo", "--web", "here"], "'here' is not HOST:PORT"),
 ])  # fmt: skip
 def test_what_cannot_be_shown(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words) == USAGE

@@ -164,7 +164,7 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(
 
 def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is no folder that can be written"):
+    with pytest.raises(ConfigError, match="is not a folder that can be written"):
         TensorBoardSink(tmp_path / "file", "run")
 
 

@@ -115,7 +115,7 @@ def test_an_outer_that_makes_no_optimizer_of_the_parameters_is_refused() -> None
     others = [torch.nn.Parameter(torch.ones(2))]
     for outer in (lambda _: None, lambda _: plain(others), lambda params: plain(params[0]["params"][:1])):
         with pytest.raises(
-            ConfigError, match=r"outer made [^\n]*, which is no optimizer of the given .*for example lam"
+            ConfigError, match=r"outer made [^\n]*, which is not an optimizer of the given .*for example lam"
         ):
             Trainer(steps=LocalSteps(outer=outer))
 

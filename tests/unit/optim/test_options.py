@@ -54,7 +54,7 @@ def test_the_times_of_a_round_may_be_given_by_themselves() -> None:
     assert config == dataclasses.replace(AveragingConfig(), matchmaking_time_s=3.0, averaging_timeout_s=20.0)
     given = AveragingConfig(codec="fp16")
     assert averaging_of(given, None, None) == given
-    with pytest.raises(ConfigError, match="matchmaking_time_s belong into averaging"):
+    with pytest.raises(ConfigError, match="matchmaking_time_s belong in averaging"):
         averaging_of(given, 3.0, None)
     with pytest.raises(ConfigError, match="a round needs time"):
         averaging_of(None, 70.0, None)

@@ -28,15 +28,21 @@ def made_in_inference_mode(requires_grad: bool) -> Parameter:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "complex": (lambda: Parameter(torch.ones(3, dtype=torch.complex64)), "is torch.complex64; what is trained can be"),
-    "float8": (lambda: Parameter(torch.ones(3).to(torch.float8_e4m3fn)), "is torch.float8_e4m3fn; what is trained"),
+    "complex": (
+        lambda: Parameter(torch.ones(3, dtype=torch.complex64)),
+        "is torch.complex64; trained parameters can be",
+    ),
+    "float8": (lambda: Parameter(torch.ones(3).to(torch.float8_e4m3fn)), "is torch.float8_e4m3fn; trained parameters"),
     "sparse": (lambda: Parameter(torch.eye(3).to_sparse()), "is torch.sparse_coo; a dense one is needed"),
     "meta": (lambda: Parameter(torch.ones(3, device="meta")), "is on the meta device; give it memory"),
     "inference": (lambda: made_in_inference_mode(True), "was made in inference mode"),
     "expanded": (lambda: Parameter(torch.ones(1).expand(3)), "several values of layer.weight share memory"),
     "lazy": (lambda: torch.nn.LazyLinear(3).weight, "has no shape yet; run a batch"),
-    "frozen complex": (lambda: frozen(torch.ones(3, dtype=torch.complex64)), "what is frozen can be of .*leave it out"),
-    "frozen float8": (lambda: frozen(torch.ones(3).to(torch.float8_e4m3fn)), "what is frozen can be of .*leave it"),
+    "frozen complex": (
+        lambda: frozen(torch.ones(3, dtype=torch.complex64)),
+        "frozen parameters can be of .*leave it out",
+    ),
+    "frozen float8": (lambda: frozen(torch.ones(3).to(torch.float8_e4m3fn)), "frozen parameters can be of .*leave it"),
     "frozen sparse": (lambda: frozen(torch.eye(3).to_sparse()), "a dense one is needed"),
     "frozen meta": (lambda: frozen(torch.ones(3, device="meta")), "is on the meta device"),
     "frozen in inference": (lambda: made_in_inference_mode(False), "was made in inference mode"),

@@ -100,7 +100,7 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
     "another learning rate": (with_option("lr", 50.0), "its option 'lr' is 50.0, and 0.1 in the run"),
     "exp_avg of no values": (with_tensor(2, lambda tensor: torch.empty(0)), "of shape [0], and must be as the param"),
     "squares below 0": (with_tensor(3, lambda tensor: -tensor - 1), "is below 0"),
-    "steps below 0": (with_tensor(4, lambda tensor: tensor - 9), "'step' of parameter 0 is -8.0, which is no count"),
+    "steps below 0": (with_tensor(4, lambda tensor: tensor - 9), "'step' of parameter 0 is -8.0, which is not a count"),
 }
 
 

@@ -198,7 +198,7 @@ def test_data_at_the_default_path_is_found_unless_a_text_is_named(copy, monkeypa
             ["--dataset-path", "missing"],
             "there is no folder missing (dataset_path); make the data with: manyhands data",
         ),
-        (["--dataset-path", "data"], "is no data that can be trained on: it has no state.json"),
+        (["--dataset-path", "data"], "is not data that can be trained on: it has no state.json"),
         (["--dataset-path", "data/albert_tokenized_wikitext", "--text", "a.txt"], "both given; give one of them"),
         (["--seq-length", "128"], "--seq-length is 128, and the data here is made for 512; leave out --seq-length"),
         (["--vocab-size", "5000"], "--vocab-size is 5000, and the data here is made for "),

@@ -390,7 +390,7 @@ class Butterfly:
             self._told[rank] = self._records.read_record(bytes(record))
         except BadContribution as error:
             peer_id = self._members[rank].peer_id
-            raise InvalidContribution(f"the record of peer {peer_id} cannot be: {error}", [peer_id]) from error
+            raise InvalidContribution(f"the record of peer {peer_id} is invalid: {error}", [peer_id]) from error
         if self._plan.passes_on and self._told[rank] != self._passed_on.get(rank, []):
             raise self._invalid(rank, "are not of the members in its record")
 
@@ -399,7 +399,7 @@ class Butterfly:
         if not all(norm >= 0.0 for norm in norms):
             peer_id = self._members[rank].peer_id
             raise InvalidContribution(
-                f"the record of peer {peer_id} cannot be: a norm is negative, or no number", [peer_id]
+                f"the record of peer {peer_id} is invalid: a norm is negative, or not a number", [peer_id]
             )
         self._told_norms[rank] = norms
 

@@ -1,4 +1,4 @@
-"""Of each chunk of values the largest ones alone, each as its index and a few bits: 146 times smaller by default.
+"""Sends only the largest values of each chunk, as an index and a few bits: by default 141 times smaller than float32.
 
 The rest is meant to stay in an error feedback, from which it is sent later. A mean of several such vectors has more
 values than each of them, so the means of a span are not encoded anew: its reducer passes the contributions on, and all

@@ -253,7 +253,7 @@ class Fetching:
                 async with time_limit(left_s, f"fetching means from peer {peer_id}"):
                     means = await self._fetch_from(peer_id, recovery, manifest, left_s)
             except (Unavailable, PeerError) as error:
-                logger.info("the means that this peer lacks do not come: %s", error)
+                logger.info("the missing means cannot be fetched: %s", error)
                 continue
             recovery.complete(manifest.digest, means)
             return means
@@ -287,7 +287,7 @@ class Fetching:
         await stream.receive_into(memoryview(kind))
         means = recovery.incomplete(is_again=bool(kind[0]))
         if means is None:
-            raise ProtocolViolation(stream.remote, "a result of a kind that cannot be")
+            raise ProtocolViolation(stream.remote, "a result of an unknown kind")
         table = bytearray(DIGEST_BYTES * len(means.pieces))
         await _receive_all(stream, memoryview(table))
         digests = [bytes(table[at : at + DIGEST_BYTES]) for at in range(0, len(table), DIGEST_BYTES)]

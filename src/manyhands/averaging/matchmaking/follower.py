@@ -294,7 +294,7 @@ class Matchmaker:
             try:
                 await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(b""), self._gather_s)
             except Unavailable as error:
-                logger.info("nor can peer %s be reached: %s", peer_id, error)
+                logger.info("peer %s cannot be reached either: %s", peer_id, error)
                 self._view.report_missing(peer_id)
                 unreachable.add(peer_id)
             except PeerError:
@@ -368,7 +368,7 @@ class Matchmaker:
         try:
             response = await self._endpoint.call(leader, LEAVE, LeaveRequest(position), LET_GO_S)
         except (Unavailable, PeerError) as error:
-            logger.info("peer %s does not let this one go: %s", leader, error)
+            logger.info("peer %s does not release this one: %s", leader, error)
         else:
             if response.is_too_late:
                 await asyncio.wait([asking], timeout=LET_GO_S)

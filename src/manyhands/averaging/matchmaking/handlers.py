@@ -139,7 +139,9 @@ class MatchmakingHandlers:
         if request.position != self._roster.position():
             return InviteResponse()
         if not self._view.is_heeded(remote):
-            raise Refused(me, AVOIDED, "this peer was let down by yours twice in a row, and follows others for a while")
+            raise Refused(
+                me, AVOIDED, "your peer failed this one twice in a row, so this one follows others for a while"
+            )
         if self._state.busy_at == request.position:
             self._state.note_call(remote, request.position)  # it joins if that round fails; else it is ahead soon
             return InviteResponse()

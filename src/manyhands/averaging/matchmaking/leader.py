@@ -301,10 +301,10 @@ class GroupLeader:
     async def _look_around(self) -> None:
         """Read the records of all peers, so that an invited leader does not leave out a peer that others know."""
         try:
-            async with time_limit(LOOK_TIMEOUT_S, "reading who is there"):
+            async with time_limit(LOOK_TIMEOUT_S, "reading the records of all peers"):
                 await self._roster.refresh()
         except ManyhandsError as error:
-            logger.info("this peer leads with what it knew before: %s", error)
+            logger.info("cannot read the records, so this peer leads with those that it has: %s", error)
 
     async def look_again(self, *, is_due: bool = False) -> None:
         """Like :meth:`_look_around`, but rate-limited; with ``is_due`` wait until it is allowed, all in one look."""
@@ -341,7 +341,7 @@ class GroupLeader:
         if pending.position != self._roster.position():
             return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
         if pending.deadline == math.inf:
-            return RoundAborted("those who held places have all gone")
+            return RoundAborted("all peers that held places have gone")
         if own_id not in pending.joined:
             return self._not_here()
         late = self._view.expected().keys() - pending.joined.keys() - pending.absent

@@ -30,7 +30,7 @@ def bind(text: str = DEFAULT_ADDRESS) -> socket.socket:
         (family, _, _, _, place), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # the latter of a name with an empty or too long part
         why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ConfigError(f"--web {text}: {host!r} is no host of this machine: {why}") from error
+        raise ConfigError(f"--web {text}: {host!r} is not a host of this machine: {why}") from error
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -56,7 +56,7 @@ def _parsed(text: str) -> tuple[str, int]:
     elif ":" in host:
         host = ""  # IPv6 without brackets: the port may be a part of the address
     if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise ConfigError(f"--web {text!r} is no HOST:PORT; write for example --web {DEFAULT_ADDRESS}")
+        raise ConfigError(f"--web {text!r} is not HOST:PORT; write for example --web {DEFAULT_ADDRESS}")
     return host, int(port)
 
 

@@ -271,7 +271,7 @@ class BranchChoice:
         for peer_id in doubted:
             if now >= self._doubted_since[peer_id] + DOUBT_S:
                 self._doubted_since[peer_id] = math.inf
-                logger.warning("Peer %s says that the run is at step %d, and too few others do: it is not followed",
+                logger.warning("Peer %s claims that the run is at step %d, but too few others do: it is not followed",
                                peer_id, records[peer_id].position.step)  # fmt: skip
         self._shunned = {peer_id: until for peer_id, until in self._shunned.items() if until > now}
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}

@@ -420,7 +420,7 @@ class Collaboration:
                     max_bytes=AT_ONCE * 4 * numel,
                 )  # fmt: skip
             except (PeerError, Unavailable) as error:
-                logger.info("the steps since the state was loaded do not come from peer %s: %s", donor, error)
+                logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
                 if isinstance(error, ProtocolViolation):
                     self.tracker.shun(donor)
                 continue

@@ -109,7 +109,9 @@ class Contacts:
         self._asked_at = now
         answers = await asyncio.gather(*map(self._ask, self._tracker.branches.belief.recently_met(MAX_ASKED)))
         if any(answers):
-            logger.warning("The DHT shows no other peer of the run, but %d of its last rounds answer", sum(answers))
+            logger.warning(
+                "The DHT shows no other peer of the run, but %d of the peers of its last rounds answer", sum(answers)
+            )
         return any(answers)
 
     async def any_answers(self, peer_ids: Sequence[PeerId]) -> bool:

@@ -134,7 +134,7 @@ def _fault_of_statistic(name: str, value: Any, parameter: torch.Tensor) -> str:
     if name in _COUNTERS:
         number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         is_count = isinstance(number, (int, float)) and 0 <= number <= MAX_STEP
-        return "" if is_count else f"is {number!r}, which is no count"
+        return "" if is_count else f"is {number!r}, which is not a count"
     if not isinstance(value, torch.Tensor):
         return f"is {value!r}, not a tensor"
     if value.shape != parameter.shape or not value.is_floating_point():

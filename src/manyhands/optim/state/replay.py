@@ -279,7 +279,7 @@ async def _receive_means(stream: Stream, kept: KeptStep, plan_of_code: Callable[
         step = MissedStep(kept.manifest, plan, pieces, chunks)
         await run_to_end(step.mean)  # to know that it can be decoded: the donor may have made all of it up
     except BadEncoding as error:
-        raise ProtocolViolation(stream.remote, f"sent a step that cannot be: {readable(str(error))}") from error
+        raise ProtocolViolation(stream.remote, f"sent an invalid step: {readable(str(error))}") from error
     return step
 
 

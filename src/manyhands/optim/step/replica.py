@@ -311,7 +311,7 @@ class HostCopy:
         if pair := overlapping(self._model_parameters):
             one, other = (names_of(optimizer)[number] for number in pair)
             raise ConfigError(
-                f"{one} and {other} share memory, or lie across each other in it, and cannot both have a copy on the "
+                f"{one} and {other} share memory, or are interleaved in it, and cannot both have a copy on the "
                 "host; tie them by giving the modules one and the same Parameter, or use neither offload nor delay"
             )
         self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]

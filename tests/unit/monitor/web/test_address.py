@@ -22,7 +22,7 @@ def test_address_for_a_browser(text: str, url: str) -> None:
 @pytest.mark.parametrize("text", ["", "here", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:65536", "::1:8080", ":8080",
                                   "127.0.0.1:-1", "127.0.0.1:8080/page"])  # fmt: skip
 def test_what_is_no_address(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no HOST:PORT; write for example --web 127\.0\.0\.1:8080"):
+    with pytest.raises(ConfigError, match=r"is not HOST:PORT; write for example --web 127\.0\.0\.1:8080"):
         address.bind(text)
 
 
@@ -33,7 +33,7 @@ def test_host_that_is_not_of_this_machine() -> None:
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70 + ".example"])
 def test_name_that_no_host_can_have(host: str) -> None:
-    with pytest.raises(ConfigError, match="is no host of this machine"):
+    with pytest.raises(ConfigError, match="is not a host of this machine"):
         address.bind(f"{host}:8080")
 
 

@@ -58,8 +58,8 @@ def with_unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(given)
     if others := [url for url in urls if not is_archive(url)]:
         raise ConfigError(
-            f"dataset_url names an archive, and also {others[0]}, which is none; mirrors have the same files, so give "
-            "the addresses of archives alone, or of an index.json"
+            f"dataset_url names an archive, and also {others[0]}, which is not one; mirrors have the same files, so "
+            "give the addresses of archives alone, or of an index.json"
         )
     folder = unpacked(urls, given.get("cache_dir") or default_cache_dir())
     return {name: value for name, value in given.items() if name != "dataset_url"} | {"dataset_path": folder}

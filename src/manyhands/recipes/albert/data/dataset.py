@@ -215,7 +215,7 @@ def _files(split: Path) -> Iterable[Path]:
         return [split / file["filename"] for file in state["_data_files"]]
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{split} is no data that can be trained on: it has no {Path(error.filename).name}; name the folder that "
+            f"{split} is not data that can be trained on: it has no {Path(error.filename).name}; name the folder that "
             f"{PREPARE} makes, for example {DEFAULT_FOLDER / SAMPLES}"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -220,7 +220,7 @@ def index_url(url: str) -> str:
     """The address of an index, from its own address or that of its folder."""
     parts = urlsplit(url)
     if not parts.scheme:
-        raise ConfigError(f"dataset_url {url!r} is no address; for example http://203.0.113.7:8000/{INDEX}")
+        raise ConfigError(f"dataset_url {url!r} is not an address; for example http://203.0.113.7:8000/{INDEX}")
     if is_archive(url):
         raise ConfigError(
             f"{url} is an archive, and the address of an index.json is needed here; unpack it where the trainer is "
@@ -246,13 +246,13 @@ def read_index(found: bytes) -> Index:
     try:
         index = msgspec.json.decode(found, type=Index)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"it is no index.json of manyhands data prepare --shards ({error})") from error
+        raise ConfigError(f"it is not an index.json of manyhands data prepare --shards ({error})") from error
     if index.about.format != FORMAT:
         raise ConfigError(f"it has format {index.about.format}, and this version of manyhands reads format {FORMAT}")
     for shard in files_of(index):
         is_plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", shard.name)
         if not is_plain or not DIGEST.fullmatch(shard.sha256) or shard.num_bytes < 1:
-            raise ConfigError(f"it names a file that cannot be: {shard.name[:64]!r}")
+            raise ConfigError(f"it names an invalid file: {shard.name[:64]!r}")
     if not index.train or not index.validation:
         raise ConfigError("it has no files for training, or none for validation")
     return index

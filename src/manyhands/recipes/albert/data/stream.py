@@ -208,8 +208,8 @@ class ShardStream:
             if self._next is not None:
                 self._take()
                 return
-        self._warn(f"the next shard has not come ({self._why_not or 'it comes slowly'}); training goes on with those "
-                   "that were fetched before")  # fmt: skip
+        self._warn(f"the next shard has not come ({self._why_not or 'the transfer is slow'}); training goes on with "
+                   "those that were fetched before")  # fmt: skip
         self._use(self._cached()[0])
 
     def _cached(self) -> list[Path]:
@@ -235,7 +235,7 @@ class ShardStream:
                     self.data.fetcher.patience = None  # from now on there is something to train on
                     self._take()
                     return self._samples
-            logger.info("Waiting for the first shard, which comes slowly")
+            logger.info("Waiting for the first shard: the transfer is slow")
 
     def _take(self) -> None:
         assert self._next is not None

@@ -91,7 +91,7 @@ def digest_of_json(text: str) -> str:
     """
     description = json.loads(text)
     if not isinstance(description, dict):
-        raise ValueError("it is no JSON object")  # noqa: TRY004 (of what others sent)
+        raise ValueError("it is not a JSON object")  # noqa: TRY004 (of what others sent)
     for per_call in ("padding", "truncation"):
         description.pop(per_call, None)
     return hashlib.sha256(json.dumps(description, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
