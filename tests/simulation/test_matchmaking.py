@@ -188,6 +188,21 @@ def test_who_comes_after_a_leader_was_given_up_leads_nobody_back_to_it() -> None
     assert world["g"].took_s < AT_ONCE_S
 
 
+def test_a_leader_whose_round_failed_has_as_long_as_before_its_first_round_to_come_again() -> None:
+    """b came to the first round after a, and comes to the second one 0.9 s before it: after a pause, but in time."""
+    changes: dict[str, dict[str, object]] = {
+        "a": {"begins_s": 1.0, "pause_s": 0.9},
+        "b": {"begins_s": 1.1},
+    }
+    for change in changes.values():
+        change |= {"failures": 1, "attempts": 2, "gather_s": 1.0}
+    world = search(everybody("ab", **changes))
+    world.run()
+    for name in "ab":
+        assert world.members(name) == set("ab"), world[name].reasons
+        assert world[name].reasons == ["the round failed"]
+
+
 @pytest.mark.parametrize("haste_s", [0.2, 0.6, 1.5])
 def test_one_that_is_in_a_hurry_has_nobody_else_go_on_without_a_leader_that_is_a_little_later(haste_s: float) -> None:
     """b goes on soon, and leads for as long again; the others are patient for 6 s, and a comes 2 s after them."""
