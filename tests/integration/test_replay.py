@@ -183,7 +183,8 @@ LIES: dict[str, Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]]
     "2 members with the weights 1, -1$": with_weights(1.0, -1.0),
     "2 members with the weights 1, nan$": with_weights(1.0, math.nan),
     "2 members with the weights 1, inf$": with_weights(1.0, math.inf),
-    "no codec has code": lambda kept, pieces: (msgspec.structs.replace(kept, codec=99), pieces),
+    "no codec has code 99": lambda kept, pieces: (msgspec.structs.replace(kept, codec=99), pieces),
+    "no codec has code 1;": lambda kept, pieces: (msgspec.structs.replace(kept, codec=1), pieces),
 }
 
 
