@@ -42,6 +42,7 @@ class Seeker:
         gather_s: how long it waits for those whom it expects; ``matchmaking_time_s`` if that is None.
         part, is_other_part_better: of its roster.
         unread: peers whose records it has not read; it reads them when it looks again if ``appear``.
+        finding: a further search that a test has begun.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Seeker:
     is_other_part_better: bool = False
     unread: Iterable[str] = ()
     appear: bool = False
+    finding: asyncio.Task[None] | None = None
 
 
 @dataclass
