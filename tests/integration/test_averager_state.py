@@ -87,3 +87,13 @@ async def test_averagers_of_one_peer_hand_out_their_own_tensors() -> None:
             assert own[0].tolist() == [value, value]
             await close_all([newcomer])
         await close_all(donors)
+
+
+async def test_a_donor_whose_tensor_was_resized_says_so() -> None:
+    async with sim_peers(2) as (one, other):
+        donor = await join(one, tensors := [torch.ones(10)])
+        newcomer = await join(other, [torch.zeros(10)])
+        tensors[0].resize_(0)
+        with pytest.raises(Unavailable, match=f"{one.peer_id}: refused .*tensor 0 was"):
+            await load(newcomer)
+        await close_all([donor, newcomer])

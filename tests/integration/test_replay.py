@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -18,7 +19,7 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer, framed
-from manyhands.base.errors import ProtocolViolation
+from manyhands.base.errors import ProtocolViolation, Timeout
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.state import replay as replay_module
 from manyhands.optim.state.replay import (
@@ -162,6 +163,14 @@ def altered(pieces: list[bytes]) -> list[bytes]:
     return [bytes([pieces[0][0] ^ 1]) + pieces[0][1:], *pieces[1:]]
 
 
+def with_weights(*weights: float) -> Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]:
+    def lie(kept: KeptStep, pieces: list[bytes]) -> tuple[KeptStep, list[bytes]]:
+        manifest = msgspec.structs.replace(kept.manifest, weights=list(weights))
+        return msgspec.structs.replace(kept, manifest=manifest), pieces
+
+    return lie
+
+
 LIES: dict[str, Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]] = {
     "not what was committed": lambda kept, pieces: (kept, altered(pieces)),
     "sent a step from": lambda kept, pieces: (
@@ -170,7 +179,12 @@ LIES: dict[str, Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]]
     ),
     "in a vector of": lambda kept, pieces: (msgspec.structs.replace(kept, stops=[[5], [4]]), pieces),
     "is not finite": undecodable,
-    "no codec has code": lambda kept, pieces: (msgspec.structs.replace(kept, codec=99), pieces),
+    "2 members with the weights 1$": with_weights(1.0),
+    "2 members with the weights 1, -1$": with_weights(1.0, -1.0),
+    "2 members with the weights 1, nan$": with_weights(1.0, math.nan),
+    "2 members with the weights 1, inf$": with_weights(1.0, math.inf),
+    "no codec has code 99": lambda kept, pieces: (msgspec.structs.replace(kept, codec=99), pieces),
+    "no codec has code 1;": lambda kept, pieces: (msgspec.structs.replace(kept, codec=1), pieces),
 }
 
 
@@ -191,6 +205,31 @@ async def test_a_donor_that_lies_is_named(reason: str) -> None:
         liar.endpoint.accept_bulk(STREAM_KIND, lie)
         with pytest.raises(ProtocolViolation, match=reason):
             await fetched(newcomer, liar, START)
+
+
+async def test_a_donor_that_sends_each_step_just_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run() as (donors, newcomer):
+        slow = donors[0]
+        with slow.server.following(newcomer.peer_id):
+            await make_steps(donors, 1)
+        kept, pieces = slow.keeper._steps[0]
+        monkeypatch.setattr(replay_module, "STALL_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(replay_module, "MIN_BYTES_PER_S", 100 * NUMEL)
+
+        async def dawdle(remote: object, header: bytes, stream: Stream) -> None:
+            position = START
+            await stream.send(framed(ReplayAnswer(20, is_current=True)))
+            for _ in range(20):
+                told = msgspec.structs.replace(kept, manifest=msgspec.structs.replace(kept.manifest, position=position))
+                await stream.send(framed(told), *(piece.numpy().tobytes() for piece in pieces))
+                position = position.after(told.manifest)
+                await asyncio.sleep(0.2)
+            await stream.wait_closed()
+
+        slow.endpoint.refuse_bulk(STREAM_KIND)
+        slow.endpoint.accept_bulk(STREAM_KIND, dawdle)
+        with pytest.raises(Timeout, match="keeps"):
+            await fetched(newcomer, slow, START, max_bytes=8 * NUMEL)
 
 
 async def test_a_step_that_was_averaged_again_arrives_too() -> None:

@@ -38,10 +38,11 @@ class Seeker:
         guest_of: to whom it is connected before.
         holds_s: when it begins to hold a place; None if it does not.
         gives_up_s: until when it holds it; until it looks, if that is None.
-        failures: so many of its rounds fail, and it looks again.
+        failures: so many of its rounds fail, and it looks again ``pause_s`` later.
         gather_s: how long it waits for those whom it expects; ``matchmaking_time_s`` if that is None.
         part, is_other_part_better: of its roster.
         unread: peers whose records it has not read; it reads them when it looks again if ``appear``.
+        finding: a further search that a test has begun.
     """
 
     name: str
@@ -60,11 +61,13 @@ class Seeker:
     holds_s: float | None = None
     gives_up_s: float | None = None
     failures: int = 0
+    pause_s: float = 0.0
     gather_s: float | None = None
     part: bytes = b""
     is_other_part_better: bool = False
     unread: Iterable[str] = ()
     appear: bool = False
+    finding: asyncio.Task[None] | None = None
 
 
 @dataclass
@@ -175,6 +178,7 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
                     await asyncio.sleep(ROUND_S)
                     seeker.reasons.append("the round failed")
                     raise RoundAborted(seeker.reasons[-1])
+                await asyncio.sleep(seeker.pause_s)
                 continue
             with matchmaker.in_round(seeker.group):
                 await asyncio.sleep(ROUND_S)

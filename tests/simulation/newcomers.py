@@ -42,6 +42,7 @@ class Run:
     Attributes:
         contributed_at_s: when the first step with samples of the newcomer was made, from its begin on; None if never.
         joined_at: where the newcomer was when it had joined.
+        compared_at: where its parameters are compared with the others' then; None if nowhere.
         contributors: of each step, by the step that it led to.
         digests: of the state after each step, of all peers that were seen there.
     """
@@ -49,6 +50,7 @@ class Run:
     swarm: Swarm
     contributed_at_s: float | None = None
     joined_at: Position = field(default_factory=lambda: Position(0, b""))
+    compared_at: Position | None = None
     is_over: bool = False
     contributors: dict[int, list[str]] = field(default_factory=dict)
     digests: dict[int, set[str]] = field(default_factory=dict)
@@ -85,6 +87,7 @@ def joined(codec: str, num_steps: float, until_s: float = 110.0, **options: Any)
 
     def join(member: Member) -> None:
         run.joined_at = member.optimizer._replica.position
+        run.compared_at = member.optimizer._collaboration._drift._position
         run.train(member, until_s)
 
     for name in TRAINERS:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Group, Position
 from manyhands.testing import World, at, between
-from tests.simulation.groups import AT_ONCE_S, CONFIG, ROUND_S, Seeker, everybody, search
+from tests.simulation.groups import AT_ONCE_S, CONFIG, ROUND_S, START, Search, Seeker, everybody, search
 from tests.simulation.rounds import start_rounds
 from tests.sweeps import few_of
 
@@ -186,6 +186,21 @@ def test_who_comes_after_a_leader_was_given_up_leads_nobody_back_to_it() -> None
         assert world.members(name) == set("bcdefg"), world[name].reasons
         assert world[name].reasons == []
     assert world["g"].took_s < AT_ONCE_S
+
+
+def test_a_leader_whose_round_failed_has_as_long_as_before_its_first_round_to_come_again() -> None:
+    """b came to the first round after a, and comes to the second one 0.9 s before it: after a pause, but in time."""
+    changes: dict[str, dict[str, object]] = {
+        "a": {"begins_s": 1.0, "pause_s": 0.9},
+        "b": {"begins_s": 1.1},
+    }
+    for change in changes.values():
+        change |= {"failures": 1, "attempts": 2, "gather_s": 1.0}
+    world = search(everybody("ab", **changes))
+    world.run()
+    for name in "ab":
+        assert world.members(name) == set("ab"), world[name].reasons
+        assert world[name].reasons == ["the round failed"]
 
 
 @pytest.mark.parametrize("haste_s", [0.2, 0.6, 1.5])
@@ -421,3 +436,34 @@ def test_who_is_called_away_as_its_group_closes_is_in_one_of_the_two(first_ms: i
             for other in world.members(name):
                 assert world.members(other) == world.members(name), f"{other} is not in the group that {name} has"
         assert world["d"].took_s < AT_ONCE_S
+
+
+def test_who_is_called_away_before_its_leader_has_come_to_the_position_gets_no_place_there() -> None:
+    """b is in a round with x, after which c and d wait for it; a calls c about when that round ends."""
+    there = Position(1, b"after the round")
+    waits = {name: {"begins_s": 1.2, "position": there, "knows": knows} for name, knows in (("c", "bd"), ("d", "bc"))}
+    for ahead_ms in range(1460, 1520, 4):
+        calls = {"begins_s": ahead_ms / 1000, "position": there, "knows": "c"}
+        rounds = {"b": {"knows": "x"}, "x": {"knows": "b"}}
+        world = search(everybody("abcdx", a=calls, **waits, **rounds), seed=ahead_ms)
+        next_groups: list[Group] = []
+        world.world.loop.call_at(1.4, lead_next_round, world, next_groups)
+        world.run(40.0)
+        (led,) = next_groups
+        if led.rank_of(world.ids["c"]) is not None:
+            assert world["c"].group == led, f"called at {ahead_ms} ms, c is in two groups"
+
+
+def lead_next_round(world: Search, groups: list[Group]) -> None:
+    """Have b look for its next group, with c and d, as soon as it has made its first round."""
+    leader, loop = world["b"], world.world.loop
+    if leader.roster.at == START:
+        loop.call_later(0.002, lead_next_round, world, groups)
+        return
+
+    async def find() -> None:
+        assert leader.matchmaker is not None
+        groups.append(await leader.matchmaker.find_group(1.0, 0))
+
+    leader.roster.others = {world.ids[name]: False for name in "cd"}
+    leader.finding = loop.create_task(find())

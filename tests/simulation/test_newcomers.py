@@ -25,6 +25,7 @@ def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five
     newcomer = run.swarm.members[NEWCOMER].optimizer
     peer_id = run.swarm.world.identity(NEWCOMER).peer_id
     assert run.joined_at.step >= 2 + 5
+    assert run.compared_at == run.joined_at
     assert newcomer.statistics.states_loaded == 1
     assert peer_id in run.contributors[run.joined_at.step + 1]
     assert all(len(digests) == 1 for digests in run.digests.values())

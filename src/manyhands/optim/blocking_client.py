@@ -59,36 +59,41 @@ class BlockingRunClient:
         """
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
-            state = self._catch_up()
-            place = self._replica.position, self._replica.lineage_samples
-            self._call("joining the run", self._collaboration.move_elsewhere, *place, state)
-            self.tell()  # the steps made since the state, if there are any
+            has_loaded = self._catch_up()
+            if not has_loaded:
+                self.moved_elsewhere()
+                self.tell()
             self._call("joining the run", self._collaboration.tracker.start)
         except BaseException:
             self.leave()
             raise
-        return state is not None
+        return has_loaded
 
-    def _catch_up(self) -> State | None:
+    def _catch_up(self) -> bool:
+        """Load the state of the best branch, and make the steps since; returns whether a state was loaded."""
         failures: list[Unavailable] = []
+        has_loaded = False
         called_by, phase, collaboration = self._peer.time() + CALLED_WITHIN_S, "joining the run", self._collaboration
         while not self._call(phase, collaboration.tracker.is_on_best_branch):
             must_be_called_on = self._call(phase, collaboration.must_be_called_on)
             try:
                 state = self._download()
                 self._restore(state)
+                has_loaded = True
+                self.moved_elsewhere(state)
+                self.tell()  # before the steps since, after which this peer is compared with the others
                 self._run(collaboration.tracker.look(), phase)
                 for step in self.missed_steps():
                     self.replay(step)
             except Unavailable as error:
                 failures.append(error)
             else:
-                return state
+                return True
             if len(failures) >= JOIN_ATTEMPTS and not (must_be_called_on and self._peer.time() < called_by):
                 raise failures[0]  # it names all peers that were asked; later attempts skip those without news
             self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
             self._run(collaboration.tracker.look(), phase)
-        return None
+        return has_loaded
 
     def leave(self) -> None:
         """Leave the run; the peer stays."""

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from manyhands.averaging.codecs import CODECS, INT4, INT8, NONE, BadEncoding
+from manyhands.averaging.codecs import CODECS, INT4, INT8, NONE, NONE_FLOAT64, BadEncoding
 from manyhands.averaging.config import AUTO, CODEC_NAMES, AveragingConfig
 from manyhands.averaging.matchmaking.admission import allowed_codec, chosen_codec
 from manyhands.base.errors import ConfigError
@@ -41,6 +41,8 @@ def test_a_leader_may_not_choose_another_codec_than_the_run_has() -> None:
         allowed_codec(NONE.name, INT4.code)
     with pytest.raises(BadEncoding, match="no codec has code 200"):
         allowed_codec(AUTO, 200)
+    with pytest.raises(BadEncoding, match="no codec has code 1"):
+        allowed_codec(AUTO, NONE_FLOAT64.code)  # it would decode vectors of float32 to other sizes
 
 
 def test_an_unknown_codec_is_named() -> None:

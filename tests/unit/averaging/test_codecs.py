@@ -220,9 +220,8 @@ def test_names_and_codes_stay() -> None:
         "int8": 4,
         "int4": 5,
     }
-    for codec in ALL:
-        assert codec_of_code(codec.code) is codec
     for name, codec in CODECS.items():
+        assert codec_of_code(codec.code) is codec
         assert codec_named(name) is codec
     with pytest.raises(ConfigError, match="codec 'zip' is unknown; one of none, fp16"):
         codec_named("zip")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -98,6 +99,18 @@ def test_an_optimizer_that_raises_spoils_only_what_was_in_the_average(is_left_ou
     assert parameter.tolist() == [1.0, 1.0]
     if is_left_out:
         assert torch.equal(step.contribution.mean_N, OWN_N)
+
+
+def test_a_schedule_has_no_users_warning_shown_again() -> None:
+    """Whoever changes the filters of warnings, if only for a moment, has Python forget which ones it has shown."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+    replica = Replica(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            warnings.warn("of a user", UserWarning, stacklevel=1)
+            replica.advance(AVERAGE_N.clone(), Averaged(None, b"there", 16))
+    assert [str(warning.message) for warning in shown] == ["of a user"]
 
 
 @pytest.mark.parametrize("is_left_out", [False, True])

@@ -18,7 +18,7 @@ INT4 = Int4()
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (NONE, FP16, BF16, INT8, INT4)}
 """Codecs that a user may choose; ``none`` also stands for float64 where the vector is float64."""
-_BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*CODECS.values(), NONE_FLOAT64)}
+_BY_CODE: dict[int, Codec] = {codec.code: codec for codec in CODECS.values()}
 
 
 def codec_named(name: str) -> Codec:
@@ -35,12 +35,12 @@ def codec_named(name: str) -> Codec:
 
 
 def codec_of_code(code: int, setting: str = "") -> Codec:
-    """The codec that a peer named.
+    """The codec that a peer chose for a vector; no peer chooses that of float64, which follows from the vector.
 
     Args:
         setting: this peer's own, which has the numbers of a sparse one.
     Raises:
-        BadEncoding: no codec has this code.
+        BadEncoding: no codec that can be chosen has this code.
     """
     if code == Sparse.code and setting.startswith(f"{SPARSE}-"):
         return sparse_named(setting)

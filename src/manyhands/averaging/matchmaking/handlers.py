@@ -115,6 +115,7 @@ class MatchmakingHandlers:
         self._group_leader = group_leader
         self._state = state
         self._config = config
+        self._coming: dict[PeerId, JoinRequest] = {}  # requests that were not given a place yet
         self.on_called_ahead: list[Callable[[], None]] = []
         endpoint.handle(JOIN, self._on_join)
         endpoint.handle(LEAVE, self._on_leave)
@@ -186,9 +187,29 @@ class MatchmakingHandlers:
         return InviteResponse(redirect.leader, redirect.leader_addresses)
 
     def _on_leave(self, remote: PeerId, request: LeaveRequest) -> LeaveResponse:
+        if self._coming.pop(remote, None) is not None:
+            return LeaveResponse()  # it gets no place
         return LeaveResponse(is_too_late=not self._group_leader.let_go(remote, request.position))
 
     async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
+        self._coming[remote] = request
+        try:
+            await self._check_join(remote, request)
+            if self._coming.get(remote) is not request:  # it has left meanwhile, or asked again
+                return JoinResponse()
+        finally:
+            if self._coming.get(remote) is request:
+                del self._coming[remote]
+        if self._state.following is not None:
+            return self._group_leader.redirect(self._state.following)
+        self._endpoint.learn(remote, readable_addresses(request.member.addresses))
+        self._call(is_early=request.is_early)
+        if request.is_early:
+            return await self._group_leader.reserve(remote, request.expects)
+        return await self._group_leader.take_in(request)
+
+    async def _check_join(self, remote: PeerId, request: JoinRequest) -> None:
+        """Refuse a peer that may not join a group here, once this peer has come to its position."""
         await self._catch_up(request.position)
         me, is_client, here = self._endpoint.peer_id, self._endpoint.client_mode, self._roster.position()
         try:
@@ -201,13 +222,6 @@ class MatchmakingHandlers:
         await self._check_part(remote, request.recent_rounds)
         if self._roster.position() != here:  # it took a while
             check_join(me, is_client, self._run_fingerprint, self._roster.position(), remote, request)
-        if self._state.following is not None:
-            return self._group_leader.redirect(self._state.following)
-        self._endpoint.learn(remote, readable_addresses(request.member.addresses))
-        self._call(is_early=request.is_early)
-        if request.is_early:
-            return await self._group_leader.reserve(remote, request.expects)
-        return await self._group_leader.take_in(request)
 
     def _call(self, *, is_early: bool) -> None:
         if not is_early:

@@ -214,14 +214,13 @@ class GroupLeader:
     async def take_in(self, request: JoinRequest) -> JoinResponse:
         """Give another peer a place; wait for the outcome."""
         now, member, position = asyncio.get_running_loop().time(), request.member, self._roster.position()
-        if self._called is None or self._called[0] != position:
-            self._called = (
-                position,
-                now,
-            )  # all count from the first call, so that equally patient peers leave together
-        patience_s = min(max(LEADER_S, request.gather_s or math.inf), self._config.matchmaking_time_s)
-        due, pending = self._called[1] + patience_s, self.pending
-        if now >= due and not (pending is not None and self._endpoint.peer_id in pending.joined):
+        due, pending = math.inf, self.pending
+        if pending is None or self._endpoint.peer_id not in pending.joined:  # this peer has not come itself
+            if self._called is None or self._called[0] != position:
+                self._called = position, now  # all count from the first call: equally patient peers leave together
+            patience_s = min(max(LEADER_S, request.gather_s or math.inf), self._config.matchmaking_time_s)
+            due = self._called[1] + patience_s
+        if now >= due:
             raise self._not_here()
         pending = self.open()
         if member.peer_id not in pending.joined and self._is_full(pending):

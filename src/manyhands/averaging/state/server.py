@@ -30,7 +30,7 @@ from manyhands.averaging.state.content import (
     with_digests,
 )
 from manyhands.base.deadline import time_limit, wait_at_most, while_moving
-from manyhands.base.errors import PeerLost, ProtocolViolation
+from manyhands.base.errors import ConfigError, PeerLost, ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
@@ -126,7 +126,7 @@ class StateServer:
     """Serves this peer's state to others.
 
     Args:
-        capture: copies the current state; called on an executor thread.
+        capture: copies the current state; called on an executor thread. If it raises ``ConfigError``, newcomers are told.
         position: of this peer.
         recent_rounds: of its last steps in a grid.
         kind: of the streams; a peer has one server for each.
@@ -195,7 +195,12 @@ class StateServer:
                 counting.callback(self._serving.discard, remote)
                 if not request.is_onlooker:
                     counting.enter_context(self.following(remote, is_late=request.is_late))
-                snapshot = await self._current()
+                try:
+                    snapshot = await self._current()
+                except ConfigError as error:  # a user has resized a tensor, say
+                    await send_moving(stream, framed(StateAnswer(reason=str(error))))
+                    await stream.close(STALL_TIMEOUT_S)
+                    return
                 async with time_limit(longest_s(snapshot.state.header), f"handing the state out to peer {remote}"):
                     await self._serve(stream, snapshot)
         await stream.close(STALL_TIMEOUT_S)

@@ -22,7 +22,8 @@ from manyhands.access.gate import RunGate
 from manyhands.averaging.allreduce.means import Means, again, digest_of, digest_of_all
 from manyhands.averaging.codecs import BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
-from manyhands.averaging.messages import Count, Position, RoundManifest
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest
+from manyhands.averaging.state.content import MAX_CONTRIBUTORS
 from manyhands.averaging.state.server import (
     MAX_DOWNLOADS,
     MIN_BYTES_PER_S,
@@ -250,17 +251,29 @@ async def fetch_steps(
         async with time_limit(OPENING_S, f"asking peer {donor} for the steps since {position.step}"):
             answer = await _receive(stream, ReplayAnswer)
         steps: list[MissedStep] = []
-        for _ in range(answer.num_steps):
-            if sum(step.num_bytes for step in steps) >= max_bytes:
-                raise ProtocolViolation(donor, f"sent more steps than have {max_bytes} bytes")
-            kept = await _receive(stream, KeptStep)
-            if kept.manifest.position != position:
-                raise ProtocolViolation(donor, f"sent a step from {kept.manifest.position}, in place of {position}")
-            steps.append(await _receive_means(stream, kept, plan_of_code))
-            position = position.after(kept.manifest)
+        limit_s = STALL_TIMEOUT_S + 2 * max_bytes / MIN_BYTES_PER_S  # the last step may go beyond
+        async with time_limit(limit_s, f"the steps that peer {donor} keeps"):
+            for _ in range(answer.num_steps):
+                if sum(step.num_bytes for step in steps) >= max_bytes:
+                    raise ProtocolViolation(donor, f"sent more steps than have {max_bytes} bytes")
+                kept = await _receive(stream, KeptStep)
+                _check_manifest(donor, kept.manifest, position)
+                steps.append(await _receive_means(stream, kept, plan_of_code))
+                position = position.after(kept.manifest)
         return steps, answer.is_current
     finally:
         endpoint.release(stream)
+
+
+def _check_manifest(donor: PeerId, manifest: RoundManifest, position: Position) -> None:
+    """Check that a step begins at a position, and that samples can be counted by it."""
+    if manifest.position != position:
+        raise ProtocolViolation(donor, f"sent a step from {manifest.position}, in place of {position}")
+    num_members, weights = len(manifest.members), manifest.weights
+    are_sound = all(0 <= weight <= MAX_SUM_WEIGHT for weight in weights)
+    if not (are_sound and len(weights) == num_members <= MAX_CONTRIBUTORS):
+        told = ", ".join(f"{weight:g}" for weight in weights[:8])
+        raise ProtocolViolation(donor, f"sent a step of {num_members} members with the weights {told}")
 
 
 async def _receive_means(stream: Stream, kept: KeptStep, plan_of_code: Callable[[int], Plan]) -> MissedStep:

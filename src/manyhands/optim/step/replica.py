@@ -159,11 +159,14 @@ class Replica:
         return reason
 
     def _advance_schedule(self, *, has_stepped: bool) -> None:
-        if self.scheduler is not None:
-            with warnings.catch_warnings():
-                if not has_stepped:  # torch warns of a schedule that moves before the parameters have moved once
-                    warnings.simplefilter("ignore", UserWarning)
-                self.scheduler.step()
+        if self.scheduler is None:
+            return
+        if has_stepped:
+            self.scheduler.step()
+            return
+        with warnings.catch_warnings():  # torch warns of a schedule that moves before the parameters have moved once
+            warnings.simplefilter("ignore", UserWarning)
+            self.scheduler.step()
 
     def flat_parameters(self) -> torch.Tensor:
         """A copy of the trained parameters as one float32 vector on the host; safe to call from any thread."""
