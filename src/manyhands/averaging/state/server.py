@@ -126,7 +126,7 @@ class StateServer:
     """Serves this peer's state to others.
 
     Args:
-        capture: copies the current state; called on an executor thread. If it raises ``ConfigError``, newcomers are told.
+        capture: copies the current state, on an executor thread; newcomers are told if it raises ``ConfigError``.
         position: of this peer.
         recent_rounds: of its last steps in a grid.
         kind: of the streams; a peer has one server for each.
