@@ -424,7 +424,7 @@ class Collaboration:
                 if isinstance(error, ProtocolViolation):
                     self.tracker.shun(donor)
                 continue
-            if steps or is_current:
+            if steps or (is_current and num_due == 1):  # else it lies, or lags: another may have them
                 return steps[:num_due]
         return []
 

@@ -131,7 +131,11 @@ class StepKeeper:
             return
         if manifest.position.group_key or not (means.is_again or means.chunks):  # a grid's, or no means were sent
             return
-        lasting = await run_to_end(means.lasting)
+        try:
+            lasting = await run_to_end(means.lasting)
+        except MemoryError:  # the newcomer loads the state again; the round of this peer has committed
+            self._forget()
+            return
         stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
         self._steps.append((KeptStep(manifest, means.codec, means.is_again, stops), lasting.pieces))
         while sum(piece.numel() for _, pieces in self._steps for piece in pieces) > self._server.state_bytes:
