@@ -26,7 +26,11 @@ def accelerate_is_as_before() -> Iterator[None]:
 
 
 def train(
-    num_accumulated: int, num_samples: int, *, is_counted: bool = False
+    num_accumulated: int,
+    num_samples: int,
+    *,
+    is_counted: bool = False,
+    local_steps: manyhands.LocalSteps | None = None,
 ) -> tuple[manyhands.Optimizer, torch.nn.Module]:
     """The loop of accelerate's documentation."""
     generator = torch.Generator().manual_seed(1)
@@ -37,6 +41,7 @@ def train(
         optimizer = manyhands.Optimizer(
             torch.optim.SGD(plain.parameters(), lr=0.1), peer=peer, run_id="accelerate",
             target_batch_size=2 * BATCH_SIZE, batch_size_per_step=BATCH_SIZE, averaging=AVERAGING, progress=FAST,
+            local_steps=local_steps,
         )  # fmt: skip
         loader = torch.utils.data.DataLoader(data, batch_size=BATCH_SIZE)
         model, prepared, loader = accelerator.prepare(plain, optimizer, loader)
@@ -55,6 +60,27 @@ def test_without_accumulation_every_sample_counts() -> None:
     optimizer, _ = train(1, 8 * BATCH_SIZE)
     assert optimizer.statistics.samples_used == 8 * BATCH_SIZE
     assert optimizer.global_step == 4
+
+
+def test_each_counted_batch_is_a_local_step() -> None:
+    """A peer alone makes the steps of plain SGD; those since the last average are in the model as well."""
+    num_samples = 5 * BATCH_SIZE
+    optimizer, model = train(1, num_samples, is_counted=True, local_steps=manyhands.LocalSteps())
+    assert optimizer.statistics.samples_computed == num_samples
+    expected = new_model()
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for inputs in torch.randn(num_samples, 5, generator=torch.Generator().manual_seed(1)).split(BATCH_SIZE):
+        expected(inputs).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    for value, right in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(value, right, atol=1e-5, rtol=0)
+
+
+def test_accumulation_is_refused_with_local_steps() -> None:
+    """Each of the batches would be a step, three times as many as were asked for."""
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=3 does not work with local_steps.*3 times as"):
+        train(3, 4 * BATCH_SIZE, is_counted=True, local_steps=manyhands.LocalSteps())
 
 
 @pytest.mark.parametrize("num_accumulated", [1, 3])

@@ -191,6 +191,13 @@ def test_what_the_trainer_shows_is_of_global_steps(tmp_path: Path, caplog: pytes
     assert lines[at + 3].startswith("Local loss: 4.")
 
 
+def test_accumulation_is_refused_with_local_steps(tmp_path: Path) -> None:
+    with peers(1) as (peer,):
+        trainer = made(tmp_path, gradient_accumulation_steps=2)
+        with pytest.raises(ConfigError, match="gradient_accumulation_steps=2 does not work with local_steps"):
+            CollaborativeCallback(trainer, peer=peer, **OPTIONS, local_steps=manyhands.LocalSteps())
+
+
 def plain_loss(trainer: transformers.Trainer) -> float:
     with torch.no_grad():
         samples = trainer.train_dataset

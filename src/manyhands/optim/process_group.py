@@ -328,6 +328,11 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         if self.leader is not None:
             self.leader.close()
 
+    @property
+    def makes_local_steps(self) -> bool:
+        """As of :class:`Optimizer`; False on other ranks than 0."""
+        return self.leader is not None and self.leader.makes_local_steps
+
     def state_dict(self) -> dict[str, Any]:
         """On rank 0, which may call it alone, as in :class:`manyhands.Optimizer`; on the others there is no state.
 

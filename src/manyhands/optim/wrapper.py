@@ -17,6 +17,19 @@ PARTS = ("state", "param_groups")
 PLACE_PARTS = ("step", "lineage", "lineage_samples", "scheduler")
 
 
+def check_accumulation(num_batches: int, *, makes_local_steps: bool) -> None:
+    """Check a library's setting of how many batches make one step.
+
+    Raises:
+        ConfigError: it is not 1, and each batch is a step of this peer.
+    """
+    if makes_local_steps and num_batches != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={num_batches} does not work with local_steps, where each batch is a step of "
+            f"this peer alone: leave it out, and make the batches {num_batches} times as large"
+        )
+
+
 class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     """Shows the groups and the state of another optimizer as its own.
 
@@ -31,6 +44,11 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._next_batch: tuple[int, float | None] | None = None
+
+    @property
+    def makes_local_steps(self) -> bool:
+        """Whether each call of ``step()`` changes the parameters of this peer; see ``local_steps``."""
+        return False
 
     def wrap(self, replica: Replica) -> None:
         """Show the groups and state of a replica from now on."""

@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
         raise
     raise MissingExtra("manyhands.training.accelerate", "albert") from error
 
-from manyhands.optim.wrapper import OptimizerWrapper
+from manyhands.optim.wrapper import OptimizerWrapper, check_accumulation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,8 +43,11 @@ def counted(loader: Iterable[T], optimizer: Any, accelerator: Accelerator) -> It
     Args:
         loader: returned by ``accelerator.prepare``.
         optimizer: a :class:`manyhands.Optimizer` or :class:`manyhands.ProcessGroupOptimizer`, prepared or not.
+    Raises:
+        ConfigError: the accelerator accumulates, and the optimizer makes local steps.
     """
     inner: OptimizerWrapper = optimizer if isinstance(optimizer, OptimizerWrapper) else optimizer.optimizer
+    check_accumulation(accelerator.gradient_accumulation_steps, makes_local_steps=inner.makes_local_steps)
     if accelerator.gradient_accumulation_steps != 1:
         logger.info(
             "gradient_accumulation_steps=%d is set to 1: the optimizer accumulates by itself, until all peers together "

@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 from manyhands.optim.account import checked_name
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.process_group import ProcessGroupOptimizer
-from manyhands.optim.wrapper import OptimizerWrapper
+from manyhands.optim.wrapper import OptimizerWrapper, check_accumulation
 from manyhands.training.report import AccountPublisher, report_step
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ class CollaborativeCallback(transformers.TrainerCallback):
     def __init__(self, trainer: Any, *, name: str | None = None, **options: Any) -> None:
         shown_name = checked_name(name) if name is not None else ""
         check_arguments(trainer)
+        is_local = getattr(trainer.optimizer, "makes_local_steps", options.get("local_steps") is not None)
+        check_accumulation(trainer.args.gradient_accumulation_steps, makes_local_steps=is_local)
         self.optimizer = self._optimizer_of(trainer, options)
         self._account = (
             AccountPublisher(leader, shown_name, str(trainer.args.device), weight_unit="tokens")
