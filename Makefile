@@ -12,7 +12,7 @@ BUILD_TOOLS := pip hatchling editables
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
 
-install: $(VENV)/.installed  ## make .venv and install manyhands[albert] into it (PYTHON=... names a Python)
+install: $(VENV)/.installed  ## make .venv and install manyhands into it, with its recipe, page and plots (PYTHON=... names a Python)
 
 demo: $(VENV)/.installed  ## train one ALBERT on several peers of this machine (ARGS='--peers 3 --steps 8')
 	$(VENV)/bin/manyhands demo $(ARGS)
@@ -68,7 +68,7 @@ constraints: $(VENV)/.installed  ## resolve constraints.txt anew; torch stays, c
 	build/constraints/venv/bin/python -m pip install -q uv
 	@cd build/constraints; grep '^torch==' ../../constraints.txt >torch.txt; printf '%s\n' $(BUILD_TOOLS) >tools.txt
 	build/constraints/venv/bin/uv pip compile -q --universal --python-version 3.10 --no-annotate --no-header \
-	  --constraint build/constraints/torch.txt --extra albert --group dev --group bench --group docs \
+	  --constraint build/constraints/torch.txt --extra albert --extra plot --extra web --group dev --group bench --group docs \
 	  pyproject.toml build/constraints/tools.txt >build/constraints/pins.txt
 	@# torch depends on the exact CUDA packages that it was built with, and CPU builds on none: not ours to pin
 	@{ grep '^#' constraints.txt; grep -v -E '^(nvidia|cuda|triton)' build/constraints/pins.txt | sed 's/+cpu//'; } \
@@ -83,7 +83,7 @@ clean:  ## remove all that make made, .venv too
 $(VENV)/.installed: pyproject.toml constraints.txt | $(PY)
 	@echo "installing into $(VENV); the first time takes minutes, torch is large"
 	@$(PIP) $(BUILD_TOOLS)
-	@$(PIP) --no-build-isolation -e '.[albert]'
+	@$(PIP) --no-build-isolation -e '.[albert,plot,web]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
