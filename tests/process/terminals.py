@@ -18,9 +18,11 @@ import psutil
 from tests.process.commands import PATIENCE_S
 
 TAKE_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Makes the terminal that of the session, so that Ctrl-C and closing it send their signals."""
+"""Makes the terminal that of the session, so that Ctrl-C and closing it send their signals, also if the tests were
+started with nohup, which ignores one of them."""
 
 CTRL_C, CTRL_Z = b"\x03", b"\x1a"
 
