@@ -1,7 +1,7 @@
 """Downloads a state from several donors at once, chunk by chunk.
 
 Each donor announces the digests of its chunks. Donors whose announcements agree hold the same state, bit by bit, and
-share the work: who is fast is asked for more. A chunk counts once its bytes match its digest, whoever sent it, so
+share the work: a fast one is asked for more. A chunk counts once its bytes match its digest, whoever sent it, so
 nothing is lost with a donor. Of donors that differ, as machines of unlike kinds do by rounding, the larger group is
 asked; the others are kept for the case that all of these fail.
 """
@@ -41,12 +41,13 @@ from manyhands.averaging.state.server import (
     StateAnswer,
     StateRequest,
     longest_s,
+    receive_framed,
 )
 from manyhands.base.deadline import time_limit, wait_at_most, while_moving
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
-from manyhands.rpc.frames import UNREADABLE, readable
+from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
@@ -493,19 +494,7 @@ def _content_of(header: StateHeader) -> StateHeader:
 
 async def receive_header(stream: Stream) -> tuple[StateHeader, StateAnswer]:
     """Receive what a donor sends first."""
-    prefix = bytearray(4)
-    await stream.receive_into(memoryview(prefix))
-    num_bytes = int.from_bytes(prefix, "big")
-    if num_bytes > MAX_HEADER_BYTES:
-        raise ProtocolViolation(stream.remote, f"the header of its state has {num_bytes} bytes")
-    encoded = bytearray(num_bytes)
-    await stream.receive_into(memoryview(encoded))
-    try:
-        answer = msgspec.msgpack.decode(encoded, type=StateAnswer)
-    except UNREADABLE as error:
-        raise ProtocolViolation(
-            stream.remote, f"the header of its state cannot be read: {readable(str(error))}"
-        ) from error
+    answer = await receive_framed(stream.receive_into, stream.remote, StateAnswer, MAX_HEADER_BYTES, "its state")
     if answer.header is None:
         raise Refused(stream.remote, FULL if answer.is_full else "no_state", readable(answer.reason))
     return answer.header, answer

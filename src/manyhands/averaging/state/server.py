@@ -13,9 +13,10 @@ import logging
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
@@ -34,12 +35,14 @@ from manyhands.base.errors import ConfigError, PeerLost, ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
-from manyhands.rpc.frames import UNREADABLE
+from manyhands.rpc.frames import UNREADABLE, readable
 from manyhands.runtime import TaskOwner
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 STREAM_KIND = "state/2"
 STALL_TIMEOUT_S = 20.0
@@ -290,6 +293,29 @@ def framed(answer: msgspec.Struct) -> bytes:
     """An answer on the wire, behind its length."""
     encoded = msgspec.msgpack.encode(answer)
     return len(encoded).to_bytes(4, "big") + encoded
+
+
+async def receive_framed(
+    receive_into: Callable[[memoryview], Awaitable[None]], remote: PeerId, kind: type[T], max_bytes: int, what: str
+) -> T:
+    """Receive what :func:`framed` made.
+
+    Args:
+        what: was asked for, for the error.
+    Raises:
+        ProtocolViolation: it is longer than ``max_bytes``, or cannot be read.
+    """
+    prefix = bytearray(4)
+    await receive_into(memoryview(prefix))
+    num_bytes = int.from_bytes(prefix, "big")
+    if num_bytes > max_bytes:
+        raise ProtocolViolation(remote, f"the header of {what} has {num_bytes} bytes")
+    encoded = bytearray(num_bytes)
+    await receive_into(memoryview(encoded))
+    try:
+        return msgspec.msgpack.decode(encoded, type=kind)
+    except UNREADABLE as error:
+        raise ProtocolViolation(remote, f"the header of {what} cannot be read: {readable(str(error))}") from error
 
 
 async def send_moving(stream: Stream, *buffers: bytes | memoryview) -> None:

@@ -10,16 +10,17 @@ has come to the position of the majority has applied the very means that the oth
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import torch
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.allreduce.means import Means, again, digest_of, digest_of_all
+from manyhands.averaging.allreduce.means import MAX_PIECES, Means, again, digest_of, digest_of_all
 from manyhands.averaging.codecs import BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest
@@ -31,6 +32,7 @@ from manyhands.averaging.state.server import (
     STALL_TIMEOUT_S,
     StateServer,
     framed,
+    receive_framed,
     send_moving,
 )
 from manyhands.base.deadline import time_limit, while_moving
@@ -42,15 +44,12 @@ from manyhands.rpc.frames import UNREADABLE, readable
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
-T = TypeVar("T", bound=msgspec.Struct)
-
 STREAM_KIND = "replay/1"
 OPENING_S = 2.0
 """Time for a donor to answer before the next one is asked."""
 KEPT_S = 10.0
 """Steps are kept for so long after the last download has ended: the newcomer may miss one more."""
 MAX_HEADER_BYTES = 1 << 20
-MAX_PIECES = 1 << 12
 MAX_CHUNKS = 1 << 15
 
 
@@ -251,16 +250,17 @@ async def fetch_steps(
     stream = await RunGate(endpoint, run_id).through(
         donor, OPENING_S, lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s)
     )
+    receive_into = functools.partial(_receive_into, stream)
     try:
         async with time_limit(OPENING_S, f"asking peer {donor} for the steps since {position.step}"):
-            answer = await _receive(stream, ReplayAnswer)
+            answer = await receive_framed(receive_into, donor, ReplayAnswer, MAX_HEADER_BYTES, "its steps")
         steps: list[MissedStep] = []
         limit_s = STALL_TIMEOUT_S + 2 * max_bytes / MIN_BYTES_PER_S  # the last step may go beyond
         async with time_limit(limit_s, f"the steps that peer {donor} keeps"):
             for _ in range(answer.num_steps):
                 if sum(step.num_bytes for step in steps) >= max_bytes:
                     raise ProtocolViolation(donor, f"sent more steps than have {max_bytes} bytes")
-                kept = await _receive(stream, KeptStep)
+                kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
                 _check_manifest(donor, kept.manifest, position)
                 steps.append(await _receive_means(stream, kept, plan_of_code))
                 position = position.after(kept.manifest)
@@ -311,22 +311,6 @@ def _chunks_of(stops: Sequence[Sequence[int]], numel: int) -> list[list[slice]]:
         raise BadEncoding(f"{len(bounds) - 1} chunks up to {bounds[-1]}, in a vector of {numel}")
     parts = (slice(*bound) for bound in itertools.pairwise(bounds))
     return [list(itertools.islice(parts, len(of_piece))) for of_piece in stops]
-
-
-async def _receive(stream: Stream, kind: type[T]) -> T:
-    prefix = bytearray(4)
-    await _receive_into(stream, memoryview(prefix))
-    num_bytes = int.from_bytes(prefix, "big")
-    if num_bytes > MAX_HEADER_BYTES:
-        raise ProtocolViolation(stream.remote, f"the header of a step has {num_bytes} bytes")
-    encoded = bytearray(num_bytes)
-    await _receive_into(stream, memoryview(encoded))
-    try:
-        return msgspec.msgpack.decode(encoded, type=kind)
-    except UNREADABLE as error:
-        raise ProtocolViolation(
-            stream.remote, f"the header of a step cannot be read: {readable(str(error))}"
-        ) from error
 
 
 async def _receive_into(stream: Stream, view: memoryview) -> None:
