@@ -60,12 +60,13 @@ def test_peers_have_equal_statistics_after_a_step_and_a_newcomer_gets_them(optio
         assert torch.equal(model.eval()(inputs), expected)
 
 
-def test_tensors_are_averaged_by_samples() -> None:
+def test_floats_are_averaged_by_samples_and_integers_are_those_of_the_largest_peer() -> None:
     with peers(2) as swarm:
         own = [torch.tensor([1.0, 10.0]), torch.tensor([4.0, 40.0])]
+        counts = [torch.tensor([1000, 7]), torch.tensor([2, 9])]
         trainers = [
-            Trainer(peer, "tensors", 12, extra_tensors={"seen": tensor})
-            for peer, tensor in zip(swarm, own, strict=True)
+            Trainer(peer, "tensors", 12, extra_tensors={"counts": counted, "seen": tensor})
+            for peer, tensor, counted in zip(swarm, own, counts, strict=True)
         ]
 
         def train(trainer: Trainer, num_batches: int) -> None:
@@ -76,6 +77,7 @@ def test_tensors_are_averaged_by_samples() -> None:
         in_threads([lambda: train(trainers[0], 1), lambda: train(trainers[1], 2)])
         assert torch.equal(*own)
         assert torch.allclose(own[0], torch.tensor([3.0, 30.0]))
+        assert counts[0].tolist() == counts[1].tolist() == [2, 9]
 
 
 def test_a_peer_without_the_tensors_of_the_run_is_refused() -> None:

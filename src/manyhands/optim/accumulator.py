@@ -98,7 +98,7 @@ class GradientAccumulator(Accumulator):
         super().__init__()
         self._parameters = list(parameters)
         self._extra = ExtraTensors() if extra is None else extra
-        self.layout = GradientLayout(self._parameters, self._extra.numel)
+        self.layout = GradientLayout(self._parameters, self._extra.shapes)
         self.weight = 0.0
         self._device = HOST
         self._mean: FlatGradients | None = None  # of the loss; undefined while the weight is 0

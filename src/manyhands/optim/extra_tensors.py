@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from manyhands.averaging.codecs import Chosen
 from manyhands.averaging.state.content import DTYPES_OF_STATES
 from manyhands.base.errors import ConfigError
 from manyhands.optim.flat import flattened
 
 MAX_INTEGER = 1 << 24
-"""Integers up to this are exact in float32, in which they are averaged."""
+"""Integers up to this are exact in float32, in which they travel."""
 
 
 class ExtraTensors:
-    """Averages tensors with each global step, weighted by samples.
+    """Has all peers agree on tensors with each global step.
 
-    Between two steps each peer changes its own: BatchNorm does so with each batch. With a step all peers get the mean,
-    which for integers is rounded. The values that were agreed on last are kept apart: they belong to the state of the
-    run, until the next step.
+    Between two steps each peer changes its own: BatchNorm does so with each batch. With a step all peers get the mean
+    by samples, and integers of the peer with the most samples. The values that were agreed on last are kept apart: they
+    belong to the state of the run, until the next step.
 
     Args:
         named: the tensors, which are written to.
@@ -27,7 +29,7 @@ class ExtraTensors:
     Attributes:
         agreed: the values at the last step, on the host.
         names: of each.
-        numel: of all together.
+        shapes: of the vector's parts: all floats, then all integers.
     Raises:
         ConfigError: a tensor cannot be averaged, or two have one name; names it.
     """
@@ -42,9 +44,13 @@ class ExtraTensors:
                 kind = f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
                 raise ConfigError(f"{name} is {kind}, which cannot be averaged; leave it out")
             if not tensor.is_floating_point() and tensor.numel() and int(tensor.long().abs().max()) > MAX_INTEGER:
-                raise ConfigError(f"{name} has integers above {MAX_INTEGER}, which a mean would change; leave it out")
+                raise ConfigError(f"{name} has integers above {MAX_INTEGER}, which float32 would change; leave it out")
         self.agreed = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
-        self.numel = sum(tensor.numel() for tensor in self._tensors)
+        self._in_order = sorted(range(len(named)), key=lambda at: not named[at][1].is_floating_point())
+        num_floats = sum(tensor.numel() for tensor in self.agreed_floats)
+        num_integers = sum(tensor.numel() for tensor in self.agreed) - num_floats
+        shapes = [(num_floats,), Chosen((num_integers,))]
+        self.shapes = [shape for shape in shapes if math.prod(shape)]
 
     @property
     def agreed_floats(self) -> list[torch.Tensor]:
@@ -52,16 +58,17 @@ class ExtraTensors:
         return [tensor for tensor in self.agreed if tensor.is_floating_point()]
 
     def contribution(self) -> torch.Tensor:
-        """This peer's values as a float32 vector of shape [numel], with the agreed ones where they are not finite."""
+        """This peer's values as a float32 vector, with the agreed ones where they are not finite."""
         if not self._tensors:
             return torch.empty(0)
-        own_N, agreed_N = flattened(self._tensors), flattened(self.agreed)
+        own_N, agreed_N = (flattened([those[at] for at in self._in_order]) for those in (self._tensors, self.agreed))
         return torch.where(own_N.isfinite(), own_N, agreed_N)
 
     def agree(self, mean_N: torch.Tensor) -> None:
-        """Take over the mean of all peers; :meth:`show` has the tensors follow."""
-        for agreed, values in zip(self.agreed, torch.split(mean_N, [one.numel() for one in self.agreed]), strict=True):
-            agreed.copy_((values if agreed.is_floating_point() else values.round()).view(agreed.shape))
+        """Take over the values of a step; :meth:`show` has the tensors follow."""
+        those = [self.agreed[at] for at in self._in_order]
+        for agreed, values in zip(those, torch.split(mean_N, [one.numel() for one in those]), strict=True):
+            agreed.copy_(_fitting(values, agreed.dtype).view(agreed.shape))
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
         """Take over the values of a state."""
@@ -79,6 +86,16 @@ class ExtraTensors:
         """Agree on the tensors' own values, as after a checkpoint was loaded."""
         for tensor, agreed in zip(self._tensors, self.agreed, strict=True):
             agreed.copy_(tensor)
+
+
+def _fitting(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values that a dtype can hold: what integers become outside their range differs from machine to machine."""
+    if dtype.is_floating_point:
+        return values
+    if dtype == torch.bool:
+        return values.round()
+    limits = torch.iinfo(dtype)
+    return values.round().clamp(max(limits.min, -MAX_INTEGER), min(limits.max, MAX_INTEGER))
 
 
 def extra_tensors_of(

@@ -15,39 +15,36 @@ PIECE = 1 << 20
 
 
 class GradientLayout:
-    """The layout of gradients in a flat vector: the parameters in order, one number for each of them, extra values.
+    """The layout of gradients in a flat vector: the parameters in order, one number for each of them, extra tensors.
 
     That number is the share of the weight whose loss used the parameter. So all peers agree on which parameters have a
     gradient at all, as opposed to a gradient of zero.
 
     Args:
         parameters: the trained ones.
-        num_extra: values of tensors beside them.
+        shapes_of_extra: of the tensors beside them, in one dimension each.
 
     Attributes:
         numel: N, the length of the vector.
         num_values: number of gradient values; after them come the shares.
+        shapes_of_rest: of the parts after the gradient values.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], num_extra: int = 0) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], shapes_of_extra: Sequence[Sequence[int]] = ()) -> None:
         self._shapes = [parameter.shape for parameter in parameters]
         self._sizes = [parameter.numel() for parameter in parameters]
         self.num_values = sum(self._sizes)
-        self._num_extra = num_extra
-        self.numel = self.num_values + len(self._sizes) + num_extra
+        self.shapes_of_rest = [[len(self._shapes)], *shapes_of_extra]
+        self._num_extra = sum(math.prod(shape) for shape in shapes_of_extra)
+        self.numel = self.num_values + len(self._sizes) + self._num_extra
 
     @property
     def shapes(self) -> list[Sequence[int]]:
         """Of the parts of the vector, in order."""
-        return [*self._shapes, *([size] for size in self.sizes_of_rest)]
-
-    @property
-    def sizes_of_rest(self) -> list[int]:
-        """Sizes of what follows the gradient values: the shares, and extra values if there are any."""
-        return [len(self._shapes), *([self._num_extra] if self._num_extra else [])]
+        return [*self._shapes, *self.shapes_of_rest]
 
     def extra(self, flat_N: torch.Tensor) -> torch.Tensor:
-        """A view of the extra values."""
+        """A view of the extra tensors' values."""
         return flat_N[self.numel - self._num_extra :]
 
     def views(self, flat_N: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:

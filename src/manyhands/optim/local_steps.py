@@ -168,7 +168,7 @@ class LocalReplica(Replica):
             )
         self._members = _fragments_of([parameter.numel() for parameter in self._own], self.num_fragments)
         self._parts: list[tuple[Sequence[torch.Tensor], GradientLayout]] = [
-            (parameters, GradientLayout(parameters, self.extra.numel))
+            (parameters, GradientLayout(parameters, self.extra.shapes))
             for parameters in ([self._parameters[index] for index in members] for members in self._members)
         ]
 
@@ -191,7 +191,7 @@ class LocalReplica(Replica):
         if not self._is_sparse:
             return super().shapes
         _, layout = self.trained  # one tensor, whose chunks may lie across parameters
-        return [(layout.num_values, 1), *([size] for size in layout.sizes_of_rest)]
+        return [(layout.num_values, 1), *layout.shapes_of_rest]
 
     def _advance_schedule(self, *, has_stepped: bool) -> None:
         if (self.position.step + 1) % self.num_fragments == 0:

@@ -164,7 +164,7 @@ class Optimizer(OptimizerWrapper):
         self.peer = peer
         """As given."""
         self._samples = SampleCounter(peer.peer_id, self._replica, self._local)
-        self._layout = GradientLayout(self._replica.model_parameters, extra.numel)
+        self._layout = GradientLayout(self._replica.model_parameters, extra.shapes)
         self._averages_in_background = options.delay == "gradients" or (
             local_steps is not None and local_steps.overlap_steps > 0
         )

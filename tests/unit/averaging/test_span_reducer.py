@@ -11,7 +11,7 @@ import torch
 
 from manyhands.averaging.allreduce.partition import Partition
 from manyhands.averaging.allreduce.reducer import SpanReducer
-from manyhands.averaging.codecs import FP16, INT8, NONE, Codec, Plan, kernels, plan_of
+from manyhands.averaging.codecs import FP16, INT8, NONE, Chosen, Codec, Plan, kernels, plan_of
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.base.identity import PeerId
@@ -36,13 +36,15 @@ def group_of(weights: Sequence[float]) -> Group:
     return Group(b"\1" * 32, members[OWN].peer_id, Position(0, b"\0" * 32), members)
 
 
-def reduced(codec: Codec, bad_at: int | None, *, is_in_place: bool) -> tuple[torch.Tensor, list[list[int]], set[int]]:
+def reduced(
+    codec: Codec, bad_at: int | None, *, is_in_place: bool, shapes: Sequence[Sequence[int]] = ((3, NUMEL // 3),)
+) -> tuple[torch.Tensor, list[list[int]], set[int]]:
     """The means, who contributed to each chunk, and who was blamed.
 
     Args:
         bad_at: from this byte on, 4 bytes of the liar's last chunk cannot be.
     """
-    group, plan, region = group_of([1.0, 2.0, 3.0]), plan_of([(3, NUMEL // 3)], codec), slice(0, NUMEL)
+    group, plan, region = group_of([1.0, 2.0, 3.0]), plan_of(shapes, codec), slice(0, NUMEL)
     partition = Partition(group, range(3), region, plan)
     own_N = values_of(OWN)
     averaged_N = own_N if is_in_place else torch.empty(NUMEL)
@@ -68,7 +70,7 @@ def reduced(codec: Codec, bad_at: int | None, *, is_in_place: bool) -> tuple[tor
                 room = inbox.room(place.stop - place.start)
                 plan.encode(values_of(rank)[chunk], chunk.start, room)
                 if rank == LIAR and bad_at is not None and chunk.stop == NUMEL:
-                    room[bad_at : bad_at + 4] = 0xFF
+                    room[bad_at:][:4] = 0xFF
                 reducer.put(rank, room)
                 await asyncio.sleep(0)
         await running
@@ -107,3 +109,18 @@ def test_who_breaks_the_rules_late_in_a_chunk_is_in_none_of_it(codec: Codec) -> 
     assert presents[-1] == [OWN, OTHER]
     assert torch.equal(in_place, means)
     assert rest == [presents, blamed]
+
+
+@CODECS
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_tensor_that_is_not_averaged_is_that_of_the_largest_member(
+    codec: Codec, is_in_place: bool, is_broken: bool
+) -> None:
+    first, last = NUMEL - 3000, NUMEL - 1000
+    shapes = [(3, first // 3), Chosen((last - first,)), (NUMEL - last,)]
+    means, _, blamed = reduced(codec, -4 if is_broken else None, is_in_place=is_in_place, shapes=shapes)
+    assert blamed == ({LIAR} if is_broken else set())
+    assert torch.equal(means[first:last], values_of(OTHER if is_broken else LIAR)[first:last])
+    expected = sum(values_of(rank) * (rank + 1) for rank in ((OWN, OTHER) if is_broken else range(3)))
+    torch.testing.assert_close(means[last:], expected[last:] / (3 if is_broken else 6))  # type: ignore[index]

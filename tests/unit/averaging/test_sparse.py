@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
-from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, Gathered, NotFinite, Plan, Segment, Sparse, plan_of
+from manyhands.averaging.codecs import (
+    BadEncoding,
+    Chosen,
+    ErrorFeedback,
+    Gathered,
+    NotFinite,
+    Plan,
+    Segment,
+    Sparse,
+    plan_of,
+)
 from manyhands.averaging.codecs.registry import codec_named, codec_of_code
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import group_of
@@ -148,6 +158,19 @@ def test_contributions_are_added_in_the_order_of_ranks_and_one_may_be_missing() 
     gathered.fill(encoded, {})
     with pytest.raises(BadEncoding):
         gathered.decode(encoded, 0, mean)
+
+
+def test_a_tensor_that_is_not_averaged_is_that_of_the_largest_contributor() -> None:
+    plan = plan_of([(2, 64), Chosen((3,))], Sparse(top=8, chunk=64), exact_below_numel=100)
+    gathered, mean = Gathered(plan, [1.0, 0.0, 2.0, 5.0]), torch.empty(plan.numel)
+    encoded, sent = torch.empty(gathered.num_bytes(0, plan.numel), dtype=torch.uint8), dict[int, torch.Tensor]()
+    for rank in (0, 2, 3):
+        sent[rank] = torch.empty(plan.num_bytes(0, plan.numel), dtype=torch.uint8)
+        plan.encode(torch.full((plan.numel,), 10.0 * rank), 0, sent[rank])
+    for present, largest in (([0, 2, 3], 3), ([0, 2], 2)):
+        gathered.fill(encoded, {rank: sent[rank] for rank in present})
+        gathered.decode(encoded, 0, mean)
+        assert mean[-3:].tolist() == [10.0 * largest] * 3
 
 
 def passed_on(change: str) -> Butterfly:

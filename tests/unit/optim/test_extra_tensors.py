@@ -3,19 +3,29 @@ from __future__ import annotations
 import pytest
 import torch
 
+from manyhands.averaging.codecs import Chosen
 from manyhands.base.errors import ConfigError
 from manyhands.optim.extra_tensors import MAX_INTEGER, ExtraTensors, extra_tensors_of
 
 
-def test_a_mean_reaches_the_tensors_when_it_is_shown() -> None:
+def test_what_was_averaged_reaches_the_tensors_when_it_is_shown() -> None:
     floats, counts, flags = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor(5), torch.tensor([True, False])
-    extra = extra_tensors_of([("floats", floats), ("counts", counts)], {"flags": flags})
+    extra = extra_tensors_of([("counts", counts), ("floats", floats)], {"flags": flags})
+    assert extra.shapes == [(2,), (3,)], "floats, then integers"
+    assert [isinstance(shape, Chosen) for shape in extra.shapes] == [False, True]
     assert extra.contribution().tolist() == [1.0, 2.0, 5.0, 1.0, 0.0]
     extra.agree(torch.tensor([1.5, 2.5, 6.6, 0.4, 0.9]))
     assert floats.tolist() == [1.0, 2.0]
     extra.show()
     assert (floats.tolist(), counts.item(), flags.tolist()) == ([1.5, 2.5], 7, [False, True])
-    assert extra.names == ["floats", "counts", "flags"]
+    assert extra.names == ["counts", "floats", "flags"]
+
+
+def test_what_an_integer_cannot_hold_becomes_the_nearest_that_it_can() -> None:
+    tensors = {str(dtype): torch.zeros(2, dtype=dtype) for dtype in (torch.uint8, torch.int8, torch.int64)}
+    extra = extra_tensors_of(None, tensors)
+    extra.agree(torch.tensor([-1e30, 1e30] * 3))
+    assert [agreed.tolist() for agreed in extra.agreed] == [[0, 255], [-128, 127], [-MAX_INTEGER, MAX_INTEGER]]
 
 
 def test_values_that_are_not_finite_stay_at_home() -> None:
@@ -52,6 +62,6 @@ def test_what_cannot_be_averaged_is_refused_by_name(named: list[tuple[str, torch
 
 def test_without_any_nothing_is_added() -> None:
     extra = ExtraTensors()
-    assert extra.contribution().numel() == extra.numel == 0
+    assert extra.contribution().numel() == len(extra.shapes) == 0
     extra.agree(torch.empty(0))
     extra.show()

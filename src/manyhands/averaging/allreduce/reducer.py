@@ -284,20 +284,16 @@ class SpanReducer:
         if not present:
             raise RoundAborted(NO_VALUES)
         mean = self._averaged_N[chunk]
-        total = sum(self._weights[rank] for rank in present)
+        total, largest = sum(self._weights[rank] for rank in present), max(present, key=self._weights.__getitem__)
         for rank in present:
-            share, is_first = self._weights[rank] / total, rank == present[0]
-            if rank != self._rank and not self._is_exact:
-                try:
-                    self._plan.add(received[rank], chunk.start, share, mean, is_first=is_first)
-                except BadEncoding as error:
-                    return rank, f"cannot be decoded: {error}"
-                continue
-            values = own if rank == self._rank else received[rank].view(own.dtype)
-            if is_first:
-                torch.mul(values, share, out=mean)
-            else:
-                mean.add_(values, alpha=share)
+            share = self._weights[rank] / total
+            is_plain = rank == self._rank or self._is_exact
+            values = own if rank == self._rank else received[rank].view(own.dtype) if is_plain else received[rank]
+            add = self._plan.add_values if is_plain else self._plan.add
+            try:
+                add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
+            except BadEncoding as error:
+                return rank, f"cannot be decoded: {error}"
         if not self._is_exact or self._is_finite(mean):  # a codec refuses what is not finite
             return None
         for rank in present:

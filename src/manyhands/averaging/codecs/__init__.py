@@ -3,7 +3,7 @@
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, is_finite, square_of
 from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
-from manyhands.averaging.codecs.plan import ABSENT, EXACT_BELOW_NUMEL, Gathered, Plan, Segment, plan_of
+from manyhands.averaging.codecs.plan import ABSENT, EXACT_BELOW_NUMEL, Chosen, Gathered, Plan, Segment, plan_of
 from manyhands.averaging.codecs.registry import (
     BF16,
     CODECS,
@@ -28,6 +28,7 @@ __all__ = [
     "NONE",
     "NONE_FLOAT64",
     "BadEncoding",
+    "Chosen",
     "Codec",
     "ErrorFeedback",
     "Feedbacks",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,11 +28,20 @@ ABSENT, PRESENT = 0, 1
 
 @dataclass(frozen=True)
 class Segment:
-    """``flat_N[start:stop]`` uses one codec."""
+    """``flat_N[start:stop]`` uses one codec.
+
+    Attributes:
+        is_chosen: its mean is the values of the member with the most weight, the one of the lowest rank among equals.
+    """
 
     start: int
     stop: int
     codec: Codec
+    is_chosen: bool = False
+
+
+class Chosen(tuple[int, ...]):
+    """The shape of a tensor that is not averaged: all take over that of the member with the most weight."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Sample:
 
 
 class Plan:
-    """The segments of a flat vector, in order and without gaps; adjacent ones with the same codec are joined.
+    """The segments of a flat vector, in order and without gaps; adjacent ones of one kind are joined.
 
     Args:
         segments: the first one starts at 0.
@@ -68,8 +77,8 @@ class Plan:
             numel = segment.stop
             if segment.start == segment.stop:
                 continue
-            if joined and joined[-1].codec is segment.codec:
-                segment = Segment(joined.pop().start, segment.stop, segment.codec)
+            if joined and joined[-1].codec is segment.codec and joined[-1].is_chosen == segment.is_chosen:
+                segment = replace(segment, start=joined.pop().start)
             joined.append(segment)
         self.segments = tuple(joined)
         self.numel = numel
@@ -77,6 +86,7 @@ class Plan:
         self.decay = min((segment.codec.decay for segment in joined), default=1.0)
         self.passes_on = any(segment.codec.passes_on for segment in joined)
         self._stops = [segment.stop for segment in joined]
+        self._chosen = [segment for segment in joined if segment.is_chosen]
 
     def cut(self, start: int, stop: int) -> list[Segment]:
         """The segments of ``flat_N[start:stop]``, their bounds counted from the start of the vector.
@@ -91,7 +101,7 @@ class Plan:
         for segment in self.segments[first:]:
             if segment.start >= stop:
                 break
-            parts.append(Segment(max(start, segment.start), min(stop, segment.stop), segment.codec))
+            parts.append(replace(segment, start=max(start, segment.start), stop=min(stop, segment.stop)))
         return parts if start < stop else []
 
     def num_bytes(self, start: int, stop: int) -> int:
@@ -114,8 +124,8 @@ class Plan:
                 f"values from {start} to {stop} take {self.num_bytes(start, stop)} bytes, but the place has shape "
                 f"{list(out.shape)}"
             )
-        for codec, some_values, place in self._parts(values, start, out):
-            codec.encode(some_values, place)
+        for part, some_values, place in self._parts(values, start, out):
+            part.codec.encode(some_values, place)
 
     def decode(self, encoded: torch.Tensor, start: int, out: torch.Tensor) -> None:
         """Like :meth:`Codec.decode`; ``out`` becomes ``flat_N[start : start + len(out)]``."""
@@ -125,20 +135,49 @@ class Plan:
                 f"values from {start} to {stop} take {self.num_bytes(start, stop)} bytes, but there are "
                 f"{encoded.numel()}"
             )
-        for codec, some_values, place in self._parts(out, start, encoded):
-            codec.decode(place, some_values)
+        for part, some_values, place in self._parts(out, start, encoded):
+            part.codec.decode(place, some_values)
 
     def requantize(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
         """Like :meth:`encode`, and replace ``values`` with the decoded ones; contiguous, of the plan's dtype."""
-        for codec, some_values, place in self._parts(values, start, out):
-            codec.requantize(some_values, place)
+        for part, some_values, place in self._parts(values, start, out):
+            part.codec.requantize(some_values, place)
 
-    def add(self, encoded: torch.Tensor, start: int, weight: float, total: torch.Tensor, *, is_first: bool) -> None:
-        """Like :meth:`decode`, but add the values times ``weight`` to ``total``; the first ones overwrite it."""
+    def add(
+        self,
+        encoded: torch.Tensor,
+        start: int,
+        share: float,
+        total: torch.Tensor,
+        *,
+        is_first: bool,
+        is_largest: bool,
+    ) -> None:
+        """Like :meth:`decode`, but add the values times ``share`` to ``total``; the first ones overwrite it.
+
+        Args:
+            is_largest: these are the values of the member that chosen segments follow.
+        """
         if encoded.shape != (self.num_bytes(start, start + total.numel()),):
             raise BadEncoding(f"{total.numel()} values from {start} on are not {encoded.numel()} bytes")
-        for codec, some_total, place in self._parts(total, start, encoded):
-            codec.add(place, weight, some_total, is_first=is_first)
+        for part, some_total, place in self._parts(total, start, encoded):
+            part.codec.add(place, float(is_largest) if part.is_chosen else share, some_total, is_first=is_first)
+
+    def add_values(
+        self, values: torch.Tensor, start: int, share: float, total: torch.Tensor, *, is_first: bool, is_largest: bool
+    ) -> None:
+        """Like :meth:`add`, of values that are not encoded."""
+        weighted, at, numel = [], 0, total.numel()
+        for chosen in self._chosen:
+            first, last = max(0, chosen.start - start), min(numel, chosen.stop - start)
+            if first < last:
+                weighted += [(slice(at, first), share), (slice(first, last), float(is_largest))]
+                at = last
+        for run, weight in [*weighted, (slice(at, numel), share)]:
+            if is_first:
+                torch.mul(values[run], weight, out=total[run])
+            else:
+                total[run].add_(values[run], alpha=weight)
 
     def average(
         self,
@@ -151,9 +190,10 @@ class Plan:
         mean: torch.Tensor,
         out: torch.Tensor,
     ) -> int:
-        """Like :meth:`Codec.average`, from ``start`` on in the vector; does nothing where there are several codecs."""
+        """Like :meth:`Codec.average`, from ``start`` on in the vector; does nothing if there are several segments."""
         parts = self.cut(start, start + mean.numel())
-        return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if len(parts) == 1 else 0
+        is_one = len(parts) == 1 and not parts[0].is_chosen
+        return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if is_one else 0
 
     def largest_square(self, start: int, stop: int, encoded: torch.Tensor) -> float:
         """As :meth:`Codec.largest_square`, of ``flat_N[start:stop]``."""
@@ -185,12 +225,12 @@ class Plan:
 
     def _parts(
         self, values: torch.Tensor, start: int, encoded: torch.Tensor
-    ) -> Iterator[tuple[Codec, torch.Tensor, torch.Tensor]]:
-        """The codec, the values and the place in the encoding of each part of a slice."""
+    ) -> Iterator[tuple[Segment, torch.Tensor, torch.Tensor]]:
+        """The parts of a slice that are encoded one by one: the values of each, and their place in the encoding."""
         offset = 0
         for part in self.cut(start, start + values.numel()):
             end = offset + part.codec.num_bytes(part.stop - part.start)
-            yield part.codec, values[part.start - start : part.stop - start], encoded[offset:end]
+            yield part, values[part.start - start : part.stop - start], encoded[offset:end]
             offset = end
 
 
@@ -210,6 +250,7 @@ def plan_of(
     Tensors with fewer than two dimensions or fewer than ``exact_below_numel`` elements are exact.
 
     Args:
+        shapes: a :class:`Chosen` one is not averaged.
         codec: of the others.
         dtype: of the flat vector: float32, or float64, which is always encoded exactly.
         exact_below_numel: elements; 0 encodes everything with ``codec``, one dimension or not.
@@ -224,7 +265,7 @@ def plan_of(
     for shape in shapes:
         numel = math.prod(shape)
         stays_exact = dtype == torch.float64 or numel < exact_below_numel or (exact_below_numel > 0 and len(shape) < 2)
-        segments.append(Segment(start, start + numel, exact if stays_exact else codec))
+        segments.append(Segment(start, start + numel, exact if stays_exact else codec, isinstance(shape, Chosen)))
         start += numel
     return Plan(segments)
 
@@ -270,6 +311,7 @@ class Gathered:
         present = {rank: slot for rank, slot in self.slots(encoded).items() if slot[0] == PRESENT}
         if not present:
             raise BadEncoding("no member's values are there")
-        total = sum(self._weights[rank] for rank in present)
+        total, largest = sum(self._weights[rank] for rank in present), max(present, key=self._weights.__getitem__)
         for number, (rank, slot) in enumerate(present.items()):
-            self._plan.add(slot[1:], start, self._weights[rank] / total, out, is_first=number == 0)
+            share = self._weights[rank] / total
+            self._plan.add(slot[1:], start, share, out, is_first=number == 0, is_largest=rank == largest)

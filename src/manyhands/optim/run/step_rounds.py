@@ -286,7 +286,7 @@ class StepRounds:
         loop, config, outcome = asyncio.get_running_loop(), self._config, StepOutcome()
         numel, vector_N, shapes, part = mean_N.numel(), mean_N, self._local.shapes, self._local.part
         if self._config.is_sparse:
-            shapes = [[numel]]  # exact: a mean of one axis of the grid is sparse no more
+            shapes = [(math.prod(shapes[0]),), *shapes[1:]]  # exact: a mean of one axis of the grid is sparse no more
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
             shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so they are never encoded with a loss

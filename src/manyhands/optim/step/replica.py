@@ -92,7 +92,7 @@ class Replica:
         self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
         self._max_grad_norm = max_grad_norm
         self._parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
-        self._layout = GradientLayout(self._parameters, self.extra.numel)
+        self._layout = GradientLayout(self._parameters, self.extra.shapes)
         self._lock = threading.Lock()
         self._num_changes = 0  # of the state
         self.position = Position(0, hashlib.sha256(digest_of_parameters(optimizer)).digest())
