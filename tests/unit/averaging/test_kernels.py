@@ -142,10 +142,10 @@ def test_a_plan_adds_and_requantizes_part_by_part() -> None:
         assert torch.equal(place, written)
         assert torch.equal(requantized, read)
         total = values_N.clone()
-        plan.add(written, 0, 0.5, total, is_first=False)
+        plan.add(written, 0, 0.5, total, is_first=False, is_largest=False)
         torch.testing.assert_close(total, values_N + 0.5 * read, rtol=0, atol=1e-6)
         with pytest.raises(BadEncoding):
-            plan.add(written[1:], 0, 0.5, total, is_first=False)
+            plan.add(written[1:], 0, 0.5, total, is_first=False, is_largest=False)
 
 
 @CODECS
