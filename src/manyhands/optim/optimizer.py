@@ -22,7 +22,7 @@ from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
-from manyhands.optim.model_hooks import HeldBatches, RunningStatistics
+from manyhands.optim.model_checks import HeldBatches, warn_of_running_statistics
 from manyhands.optim.options import (
     Delay,
     OptimizerMaker,
@@ -136,6 +136,8 @@ class Optimizer(OptimizerWrapper):
         named = checked_parameters(self.inner)  # the model's own
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         extra = extra_tensors_of(buffers, extra_tensors)
+        if buffers is None and not auxiliary:
+            warn_of_running_statistics(parameter for _, parameter in named)
         facts = dict(must_match or {}) | options.facts()
         self._local: InnerSteps | None = None
         if local_steps is None:
@@ -188,10 +190,7 @@ class Optimizer(OptimizerWrapper):
             self._membership.leave()
             raise ConfigError(fault)
         self._held = HeldBatches(self._replica.model_parameters)
-        self._running_statistics = RunningStatistics(self._replica.model_parameters)
         self._collaboration.on_leaving = self._on_leaving
-        if auxiliary or buffers is not None:  # no batch will come, or they are shared
-            self._running_statistics.close()
         self._show()
 
     @property
@@ -321,7 +320,6 @@ class Optimizer(OptimizerWrapper):
 
     def _on_leaving(self) -> None:
         self._held.close()
-        self._running_statistics.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule.
@@ -359,7 +357,6 @@ class Optimizer(OptimizerWrapper):
         if samples == 0:
             return False
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
-        self._running_statistics.close()
         self._speed.count(samples, self.peer.time())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
         is_overflow = found_inf is not None and float(found_inf) > 0
