@@ -194,7 +194,7 @@ def router_with(host: str) -> Iterator[Router]:
 
 def test_a_router_maps_the_port_until_the_peer_ends() -> None:
     with router_with(ROUTER) as router:
-        found = infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1")
+        found = infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1", gateway="")
         assert found is not None
         assert (found.host, found.port, found.is_open) == (ROUTER, PORT, True)
         assert router.mappings == {str(PORT): "127.0.0.1"}
@@ -204,21 +204,21 @@ def test_a_router_maps_the_port_until_the_peer_ends() -> None:
 
 def test_a_router_behind_another_one_has_no_public_address() -> None:
     with router_with(PRIVATE) as router:
-        assert infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1") is None
+        assert infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1", gateway="") is None
         assert router.mappings == {}
 
 
 def test_a_port_of_another_machine_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with router_with(ROUTER) as router:
         router.mappings[str(PORT)] = "192.168.1.9"
-        assert infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1") is None
+        assert infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1", gateway="") is None
         assert router.mappings == {str(PORT): "192.168.1.9"}
     assert "to another machine, 192.168.1.9" in caplog.text
 
 
 def test_a_mapping_that_is_not_needed_is_taken_back() -> None:
     with router_with(ROUTER) as router, http_server(aws) as metadata:
-        found = infer(PORT, asks_service=False, metadata=metadata, multicast_interface="127.0.0.1")
+        found = infer(PORT, asks_service=False, metadata=metadata, multicast_interface="127.0.0.1", gateway="")
         assert found is not None
         assert found.host == PUBLIC
         assert router.mappings == {}

@@ -45,7 +45,7 @@ class PeerOptions:
     """Open a tunnel to this machine and announce its address; needs manyhands[ngrok] and NGROK_AUTHTOKEN."""
 
     port_mapping: Annotated[bool, Parameter(negative="--no-port-mapping")] = True
-    """Without --initial-peers and --announce: ask the router to map the port to this machine (UPnP)."""
+    """Without --initial-peers and --announce: ask the router to map the port to this machine (UPnP, NAT-PMP)."""
 
     infer_address: Annotated[bool, Parameter(negative="--no-infer-address")] = True
     """Without --initial-peers and --announce: ask a service on the internet for this machine's public address."""

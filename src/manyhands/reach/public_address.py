@@ -3,7 +3,7 @@
 Sources, in this order; all are asked at once, and each has ``SOURCE_TIMEOUT_S``:
 
 1. The metadata service of a cloud: a virtual machine has a private address, and a public one leads to it.
-2. The router, by UPnP: it also maps the port to this machine, which it would not do by itself.
+2. The router, by UPnP or NAT-PMP: it also maps the port to this machine, which it would not do by itself.
 3. An address service on the internet, which sees where this machine's requests come from. Whether the port is open
    there is not known.
 """
@@ -19,6 +19,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from manyhands.reach.nat_pmp import PortMapping, default_gateway
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ def infer(
     metadata: str = METADATA,
     services: Sequence[str] = SERVICES,
     multicast_interface: str = "",
+    gateway: str | None = None,
 ) -> PublicAddress | None:
     """The best public address that a source knows, within about ``SOURCE_TIMEOUT_S``; None if none does.
 
@@ -66,10 +69,13 @@ def infer(
         asks_service: ask services on the internet.
         metadata, services: their addresses.
         multicast_interface: IP address of the interface on which the router is searched for; by default, any.
+        gateway: IP address of the router for NAT-PMP, empty for none; by default, that of the default route.
     """
     sources: list[Callable[[], PublicAddress | None]] = [lambda: _from_cloud(port, metadata)]
     if maps_port:
-        sources.append(lambda: _from_router(port, multicast_interface))
+        sources.append(
+            lambda: _from_router(port, multicast_interface, default_gateway() if gateway is None else gateway)
+        )
     if asks_service:
         sources.append(lambda: _from_service(port, services))
     waiting = [_begun(source) for source in sources]
@@ -132,16 +138,16 @@ def _aws_headers(metadata: str) -> dict[str, str]:
     return {"X-aws-ec2-metadata-token": token}
 
 
-def _from_router(port: int, interface: str) -> PublicAddress | None:
+def _from_router(port: int, interface: str, gateway: str) -> PublicAddress | None:
     if importlib.util.find_spec("miniupnpc") is None:
-        logger.debug("the router is not asked: pip install 'manyhands[upnp]'")
-        return None
+        logger.debug("the router is not asked by UPnP: pip install 'manyhands[upnp]'")
+        return _by_nat_pmp(port, gateway)
     import miniupnpc
 
     interfaces = {"multicastif": interface} if interface else {}
     router = miniupnpc.UPnP(discoverdelay=round(1000 * SOURCE_TIMEOUT_S / 2), **interfaces)
     if not router.discover():
-        return None
+        return _by_nat_pmp(port, gateway)
     router.selectigd()
     host = _public(router.externalipaddress())
     if not host:  # it is behind another router
@@ -159,6 +165,17 @@ def _from_router(port: int, interface: str) -> PublicAddress | None:
             logger.debug("the mapping of port %d was not deleted: %s", port, error)
 
     return PublicAddress(host, port, "the router, which maps the port to this machine (UPnP)", release=release)
+
+
+def _by_nat_pmp(port: int, gateway: str) -> PublicAddress | None:
+    if not gateway:
+        return None
+    mapping = PortMapping(gateway, port)
+    if not (host := _public(mapping.host)):
+        mapping.release()
+        return None
+    how = "the router, which maps the port to this machine (NAT-PMP)"
+    return PublicAddress(host, mapping.port, how, release=mapping.release)
 
 
 def _from_service(port: int, services: Sequence[str]) -> PublicAddress | None:

@@ -1,0 +1,111 @@
+"""A client of NAT-PMP (RFC 6886), by which a router maps a port to this machine. Many routers without UPnP speak it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+
+from manyhands.base.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+SERVER_PORT = 5351
+WAITS_S = (0.25, 0.5, 1.0)
+"""For an answer, before a request is sent again (RFC 6886, section 3.1, which goes on for a minute)."""
+LIFETIME_S = 7200
+"""Of a mapping, as the RFC recommends; it is renewed after half of it."""
+ADDRESS, MAP_TCP, ANSWER = 0, 2, 128
+"""Operations; an answer adds 128."""
+REASONS = {
+    1: "it has another version of NAT-PMP", 2: "NAT-PMP is turned off", 3: "it has no address itself",
+    4: "it has no room for more mappings", 5: "it does not know this request",
+}  # fmt: skip
+ROUTES = Path("/proc/net/route")
+IS_GATEWAY = 2
+"""A flag of a route (``RTF_GATEWAY``)."""
+
+
+class PortMapping:
+    """A TCP port of a router that leads to the same machine as long as this process lives.
+
+    Args:
+        gateway: IPv4 address of the router.
+        port: that this machine listens on.
+        server_port: of the router, for NAT-PMP.
+
+    Attributes:
+        host, port: the router's public side.
+    Raises:
+        Unavailable: the router does not answer, or refuses.
+    """
+
+    def __init__(self, gateway: str, port: int, server_port: int = SERVER_PORT) -> None:
+        self._router = (gateway, server_port)
+        self._own_port = port
+        self._is_over = threading.Event()
+        self.host = socket.inet_ntoa(self._ask(ADDRESS, b"", 4))
+        self.port, lifetime_s = self._map(port, LIFETIME_S)
+        threading.Thread(target=self._renew, args=(lifetime_s,), daemon=True, name="port mapping").start()
+
+    def release(self) -> None:
+        """Delete the mapping; takes at most about 2 s."""
+        self._is_over.set()
+        try:
+            self._map(0, 0)
+        except Unavailable as error:  # the router may be gone
+            logger.debug("the mapping of port %d was not deleted: %s", self._own_port, error)
+
+    def _renew(self, lifetime_s: int) -> None:
+        while not self._is_over.wait(max(1.0, lifetime_s / 2)):
+            try:
+                port, lifetime_s = self._map(self.port, LIFETIME_S)
+            except Unavailable as error:
+                logger.warning("The router did not renew the mapping of port %d: %s", self.port, error)
+                continue
+            if port != self.port:
+                logger.warning("The router now maps port %d to this peer, no longer %d; restart it", port, self.port)
+                return
+
+    def _map(self, port: int, lifetime_s: int) -> tuple[int, int]:
+        """The port that the router maps, and for how many seconds."""
+        answer = self._ask(MAP_TCP, struct.pack("!HHHI", 0, self._own_port, port, lifetime_s), 8)
+        _, mapped, seconds = struct.unpack("!HHI", answer)
+        return mapped, seconds
+
+    def _ask(self, operation: int, arguments: bytes, num_bytes: int) -> bytes:
+        """Send a request until an answer comes; returns its last part, of so many bytes."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect(self._router)  # so that only the router can answer
+            for wait_s in WAITS_S:
+                asking.settimeout(wait_s)
+                try:
+                    asking.send(bytes([0, operation]) + arguments)
+                    answer = asking.recv(64)
+                except TimeoutError:
+                    continue
+                except OSError as error:
+                    raise Unavailable(f"the router {self._router[0]} does not speak NAT-PMP: {error}") from error
+                if len(answer) < 4 or answer[1] != ANSWER + operation:
+                    continue
+                if result := int.from_bytes(answer[2:4], "big"):
+                    reason = REASONS.get(result, f"code {result}")
+                    raise Unavailable(f"the router {self._router[0]} refuses: {reason}")
+                if len(answer) == 8 + num_bytes:
+                    return answer[8:]
+        raise Unavailable(f"the router {self._router[0]} does not answer NAT-PMP")
+
+
+def default_gateway() -> str:
+    """IPv4 address of the router of the default route; empty if there is none, and on systems without ``/proc``."""
+    try:
+        routes = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
+    except OSError:
+        return ""
+    for _, destination, gateway, flags, *_ in routes:
+        if int(destination, 16) == 0 and int(flags, 16) & IS_GATEWAY:
+            return socket.inet_ntoa(int(gateway, 16).to_bytes(4, sys.byteorder))
+    return ""
