@@ -12,16 +12,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, sampled_square_of
 from manyhands.averaging.codecs.registry import NONE, NONE_FLOAT64
 from manyhands.base.errors import ConfigError
 
 EXACT_BELOW_NUMEL = 4096
-SAMPLED_OF = 64
-"""One of this many values of a slice is sampled for its size; more in a small slice."""
-LEAST_SAMPLE_NUMEL = 4096
 ABSENT, PRESENT = 0, 1
 """The first byte of a contribution that is passed on."""
 
@@ -33,22 +31,6 @@ class Segment:
     start: int
     stop: int
     codec: Codec
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A run of the values of a slice.
-
-    Attributes:
-        values: their place in the slice.
-        encoded: their place in its encoding, a valid encoding of these values alone.
-        stands_for: so many values for each.
-    """
-
-    codec: Codec
-    values: slice
-    encoded: slice
-    stands_for: float
 
 
 class Plan:
@@ -133,12 +115,21 @@ class Plan:
         for codec, some_values, place in self._parts(values, start, out):
             codec.requantize(some_values, place)
 
-    def add(self, encoded: torch.Tensor, start: int, weight: float, total: torch.Tensor, *, is_first: bool) -> None:
-        """Like :meth:`decode`, but add the values times ``weight`` to ``total``; the first ones overwrite it."""
+    def add(self, encoded: torch.Tensor, start: int, weight: float, total: torch.Tensor, *, is_first: bool) -> float:
+        """Like :meth:`decode`, but add the values times ``weight`` to ``total``; the first ones overwrite it.
+
+        Returns:
+            Their :meth:`sampled_square`.
+        """
         if encoded.shape != (self.num_bytes(start, start + total.numel()),):
             raise BadEncoding(f"{total.numel()} values from {start} on are not {encoded.numel()} bytes")
-        for codec, some_total, place in self._parts(total, start, encoded):
-            codec.add(place, weight, some_total, is_first=is_first)
+        parts = self._parts(total, start, encoded)
+        return sum(codec.add(place, weight, some_total, is_first=is_first) for codec, some_total, place in parts)
+
+    def sampled_square(self, values: torch.Tensor, start: int) -> float:
+        """An estimate of the sum of the squares of ``flat_N[start : start + len(values)]``."""
+        parts = self.cut(start, start + values.numel())
+        return sum(sampled_square_of(values[part.start - start : part.stop - start]) for part in parts)
 
     def average(
         self,
@@ -150,38 +141,13 @@ class Plan:
         start: int,
         mean: torch.Tensor,
         out: torch.Tensor,
+        squares: np.ndarray,
     ) -> int:
         """Like :meth:`Codec.average`, from ``start`` on in the vector; does nothing where there are several codecs."""
         parts = self.cut(start, start + mean.numel())
-        return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if len(parts) == 1 else 0
-
-    def largest_square(self, start: int, stop: int, encoded: torch.Tensor) -> float:
-        """As :meth:`Codec.largest_square`, of ``flat_N[start:stop]``."""
-        total, offset = 0.0, 0
-        for part in self.cut(start, stop):
-            numel = part.stop - part.start
-            end = offset + part.codec.num_bytes(numel)
-            total += part.codec.largest_square(encoded[offset:end], numel)
-            offset = end
-        return total
-
-    def sampled(self, start: int, stop: int, at: int) -> list[Sample]:
-        """Some of ``flat_N[start:stop]``: a run of values in each part.
-
-        Args:
-            at: any number; determines where the runs begin.
-        """
-        samples, offset = [], 0
-        for part in self.cut(start, stop):
-            codec, numel = part.codec, part.stop - part.start
-            num_cuts, num_taken = -(-numel // codec.cut_numel), -(-_num_sampled(numel) // codec.cut_numel)
-            first = at % (num_cuts - num_taken + 1) * codec.cut_numel
-            last = min(first + num_taken * codec.cut_numel, numel)
-            values = slice(part.start - start + first, part.start - start + last)
-            encoded = slice(offset + codec.num_bytes(first), offset + codec.num_bytes(last))
-            samples.append(Sample(codec, values, encoded, numel / (last - first)))
-            offset += codec.num_bytes(numel)
-        return samples
+        if len(parts) != 1:
+            return 0
+        return parts[0].codec.average(own, kept, rooms, which, weights, mean, out, squares)
 
     def _parts(
         self, values: torch.Tensor, start: int, encoded: torch.Tensor
@@ -192,10 +158,6 @@ class Plan:
             end = offset + part.codec.num_bytes(part.stop - part.start)
             yield part.codec, values[part.start - start : part.stop - start], encoded[offset:end]
             offset = end
-
-
-def _num_sampled(numel: int) -> int:
-    return min(numel, max(LEAST_SAMPLE_NUMEL, numel // SAMPLED_OF))
 
 
 def plan_of(
