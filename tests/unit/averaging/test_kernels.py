@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from manyhands.averaging.codecs import FP16, INT8, BadEncoding, Codec, NotFinite, kernels, plan_of
+from manyhands.averaging.codecs import FP16, INT8, BadEncoding, Codec, NotFinite, kernels, plan_of, square_of
 
 CODECS = pytest.mark.parametrize("codec", [INT8, FP16], ids=lambda codec: codec.name)
 NUMEL = 3 * 65_536 + 216 * 5 + 100
@@ -173,15 +174,17 @@ def test_averaging_in_one_pass_gives_the_same_bits(codec: Codec, own_place: int 
 
     own_N = given[own_place] if own_place is not None else given[0]
     mean_N, out = torch.full((numel,), math.nan), torch.empty(num_bytes, dtype=torch.uint8)
-    assert codec.average(own_N, NOTHING, rooms, which, weights, mean_N, out) == numel
+    squares = np.zeros(4)
+    assert codec.average(own_N, NOTHING, rooms, which, weights, mean_N, out, squares) == numel
     assert torch.equal(out, expected)
     assert torch.equal(mean_N, expected_N)
 
     kept_N, in_place_N = torch.full((numel,), math.nan), own_N.clone()
-    assert codec.average(in_place_N, kept_N, rooms, which, weights, in_place_N, out.zero_()) == numel
+    assert codec.average(in_place_N, kept_N, rooms, which, weights, in_place_N, out.zero_(), squares) == numel
     assert torch.equal(out, expected)
     assert torch.equal(in_place_N, expected_N)
     assert torch.equal(kept_N, own_N)
+    assert (squares / 2).tolist() == pytest.approx([*map(square_of, given), square_of(mean_N)], rel=0.15)
 
 
 @CODECS
@@ -192,11 +195,11 @@ def test_averaging_in_one_pass_stops_where_somebody_breaks_the_rules(codec: Code
     codec.encode(given, rooms[1, : codec.num_bytes(NUMEL)])
     out = torch.empty(codec.num_bytes(NUMEL), dtype=torch.uint8)
     own_N[70_000] = math.inf
-    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out)
+    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out, np.zeros(3))
     assert done == 70_000 // codec.unit_numel * codec.unit_numel
     scale_at = codec.num_bytes(2 * codec.unit_numel) - (8 if codec is INT8 else 2 * codec.unit_numel + 4)
     rooms[1, scale_at : scale_at + 4] = 0xFF
-    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out)
+    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out, np.zeros(3))
     assert done == codec.unit_numel
 
 
@@ -214,7 +217,7 @@ def test_values_under_a_mean_that_was_not_finished_are_not_lost(codec: Codec, is
         rooms[0, scale_at : scale_at + 4] = 0xFF
     out = torch.empty(codec.num_bytes(NUMEL), dtype=torch.uint8)
     kept_N, in_place_N = torch.full((NUMEL,), math.nan), own_N.clone()
-    done = codec.average(in_place_N, kept_N, rooms, [0, -1], [0.5, 0.5], in_place_N, out)
+    done = codec.average(in_place_N, kept_N, rooms, [0, -1], [0.5, 0.5], in_place_N, out, np.zeros(3))
     assert 0 < done < NUMEL
     assert torch.equal(kept_N[:done], own_N[:done])
     assert torch.equal(in_place_N[done:], own_N[done:])

@@ -113,7 +113,7 @@ class Butterfly:
         self._records = Contributions(flat_N.numel(), len(group.members), contributors)
         self._memory = memory if memory is not None else Memory()
         self._encoded = self._memory_of_means()
-        self._norms = Norms(plan, len(group.members), group.group_id) if is_measured else None
+        self._norms = Norms(plan, self._weights) if is_measured else None
         self._norms_record = struct.Struct(f"<{len(group.members)}f")
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(

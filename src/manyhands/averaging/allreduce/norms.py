@@ -1,14 +1,14 @@
-"""Measures the size of each member's values at their reducer, at a fiftieth of the cost of averaging them.
+"""Adds up the size of each member's values at their reducer.
 
-A sample of each chunk is measured, in the same places for all members. That misses a few very large values, but these
-show in the mean: its norm is at most the mean of the members' norms. If it is far above what the samples allow, all
-values of the chunk are measured.
+The pass that averages a chunk also measures a sample of each member's values, in the same places for all members. That
+misses a few very large values, but these show in the mean: its norm is at most the mean of the members' norms. If it
+is far above what the samples allow, all values of the chunk are measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -21,37 +21,33 @@ SUSPICIOUS = 4.0
 
 
 class Norms:
-    """The norms of the members' values in one span; ``seed`` determines where samples are taken."""
+    """The norms of the members' values in one span."""
 
-    def __init__(self, plan: Plan, num_members: int, seed: bytes) -> None:
+    def __init__(self, plan: Plan, weights: Sequence[float]) -> None:
         self._plan = plan
-        self._squares = [0.0] * num_members
-        self._seed = int.from_bytes(seed[:8], "little")
+        self._weights = weights
+        self._squares = [0.0] * len(weights)
 
     def add(
         self,
         chunk: slice,
-        mean: torch.Tensor,
-        largest_square: float,
-        shares: Mapping[int, float],
+        sampled: Mapping[int, float],
+        mean_square: float,
         received: Mapping[int, torch.Tensor],
         own: torch.Tensor,
     ) -> None:
         """Add an averaged chunk.
 
         Args:
-            largest_square: the sum of the squares of its mean, or a bound of that.
-            shares: of those in the mean, by rank.
+            sampled: of each member in its mean, by rank, the sum of the squares of its values, estimated.
+            mean_square: the sum of the squares of its mean.
             received: encoded chunks by rank; for the missing rank, the values are ``own``.
         """
-        at = self._seed + chunk.start
-        values = {rank: received.get(rank, own) for rank in shares}
-        squares = {rank: self._sampled_square(one, chunk, at) for rank, one in values.items()}
-        allowed = SUSPICIOUS * sum(share * math.sqrt(squares[rank]) for rank, share in shares.items())
-        if not math.sqrt(largest_square) <= allowed and not math.sqrt(square_of(mean)) <= allowed:
-            squares = {rank: self._whole_square(one, chunk) for rank, one in values.items()}
-        for rank, square in squares.items():
-            self._squares[rank] += square
+        total = sum(self._weights[rank] for rank in sampled)
+        allowed = SUSPICIOUS * sum(self._weights[rank] / total * math.sqrt(sampled[rank]) for rank in sampled)
+        is_suspicious = not math.sqrt(mean_square) <= allowed
+        for rank, square in sampled.items():
+            self._squares[rank] += self._whole_square(received.get(rank, own), chunk) if is_suspicious else square
 
     def spoil(self, rank: int) -> None:
         """Mark a member that sent values that are not finite or cannot be decoded."""
@@ -69,15 +65,3 @@ class Norms:
             self._plan.decode(values, part.start, plain)
             values = plain
         return square_of(values)
-
-    def _sampled_square(self, values: torch.Tensor, part: slice, at: int) -> float:
-        """An estimate of it from some of the values, at a place derived from any number ``at``."""
-        total = 0.0
-        for sample in self._plan.sampled(part.start, part.stop, at):
-            if values.dtype == torch.uint8:
-                run = torch.empty(sample.values.stop - sample.values.start, dtype=self._plan.dtype)
-                sample.codec.decode(values[sample.encoded], run)
-            else:
-                run = values[sample.values]
-            total += sample.stands_for * square_of(run)
-        return total

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from blake3 import blake3
 
@@ -70,7 +71,8 @@ class SpanReducer:
         self._encoded = encoded
         self._feedback = feedbacks.reduced if feedbacks is not None else None
         self._norms = norms
-        self._square = 0.0  # of the last mean, if it is sent unencoded
+        self._squares: dict[int, float] = {}  # of the last chunk's values by rank, estimated
+        self._square = 0.0  # of its mean
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
@@ -203,10 +205,7 @@ class SpanReducer:
                 own, kept = kept, kept[:0]
         self.hasher.update(bytes_of(encoded))
         if self._norms is not None:
-            total = sum(self._weights[rank] for rank in present)
-            shares = {rank: self._weights[rank] / total for rank in present}
-            square = self._square if self._is_exact else self._plan.largest_square(chunk.start, chunk.stop, encoded)
-            self._norms.add(chunk, self._averaged_N[chunk], square, shares, received, values)
+            self._norms.add(chunk, self._squares, self._square, received, values)
             for rank in spoilt:
                 self._norms.spoil(rank)
         return present, spoilt
@@ -215,26 +214,26 @@ class SpanReducer:
         self, chunk: slice, encoded: torch.Tensor, received: dict[int, torch.Tensor], means: Gathered
     ) -> tuple[list[int], dict[int, str]]:
         """Like :meth:`_reduce`, where the contributions are sent in place of their mean."""
-        mean, spoilt = self._averaged_N[chunk], dict[int, str]()
-        for rank in sorted(received):
-            try:
-                self._plan.decode(received[rank], chunk.start, torch.empty_like(mean))
-            except BadEncoding as error:
-                spoilt[rank] = f"cannot be decoded: {error}"
-                del received[rank]
+        mean, spoilt, squares = self._averaged_N[chunk], dict[int, str](), dict[int, float]()
         if self._weights[self._rank] > 0:
             own = torch.empty(self._plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
             self._encode(self._flat_N[chunk], chunk.start, own)
             received[self._rank] = own
+        for rank in sorted(received):
+            try:
+                squares[rank] = self._plan.add(
+                    received[rank], chunk.start, 1.0, torch.empty_like(mean), is_first=True, is_largest=True
+                )
+            except BadEncoding as error:
+                spoilt[rank] = f"cannot be decoded: {error}"
+                del received[rank]
         if not received:
             raise RoundAborted(NO_VALUES)
         means.fill(encoded, received)
         means.decode(encoded, chunk.start, mean)
         self.hasher.update(bytes_of(encoded))
         if self._norms is not None:
-            total = sum(self._weights[rank] for rank in received)
-            shares = {rank: self._weights[rank] / total for rank in sorted(received)}
-            self._norms.add(chunk, mean, square_of(mean), shares, received, mean)
+            self._norms.add(chunk, squares, square_of(mean), received, mean)
             for rank in spoilt:
                 self._norms.spoil(rank)
         return sorted(received), spoilt
@@ -254,14 +253,16 @@ class SpanReducer:
 
         The mean may overwrite ``own``, which is saved to ``kept`` first, unless that is empty.
         """
-        plan, num_done = self._plan, 0
+        plan, num_done, squares = self._plan, 0, np.zeros(len(present) + 1)
         if not self._is_exact and self._feedback is None and received and present:  # in one pass, as far as possible
             memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
             which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
             weights = [self._weights[rank] for rank in present]
             shares = [weight / sum(weights) for weight in weights]
             mean = self._averaged_N[chunk]
-            num_done = plan.average(own, kept, self._rooms, which, shares, chunk.start, mean, encoded)
+            num_done = plan.average(own, kept, self._rooms, which, shares, chunk.start, mean, encoded, squares)
+        *given, self._square = squares.tolist()
+        self._squares = dict(zip(present, given, strict=True))
         if num_done == _numel(chunk):
             return None
         at, rest = plan.num_bytes(chunk.start, chunk.start + num_done), slice(chunk.start + num_done, chunk.stop)
@@ -275,6 +276,8 @@ class SpanReducer:
                 mean.copy_(self._feedback.encode(mean, rest.start, encoded[at:]))
             else:
                 plan.requantize(mean, rest.start, encoded[at:])
+            if self._norms is not None:
+                self._square += square_of(mean)
         return fault
 
     def _add_up(
@@ -291,9 +294,10 @@ class SpanReducer:
             values = own if rank == self._rank else received[rank].view(own.dtype) if is_plain else received[rank]
             add = self._plan.add_values if is_plain else self._plan.add
             try:
-                add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
+                square = add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
             except BadEncoding as error:
                 return rank, f"cannot be decoded: {error}"
+            self._squares[rank] += square
         if not self._is_exact or self._is_finite(mean):  # a codec refuses what is not finite
             return None
         for rank in present:

@@ -30,6 +30,8 @@ from manyhands.base.errors import ConfigError, ManyhandsError
 FLOAT_BYTES = 4
 PRODUCT_NUMEL = 4096
 """Values in one product: few enough that BLAS computes it on the calling thread."""
+SAMPLED_OF = 64
+"""One of this many values is measured for the size of all; more of a few values."""
 
 
 class NotFinite(ManyhandsError, ValueError):
@@ -48,7 +50,6 @@ class Codec(abc.ABC):
         piece_numel: values in a piece; the last piece of a slice may have fewer.
         num_at_once: pieces that are processed at once.
         unit_numel: values that a compiled kernel takes as a whole, such as a row.
-        cut_numel: encoded values can be cut at multiples of it, counted from where their encoding begins.
         decay: factor of the error feedback, from round to round.
         passes_on: a reducer sends the contributions to a mean in place of the mean.
     """
@@ -59,7 +60,6 @@ class Codec(abc.ABC):
     piece_numel: int
     num_at_once: int = 1
     unit_numel: int = 1
-    cut_numel: int = 1
     decay: float = 1.0
     passes_on: ClassVar[bool] = False
 
@@ -124,16 +124,18 @@ class Codec(abc.ABC):
         self.encode(values_N, out)
         self.decode(out, values_N)
 
-    def add(self, encoded: torch.Tensor, weight: float, total_N: torch.Tensor, *, is_first: bool) -> None:
-        """Like :meth:`decode`, but add the values times ``weight`` to ``total_N``; the first ones overwrite it."""
+    def add(self, encoded: torch.Tensor, weight: float, total_N: torch.Tensor, *, is_first: bool) -> float:
+        """Like :meth:`decode`, but add the values times ``weight`` to ``total_N``; the first ones overwrite it.
+
+        Returns:
+            The :func:`sampled_square_of` the values.
+        """
         values = torch.empty_like(total_N)
         self.decode(encoded, values)
+        square = sampled_square_of(values)
         values.mul_(weight)
         total_N.copy_(values) if is_first else total_N.add_(values)
-
-    def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
-        """An upper bound of the sum of the squares of ``numel`` encoded values; infinite if they do not show one."""
-        return math.inf if numel else 0.0
+        return square
 
     def average(
         self,
@@ -144,6 +146,7 @@ class Codec(abc.ABC):
         weights: Sequence[float],
         mean_N: torch.Tensor,
         out: torch.Tensor,
+        squares: np.ndarray,
     ) -> int:
         """Do what :meth:`add` for each contribution and then :meth:`requantize` do, in one pass over the memory.
 
@@ -156,6 +159,8 @@ class Codec(abc.ABC):
             which: in the order of addition, the room of each contribution, or -1 for ``own_N``.
             weights: of each.
             mean_N, out: as the arguments of :meth:`requantize`.
+            squares: float64, shape [contributions + 1]; to it are added an estimate of the sum of the squares of each
+                contribution's values, and the sum of those of the mean, as far as they are done.
         Returns:
             How many values are done, from the first on.
         """
@@ -166,7 +171,7 @@ class Codec(abc.ABC):
             return 0
         places, shares = np.array(which, dtype=np.int64), np.array(weights, dtype=np.float32)
         arrays = (one.numpy() for one in (whole_N, whole_out, own_N.detach(), kept_N, rooms))
-        done = run(*arrays, places, shares)
+        done = run(*arrays, places, shares, squares, _one_in(mean_N.numel()))
         return self.unit_numel * int(done)
 
     def _after_kernel(
@@ -214,13 +219,27 @@ def largest_magnitude(values: torch.Tensor) -> float:
     return max(-low, high)  # NaN is in both
 
 
-def square_of(values: torch.Tensor) -> float:
-    """The sum of the squares of all values; infinite if one of them is not finite."""
+def _one_in(numel: int) -> int:
+    """One of so many rows is measured for the size of ``numel`` values."""
+    return max(1, min(SAMPLED_OF, numel // PRODUCT_NUMEL))
+
+
+def sampled_square_of(values: torch.Tensor) -> float:
+    """An estimate of :func:`square_of` from a sixty-fourth of the values, or more of a few; always the same ones."""
+    return square_of(values, _one_in(values.numel()))
+
+
+def square_of(values: torch.Tensor, every: int = 1) -> float:
+    """The sum of the squares of all values; infinite if one of them is not finite.
+
+    Args:
+        every: it is estimated from one row in so many.
+    """
     flat = values.numpy()
     num_whole = len(flat) - len(flat) % PRODUCT_NUMEL
-    rows = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)
+    rows, rest = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)[every // 2 :: every], flat[num_whole:]
     with np.errstate(over="ignore", invalid="ignore"):
-        square = float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(flat[num_whole:], flat[num_whole:]))
+        square = every * float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(rest, rest))
     if math.isfinite(square):
         return square
     square = values.double().square().sum().item()  # of finite values it cannot overflow there

@@ -69,7 +69,6 @@ class Fp16(Codec):
     code = 2
     piece_numel = 1 << 16
     unit_numel = 1 << 16
-    cut_numel = 1 << 16
     num_at_once = 16
 
     def _piece_bytes(self, numel: int) -> int:

@@ -39,7 +39,6 @@ class Int4(Codec):
     code = 5
     piece_numel = 1 << 17
     unit_numel = BLOCK_NUMEL
-    cut_numel = 1 << 17
 
     def _piece_bytes(self, numel: int) -> int:
         return 2 * _num_blocks(numel) + (numel + 1) // 2

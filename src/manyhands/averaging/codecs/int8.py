@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, check_finite, viewed_as
@@ -51,7 +50,6 @@ class Int8(Codec):
     code = 4
     piece_numel = 1024 * ROW_NUMEL
     unit_numel = ROW_NUMEL
-    cut_numel = ROW_NUMEL
 
     def _piece_bytes(self, numel: int) -> int:
         return numel + HEADER_BYTES * -(-numel // ROW_NUMEL)
@@ -64,18 +62,6 @@ class Int8(Codec):
     def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         for values, packed in _rows_of(out_N, encoded):
             _decode_rows(packed, values)
-
-    def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
-        """Like :meth:`Codec.largest_square`: each value of a row is between its first and its last step."""
-        num_rows = numel // ROW_NUMEL
-        whole = num_rows * (ROW_NUMEL + HEADER_BYTES)
-        headers = encoded[:whole].numpy().reshape(num_rows, ROW_NUMEL + HEADER_BYTES)[:, ROW_NUMEL:].copy()
-        if numel % ROW_NUMEL:
-            headers = np.concatenate([headers, encoded[None, -HEADER_BYTES:].numpy()])
-        headers = headers.view(np.float32).astype(np.float64)
-        low = headers[:, 1]
-        largest = np.maximum(np.abs(low), np.abs(low + LEVELS * headers[:, 0]))
-        return float(np.dot(largest, largest)) * ROW_NUMEL
 
 
 def _rows_of(values_N: torch.Tensor, encoded: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

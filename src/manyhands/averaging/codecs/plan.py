@@ -12,16 +12,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, sampled_square_of
 from manyhands.averaging.codecs.registry import NONE, NONE_FLOAT64
 from manyhands.base.errors import ConfigError
 
 EXACT_BELOW_NUMEL = 4096
-SAMPLED_OF = 64
-"""One of this many values of a slice is sampled for its size; more in a small slice."""
-LEAST_SAMPLE_NUMEL = 4096
 ABSENT, PRESENT = 0, 1
 """The first byte of a contribution that is passed on."""
 
@@ -42,22 +40,6 @@ class Segment:
 
 class Chosen(tuple[int, ...]):
     """The shape of a tensor that is not averaged: all take over that of the member with the most weight."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A run of the values of a slice.
-
-    Attributes:
-        values: their place in the slice.
-        encoded: their place in its encoding, a valid encoding of these values alone.
-        stands_for: so many values for each.
-    """
-
-    codec: Codec
-    values: slice
-    encoded: slice
-    stands_for: float
 
 
 class Plan:
@@ -86,7 +68,6 @@ class Plan:
         self.decay = min((segment.codec.decay for segment in joined), default=1.0)
         self.passes_on = any(segment.codec.passes_on for segment in joined)
         self._stops = [segment.stop for segment in joined]
-        self._chosen = [segment for segment in joined if segment.is_chosen]
 
     def cut(self, start: int, stop: int) -> list[Segment]:
         """The segments of ``flat_N[start:stop]``, their bounds counted from the start of the vector.
@@ -152,32 +133,36 @@ class Plan:
         *,
         is_first: bool,
         is_largest: bool,
-    ) -> None:
+    ) -> float:
         """Like :meth:`decode`, but add the values times ``share`` to ``total``; the first ones overwrite it.
 
         Args:
             is_largest: these are the values of the member that chosen segments follow.
+        Returns:
+            An estimate of the sum of the squares of the values.
         """
         if encoded.shape != (self.num_bytes(start, start + total.numel()),):
             raise BadEncoding(f"{total.numel()} values from {start} on are not {encoded.numel()} bytes")
+        square = 0.0
         for part, some_total, place in self._parts(total, start, encoded):
-            part.codec.add(place, float(is_largest) if part.is_chosen else share, some_total, is_first=is_first)
+            weight = float(is_largest) if part.is_chosen else share
+            square += part.codec.add(place, weight, some_total, is_first=is_first)
+        return square
 
     def add_values(
         self, values: torch.Tensor, start: int, share: float, total: torch.Tensor, *, is_first: bool, is_largest: bool
-    ) -> None:
+    ) -> float:
         """Like :meth:`add`, of values that are not encoded."""
-        weighted, at, numel = [], 0, total.numel()
-        for chosen in self._chosen:
-            first, last = max(0, chosen.start - start), min(numel, chosen.stop - start)
-            if first < last:
-                weighted += [(slice(at, first), share), (slice(first, last), float(is_largest))]
-                at = last
-        for run, weight in [*weighted, (slice(at, numel), share)]:
+        square = 0.0
+        for part in self.cut(start, start + total.numel()):
+            run = slice(part.start - start, part.stop - start)
+            weight = float(is_largest) if part.is_chosen else share
+            square += sampled_square_of(values[run])
             if is_first:
                 torch.mul(values[run], weight, out=total[run])
             else:
                 total[run].add_(values[run], alpha=weight)
+        return square
 
     def average(
         self,
@@ -189,39 +174,13 @@ class Plan:
         start: int,
         mean: torch.Tensor,
         out: torch.Tensor,
+        squares: np.ndarray,
     ) -> int:
         """Like :meth:`Codec.average`, from ``start`` on in the vector; does nothing if there are several segments."""
         parts = self.cut(start, start + mean.numel())
-        is_one = len(parts) == 1 and not parts[0].is_chosen
-        return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if is_one else 0
-
-    def largest_square(self, start: int, stop: int, encoded: torch.Tensor) -> float:
-        """As :meth:`Codec.largest_square`, of ``flat_N[start:stop]``."""
-        total, offset = 0.0, 0
-        for part in self.cut(start, stop):
-            numel = part.stop - part.start
-            end = offset + part.codec.num_bytes(numel)
-            total += part.codec.largest_square(encoded[offset:end], numel)
-            offset = end
-        return total
-
-    def sampled(self, start: int, stop: int, at: int) -> list[Sample]:
-        """Some of ``flat_N[start:stop]``: a run of values in each part.
-
-        Args:
-            at: any number; determines where the runs begin.
-        """
-        samples, offset = [], 0
-        for part in self.cut(start, stop):
-            codec, numel = part.codec, part.stop - part.start
-            num_cuts, num_taken = -(-numel // codec.cut_numel), -(-_num_sampled(numel) // codec.cut_numel)
-            first = at % (num_cuts - num_taken + 1) * codec.cut_numel
-            last = min(first + num_taken * codec.cut_numel, numel)
-            values = slice(part.start - start + first, part.start - start + last)
-            encoded = slice(offset + codec.num_bytes(first), offset + codec.num_bytes(last))
-            samples.append(Sample(codec, values, encoded, numel / (last - first)))
-            offset += codec.num_bytes(numel)
-        return samples
+        if len(parts) != 1 or parts[0].is_chosen:
+            return 0
+        return parts[0].codec.average(own, kept, rooms, which, weights, mean, out, squares)
 
     def _parts(
         self, values: torch.Tensor, start: int, encoded: torch.Tensor
@@ -232,10 +191,6 @@ class Plan:
             end = offset + part.codec.num_bytes(part.stop - part.start)
             yield part, values[part.start - start : part.stop - start], encoded[offset:end]
             offset = end
-
-
-def _num_sampled(numel: int) -> int:
-    return min(numel, max(LEAST_SAMPLE_NUMEL, numel // SAMPLED_OF))
 
 
 def plan_of(

@@ -56,7 +56,7 @@ class Sparse(Codec):
             raise ConfigError(f"decay={decay} must be above 0 and at most 1; for example 0.95")
         self.top, self.chunk, self.bits = top, chunk, bits
         self.decay = decay
-        self.piece_numel = self.unit_numel = self.cut_numel = chunk
+        self.piece_numel = self.unit_numel = chunk
         self.num_at_once = max(1, (1 << 20) // chunk)
         self._num_bins = 1 << (bits - 1)
         self._code_bits = (chunk - 1).bit_length() + bits

@@ -20,6 +20,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
+AVERAGE = (
+    "int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1],"
+    " float64[::1], int64)"
+)
+"""Signature of the functions that average."""
+
 LANES = 8
 """Float32 that are written at once; a row that is written past the cache has a multiple of them."""
 LANES_BYTES = 32
@@ -63,8 +69,18 @@ def _fence(_typing: Any) -> Any:
     return types.void(), generate
 
 
+def _adding(_typing: Any, total: Any, _value: Any) -> Any:
+    """Add to a sum in any order: the processor may then take many values at once, and the last bits may vary."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.fadd(*arguments, flags=("reassoc",))
+
+    return total(total, total), generate
+
+
 _move_past_cache: Any = intrinsic(_moving)
 after_writes_past_cache: Any = intrinsic(_fence)
+add_in_any_order: Any = intrinsic(_adding)
 
 
 @part()

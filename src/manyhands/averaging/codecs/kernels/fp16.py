@@ -15,15 +15,17 @@ from numba.core import config, types
 from numba.extending import intrinsic
 
 from manyhands.averaging.codecs.kernels.compiling import (
+    AVERAGE,
     Bytes,
     Floats,
+    add_in_any_order,
     after_writes_past_cache,
     compiled,
     part,
     write_past_cache,
 )
 
-INLINED = "e81a777bccb9"
+INLINED = "514c85ba65ab"
 """As in the module for int8."""
 PIECE_NUMEL = 1 << 16
 SCALE_BYTES = 4
@@ -141,8 +143,18 @@ def decode(values: Floats, encoded: Bytes) -> int:
     return num_done
 
 
-@compiled("int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")
-def average(mean: Floats, encoded: Bytes, own: Floats, kept: Floats, rooms: Bytes, which: Any, weights: Floats) -> int:
+@compiled(AVERAGE)
+def average(
+    mean: Floats,
+    encoded: Bytes,
+    own: Floats,
+    kept: Floats,
+    rooms: Bytes,
+    which: Any,
+    weights: Floats,
+    squares: Any,
+    every: int,
+) -> int:
     """Weigh and add up whole pieces, round the sums, and decode them; returns how many pieces are done.
 
     The arguments are those of the function of this name for int8.
@@ -160,8 +172,13 @@ def average(mean: Floats, encoded: Bytes, own: Floats, kept: Floats, rooms: Byte
         for i in range(PIECE_NUMEL):
             mine[i] = own[start + i]
         for number in range(which.size):
-            room, weight = which[number], weights[number]
+            room, weight, square = which[number], weights[number], 0.0
             if room < 0:
+                for row in range(0, PIECE_NUMEL // ROW_NUMEL, every):
+                    for i in range(ROW_NUMEL):
+                        value = mine[row * ROW_NUMEL + i]
+                        square = add_in_any_order(square, np.float64(value) * value)
+                squares[number] += every * square
                 if number == 0:
                     for i in range(PIECE_NUMEL):
                         mean[start + i] = mine[i] * weight
@@ -175,6 +192,11 @@ def average(mean: Floats, encoded: Bytes, own: Floats, kept: Floats, rooms: Byte
             if not _is_ordinary(scale, given_halves, place):
                 is_ordinary = False
                 break
+            for row in range(0, PIECE_NUMEL // ROW_NUMEL, every):
+                for i in range(ROW_NUMEL):
+                    value = _from_half(given_halves[place + row * ROW_NUMEL + i]) * scale
+                    square = add_in_any_order(square, np.float64(value) * value)
+            squares[number] += every * square
             if number == 0:
                 for i in range(PIECE_NUMEL):
                     mean[start + i] = _from_half(given_halves[place + i]) * scale * weight
@@ -186,8 +208,11 @@ def average(mean: Floats, encoded: Bytes, own: Floats, kept: Floats, rooms: Byte
                 mean[start + i] = mine[i]
             num_done = piece
             break
-        scale = scales[scale_at]
+        scale, square_of_mean = scales[scale_at], np.float32(0)
         for i in range(PIECE_NUMEL):
-            mean[start + i] = _from_half(halves[place + i]) * scale
+            value = _from_half(halves[place + i]) * scale
+            mean[start + i] = value
+            square_of_mean = add_in_any_order(square_of_mean, value * value)
+        squares[which.size] += square_of_mean
     after_writes_past_cache()
     return num_done

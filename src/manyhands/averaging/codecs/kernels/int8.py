@@ -22,15 +22,17 @@ from manyhands.averaging.codecs.int8_rows import (
     UNUSED_SCALE_BITS,
 )
 from manyhands.averaging.codecs.kernels.compiling import (
+    AVERAGE,
     Bytes,
     Floats,
+    add_in_any_order,
     after_writes_past_cache,
     compiled,
     part,
     write_past_cache,
 )
 
-INLINED = "e81a777bccb9"
+INLINED = "514c85ba65ab"
 """Digest of the files of which parts are compiled into these functions: Numba's cache looks at this file only."""
 ROW_BYTES = ROW_NUMEL + HEADER_BYTES
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
@@ -111,8 +113,18 @@ def decode(values: Floats, packed: Bytes) -> int:
     return num_done
 
 
-@compiled("int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")
-def average(mean: Floats, packed: Bytes, own: Floats, kept: Floats, rooms: Bytes, which: Any, weights: Floats) -> int:
+@compiled(AVERAGE)
+def average(
+    mean: Floats,
+    packed: Bytes,
+    own: Floats,
+    kept: Floats,
+    rooms: Bytes,
+    which: Any,
+    weights: Floats,
+    squares: Any,
+    every: int,
+) -> int:
     """Weigh and add up whole rows, quantize the sums, and decode them; returns how many rows are done.
 
     A row stays in the processor's cache meanwhile.
@@ -124,22 +136,29 @@ def average(mean: Floats, packed: Bytes, own: Floats, kept: Floats, rooms: Bytes
         rooms: what others have sent, shape [rooms, bytes of a room], the bytes a multiple of 4.
         which: in the order in which they are added, in what room the rows lie; a negative number stands for ``own``.
         weights: of each.
+        squares: float64; to it are added the sums of the squares of each one's values, and of the means.
+        every: the former are estimated from one row in so many.
     """
     bits, headers, room_headers = mean.view(np.int32), packed.view(np.float32), rooms.view(np.float32)
     mine = np.empty(ROW_NUMEL, np.float32)
     num_rows = mean.size // ROW_NUMEL
-    num_done = num_rows
+    num_done, to_sample = num_rows, 0
     for row in range(num_rows):
         start, place = row * ROW_NUMEL, row * ROW_BYTES
         header = (place + ROW_NUMEL) // 4
-        is_ordinary = True
+        is_ordinary, is_sampled = True, row == to_sample
+        to_sample += every if is_sampled else 0
         if kept.size and row % ROWS_KEPT_AT_ONCE == 0:
             write_past_cache(kept, start, own, start, min(ROWS_KEPT_AT_ONCE, num_rows - row) * ROW_NUMEL)
         for i in range(ROW_NUMEL):
             mine[i] = own[start + i]
         for number in range(which.size):
-            room, weight = which[number], weights[number]
+            room, weight, square = which[number], weights[number], 0.0
             if room < 0:
+                if is_sampled:
+                    for i in range(ROW_NUMEL):
+                        square = add_in_any_order(square, np.float64(mine[i]) * mine[i])
+                    squares[number] += every * square
                 if number == 0:
                     for i in range(ROW_NUMEL):
                         mean[start + i] = mine[i] * weight
@@ -151,6 +170,11 @@ def average(mean: Floats, packed: Bytes, own: Floats, kept: Floats, rooms: Bytes
             if not _is_ordinary(scale, bias):
                 is_ordinary = False
                 break
+            if is_sampled:
+                for i in range(ROW_NUMEL):
+                    value = np.float32(rooms[room, place + i]) * scale + bias
+                    square = add_in_any_order(square, np.float64(value) * value)
+                squares[number] += every * square
             if number == 0:
                 for i in range(ROW_NUMEL):
                     mean[start + i] = (np.float32(rooms[room, place + i]) * scale + bias) * weight
@@ -163,7 +187,11 @@ def average(mean: Floats, packed: Bytes, own: Floats, kept: Floats, rooms: Bytes
             num_done = row
             break
         scale, bias = headers[header], headers[header + 1]
+        square_of_mean = np.float32(0)
         for i in range(ROW_NUMEL):
-            mean[start + i] = np.float32(packed[place + i]) * scale + bias
+            value = np.float32(packed[place + i]) * scale + bias
+            mean[start + i] = value
+            square_of_mean = add_in_any_order(square_of_mean, value * value)
+        squares[which.size] += square_of_mean
     after_writes_past_cache()
     return num_done
