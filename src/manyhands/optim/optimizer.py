@@ -20,7 +20,7 @@ from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.flat import GradientLayout
-from manyhands.optim.health import Health, Statistics
+from manyhands.optim.health import Health
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
 from manyhands.optim.model_hooks import HeldBatches, RunningStatistics
 from manyhands.optim.options import (
@@ -164,6 +164,10 @@ class Optimizer(OptimizerWrapper):
         self.peer = peer
         """As given."""
         self._samples = SampleCounter(peer.peer_id, self._replica, self._local)
+        self.statistics = self._samples.statistics
+        """Counts of this peer so far."""
+        self.global_step = 0
+        """Optimizer steps of the run that the model here has followed."""
         self._layout = GradientLayout(self._replica.model_parameters, extra.shapes)
         self._averages_in_background = options.delay == "gradients" or (
             local_steps is not None and local_steps.overlap_steps > 0
@@ -193,16 +197,6 @@ class Optimizer(OptimizerWrapper):
         if auxiliary or buffers is not None:  # no batch will come, or they are shared
             self._running_statistics.close()
         self._show()
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps of the run that the model here has followed."""
-        return self._shown_step
-
-    @property
-    def statistics(self) -> Statistics:
-        """Counts of this peer so far."""
-        return self._samples.statistics
 
     @property
     def makes_local_steps(self) -> bool:
@@ -265,7 +259,7 @@ class Optimizer(OptimizerWrapper):
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
         self._held.check()
-        loss, at_step = None, self._shown_step
+        loss, at_step = None, self.global_step
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -529,4 +523,4 @@ class Optimizer(OptimizerWrapper):
 
     def _show(self) -> None:
         self.share()
-        self._shown_step = self._replica.position.step
+        self.global_step = self._replica.position.step

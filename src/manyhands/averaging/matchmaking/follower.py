@@ -207,7 +207,10 @@ class Matchmaker:
         unreachable: set[PeerId] = set()
         self._group_leader.shunned = unreachable
         self._view.refusals.clear()
-        leader = self._first_leader()
+        held, self._held = self._held, None
+        leader = self._state.invitation()
+        if held is not None and held[1] == self._roster.position():
+            leader = min(held[0], leader or held[0])  # the one that held a place, unless a better one has called
         for _ in range(MAX_REDIRECTS):
             if self._is_closed:
                 raise RoundAborted("this peer leaves the run")
@@ -278,14 +281,6 @@ class Matchmaker:
             self._view.note_ahead(leader)
         if refusal.code in (BEHIND, TOLD_BEHIND):
             raise RoundAborted(f"the run went on without this peer: {refusal.message}") from refusal
-
-    def _first_leader(self) -> PeerId | None:
-        """The leader that held a place for this peer, or a better one that called since; None if there is neither."""
-        held, self._held = self._held, None
-        known = [self._state.invitation()]
-        if held is not None and held[1] == self._roster.position():
-            known.append(held[0])
-        return min((peer_id for peer_id in known if peer_id is not None), default=None)
 
     async def _try_the_others(self, unreachable: set[PeerId], leader: PeerId) -> None:
         """After one leader could not be reached, check all other hosts at once, not one by one."""
