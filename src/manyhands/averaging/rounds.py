@@ -283,9 +283,11 @@ class RoundRunner:
                     break
                 order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
             self._enter(Phase.CONCLUDED)
+            others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
             struck = {group.members[number].peer_id for number in recovery.struck} & set(verdict.blamed)
-            self._matchmaker.note_round(group, verdict, struck - {self._endpoint.peer_id})
-            if (manifest := verdict.manifest) is None:
+            manifest, candidates = verdict.manifest, self._matchmaker.candidates
+            candidates.note_round(others, verdict.blamed, struck, is_committed=manifest is not None)
+            if manifest is None:
                 if not any(member.weight > 0 for member in group.members):
                     raise NothingToAverage(verdict.reason, verdict.blamed)
                 raise RoundAborted(verdict.reason, verdict.blamed)

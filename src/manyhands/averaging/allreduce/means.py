@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from blake3 import blake3
@@ -20,10 +21,11 @@ AGAIN = b"averaged again"
 """Precedes the digests of the pieces of a vector that was averaged in more than one ballot."""
 
 
+@dataclass(frozen=True)
 class Means:
     """A result, or the part of it that a member has.
 
-    Args:
+    Attributes:
         averaged_N: the vector.
         is_again: whether parts of it came in different ballots. Then a piece is a plain part of the vector, else the
             means of one reducer as sent.
@@ -34,21 +36,12 @@ class Means:
             contributions were passed on in place of their mean.
     """
 
-    def __init__(
-        self,
-        averaged_N: torch.Tensor,
-        is_again: bool,
-        pieces: Sequence[torch.Tensor],
-        decode: Callable[[], None],
-        codec: int = 0,
-        chunks: Sequence[Sequence[slice]] = (),
-    ) -> None:
-        self.averaged_N = averaged_N
-        self.is_again = is_again
-        self.pieces = pieces
-        self.decode = decode
-        self.codec = codec
-        self.chunks = chunks
+    averaged_N: torch.Tensor
+    is_again: bool
+    pieces: Sequence[torch.Tensor]
+    decode: Callable[[], None]
+    codec: int = 0
+    chunks: Sequence[Sequence[slice]] = ()
 
     def copy(self) -> Means:
         """A copy of the pieces, to send from."""

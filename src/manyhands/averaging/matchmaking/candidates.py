@@ -131,14 +131,27 @@ class Candidates:
         self._met.add(short_id(peer_id))
         self.roster.report_missing(peer_id)
 
-    def note_round(self, members: Collection[PeerId], blamed: Collection[PeerId], *, is_committed: bool) -> None:
+    def note_round(
+        self,
+        members: Collection[PeerId],
+        blamed: Collection[PeerId],
+        struck: Collection[PeerId] = (),
+        *,
+        is_committed: bool,
+    ) -> None:
         """Record a round: a peer to blame is expected again only after a fresh record, and later each time.
 
         In a round that did not commit, others may depend on a peer that seems to blame here.
+
+        Args:
+            members: the others.
+            struck: those to blame whose values were too large.
         """
         for peer_id in members:
             if peer_id in blamed:
                 self.report_missing(peer_id)
+            if peer_id in struck:
+                self.strike(peer_id)
             if not is_committed:
                 continue
             if peer_id in blamed:

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,6 @@ from manyhands.averaging.messages import (
     LeaveRequest,
     Member,
     Position,
-    Verdict,
     VerdictQuery,
     readable_addresses,
 )
@@ -79,6 +78,7 @@ class Matchmaker:
     """Finds the group of one run for this peer, as follower or leader.
 
     Attributes:
+        candidates: the peers that could be in the group, and what is known of their conduct.
         on_called_ahead: called when another peer begins to form the group of a future round.
     """
 
@@ -94,7 +94,7 @@ class Matchmaker:
         self._run_fingerprint = run_fingerprint
         self._roster = roster
         self._config = config
-        self._view = Candidates(roster, config.matchmaking_time_s)
+        self._view = self.candidates = Candidates(roster, config.matchmaking_time_s)
         self._tasks = TaskOwner("matchmaking")
         self._group_leader = GroupLeader(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
         self._state = MatchmakingState(endpoint, self._view)
@@ -130,18 +130,6 @@ class Matchmaker:
         except BaseException:
             self._state.busy_at = None
             raise
-
-    def note_round(self, group: Group, verdict: Verdict, struck: Collection[PeerId]) -> None:
-        """Record the end of a round; peers to blame for its faults are expected less.
-
-        Args:
-            struck: those of them whose values were too large.
-        """
-        manifest, others = verdict.manifest, [member.peer_id for member in group.members]
-        others.remove(self._endpoint.peer_id)
-        self._view.note_round(others, verdict.blamed, is_committed=manifest is not None)
-        for peer_id in struck:
-            self._view.strike(peer_id)
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""

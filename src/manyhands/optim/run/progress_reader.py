@@ -234,18 +234,15 @@ class View:
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 
-    def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
-        """The progress of all trainers together, as predicted for now; see :meth:`progress`."""
-        reckoned = sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()])
-        return self.progress(own, target_batch_size, int(reckoned))
-
-    def progress(self, own: ProgressRecord | None, target_batch_size: int, of_others: int | None = None) -> Progress:
+    def progress(self, own: ProgressRecord | None, target_batch_size: int, now: float | None = None) -> Progress:
         """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
 
         Args:
-            of_others: samples of the other trainers; by default those that they have published.
+            now: predict the samples of the others for this instant; by default those that they have published count.
         """
-        num_peers, speed, samples = len(self.trainers), self._speed, self._samples if of_others is None else of_others
+        num_peers, speed, samples = len(self.trainers), self._speed, self._samples
+        if now is not None:
+            samples = int(sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()]))
         if own is not None and not own.is_auxiliary:
             num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
         missing = max(target_batch_size - samples, 0)

@@ -283,7 +283,7 @@ class ProgressTracker:
     def _update_progress(self) -> None:
         view, enough = self.view, self.target_batch_size
         self.progress = view.progress(self.own, enough)
-        self.outlook = view.outlook(self.own, enough, asyncio.get_running_loop().time())
+        self.outlook = view.progress(self.own, enough, asyncio.get_running_loop().time())
         self._crowd_factor = crowd_factor(self.outlook.num_peers)
         if self.progress.samples >= enough:
             self._due.set()
