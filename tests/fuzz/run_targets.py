@@ -51,7 +51,7 @@ from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, Noted, WhereAreYou
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import ProgressRecord, describe_progress, next_refresh_s
+from manyhands.optim.run.progress import ProgressLog, ProgressRecord, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View
 from manyhands.optim.state.download import check_of
 from manyhands.optim.state.state import capture, hyper_parameters_of, restore, specs_of
@@ -172,8 +172,8 @@ def _progress_record(data: bytes) -> None:
     for others in ({PeerId("other"): record}, {PeerId("other"): record, PeerId("third"): RECORDS[0]}):
         for position in (AT, record.position):
             observed = {peer_id: Observed(said, 1, math.inf, 0.0, said.position) for peer_id, said in others.items()}
-            progress = View(observed, position).outlook(OWN_RECORD, 64, 1.0)
-            describe_progress(progress, next_refresh_s(progress, ProgressConfig()))
+            progress = View(observed, position).progress(OWN_RECORD, 64, 1.0)
+            ProgressLog().tell(position.step, progress, next_refresh_s(progress, ProgressConfig()), 0.0)
         branch = leading_branch(others, PeerId("own"), OWN_RECORD)
         assert branch.holders
 

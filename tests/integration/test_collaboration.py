@@ -81,7 +81,7 @@ def test_a_member_that_lost_the_result_loads_it_and_its_samples_count() -> None:
 
             async def lose(order: Order, timeout_s: float) -> Vote:
                 vote = await average(order, timeout_s)
-                recovery._results.clear()
+                recovery.results.clear()
                 vote.digest = b"a memory chip that forgets"
                 return vote
 

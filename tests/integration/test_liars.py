@@ -101,7 +101,7 @@ def another_size(factor: float) -> Lie:
     def lie(runner: RoundRunner) -> torch.Tensor:
         def resize(butterfly: Butterfly) -> None:
             def values(reducer: int) -> Iterator[memoryview]:
-                num_bytes = int(butterfly.partition.num_bytes(reducer) * factor)
+                num_bytes = int(butterfly.partition.num_bytes[reducer] * factor)
                 yield memoryview(struct.pack("<QQ", NUMEL, num_bytes))
                 yield memoryview(bytes(num_bytes))
 

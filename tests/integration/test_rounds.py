@@ -455,7 +455,7 @@ def change_first_result(peer: Peer, change: Callable[[Recovery, Vote], None]) ->
 @pytest.mark.parametrize("has_another_result", [False, True])
 async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_another_result: bool) -> None:
     def lose(recovery: Recovery, vote: Vote) -> None:
-        recovery._results.clear()
+        recovery.results.clear()
         vote.digest = b"a memory chip that forgets" if has_another_result else b""
 
     async with averagers(3, config=PATIENT) as members:

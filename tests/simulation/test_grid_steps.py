@@ -98,7 +98,7 @@ def test_twelve_peers_in_groups_make_the_steps_of_one_process(
         counts = member.optimizer.statistics
         assert (counts.samples_used, counts.samples_dropped) == (counts.samples_computed, 0)
         assert (counts.rounds_committed, counts.states_loaded) == (NUM_STEPS, 0), counts
-    assert len({member.optimizer._collaboration.tracker.position() for member in swarm.members.values()}) == 1
+    assert len({member.optimizer._collaboration.tracker.own.position for member in swarm.members.values()}) == 1
     assert all(key.startswith({2: "4x3 ", 3: "3x2x2 "}[num_rounds]) for key in keys), keys
 
 

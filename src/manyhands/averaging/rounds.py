@@ -109,6 +109,7 @@ class RoundRunner:
         ConfigError: this endpoint has a runner for this run.
 
     Attributes:
+        memory: that only rounds need; free it while there is none.
         on_phase: called when this peer enters a phase of its round.
         on_means: called with what a round has committed, and the means as sent, before anybody changes these.
     """
@@ -123,6 +124,7 @@ class RoundRunner:
         rng: random.Random,
         limits: MemberLimits | None = None,
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         self._endpoint = own = RunEndpoint(endpoint, run_id)
         self._config = config
         self._limits = limits
@@ -141,7 +143,7 @@ class RoundRunner:
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the current round
         self._ends_at = 0.0  # when the current round is over for this peer or for the leader
-        self._memory = Memory()
+        self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
         self._feedback: Feedbacks | None = None  # of the current round
         self._tasks = TaskOwner("rounds")
@@ -157,10 +159,6 @@ class RoundRunner:
     def _enter(self, phase: Phase) -> None:
         for notify in self.on_phase:
             notify(phase)
-
-    def free_buffers(self) -> None:
-        """Free the memory that only rounds need; the next round allocates it again."""
-        self._memory.free_idle()
 
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
         """Drop the error feedback: this peer no longer has the values that it belongs to.
@@ -226,10 +224,10 @@ class RoundRunner:
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
         self._meter = meter if meter is not None else RoundMeter()
-        started = self._now()
+        started = self._loop.time()
         self._deadline = started + min(timeout_s, self._config.averaging_timeout_s)
         group = await self._find_group(weight, gather_s)
-        matchmaking_s = self._now() - started
+        matchmaking_s = self._loop.time() - started
         recovery = self._recovery(group, flat_N, shapes, refill, part)
         try:
             committed = await self._commit(recovery)
@@ -243,7 +241,7 @@ class RoundRunner:
         finally:
             if self._feedback is not None:
                 self._feedback.abort()
-        seconds = self._now() - started
+        seconds = self._loop.time() - started
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
@@ -251,7 +249,7 @@ class RoundRunner:
         return replace(committed, seconds=seconds, matchmaking_s=matchmaking_s)
 
     async def _find_group(self, weight: float, gather_s: float | None) -> Group:
-        started, timeout_s = self._now(), self._left_s()
+        started, timeout_s = self._loop.time(), self._left_s()
         self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
@@ -259,9 +257,9 @@ class RoundRunner:
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
-            self._meter.matchmaking_s += self._now() - started
-        self._ends_at = min(self._deadline, self._now() + (group.time_left_s or math.inf))
-        self._bandwidth.begin_round(self._ends_at - self._now())
+            self._meter.matchmaking_s += self._loop.time() - started
+        self._ends_at = min(self._deadline, self._loop.time() + (group.time_left_s or math.inf))
+        self._bandwidth.begin_round(self._ends_at - self._loop.time())
         self._enter(Phase.FORMED)
         return limited(group, self._limits) if self._limits is not None else group
 
@@ -276,7 +274,7 @@ class RoundRunner:
             held.enter_context(self._matchmaker.in_round(group))
             await held.enter_async_context(self._agreement.of(group))
             held.enter_context(self._fetching.of(recovery))
-            order, limit_s = recovery.everything(), self._left_s()
+            order, limit_s = recovery.everything, self._left_s()
             while True:
                 outcome = await self._unless_decided(group, recovery.average(order, limit_s))
                 voting_s = max(self._left_s(), MIN_VOTING_S)
@@ -285,13 +283,15 @@ class RoundRunner:
                     break
                 order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
             self._enter(Phase.CONCLUDED)
+            others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
             struck = {group.members[number].peer_id for number in recovery.struck} & set(verdict.blamed)
-            self._matchmaker.note_round(group, verdict, struck - {self._endpoint.peer_id})
-            if (manifest := verdict.manifest) is None:
+            manifest, candidates = verdict.manifest, self._matchmaker.candidates
+            candidates.note_round(others, verdict.blamed, struck, is_committed=manifest is not None)
+            if manifest is None:
                 if not any(member.weight > 0 for member in group.members):
                     raise NothingToAverage(verdict.reason, verdict.blamed)
                 raise RoundAborted(verdict.reason, verdict.blamed)
-            means = recovery.means_of(manifest.digest)
+            means = recovery.results.get(manifest.digest)
             is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
             is_outsized = is_left_out and rank in recovery.outsized
             if means is None and (is_outsized or not is_left_out):
@@ -306,9 +306,9 @@ class RoundRunner:
 
     async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
         """Average until done or until the round is decided; a decided round needs no further values."""
-        loop, began = asyncio.get_running_loop(), self._now()
-        working = loop.create_task(averaging)
-        deciding = loop.create_task(self._agreement.decided(group, self._streams.lose))
+        began = self._loop.time()
+        working = self._loop.create_task(averaging)
+        deciding = self._loop.create_task(self._agreement.decided(group, self._streams.lose))
         try:
             await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
             if not working.done() and deciding.result().manifest is not None:  # this member is a little late
@@ -317,18 +317,18 @@ class RoundRunner:
                 vote = working.result()  # raises what the refill raised
             return deciding.result() if deciding.done() else vote
         finally:
-            self._meter.averaging_s += self._now() - began
+            self._meter.averaging_s += self._loop.time() - began
             for task in (working, deciding):
                 task.cancel()
             await asyncio.gather(working, deciding, return_exceptions=True)
 
     async def _vote(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
-        began = self._now()
+        began = self._loop.time()
         self._enter(Phase.VOTING)
         try:
             return await self._agreement.conclude(group, vote, voting_s)
         finally:
-            self._meter.vote_s += self._now() - began
+            self._meter.vote_s += self._loop.time() - began
 
     def _recovery(
         self,
@@ -353,22 +353,19 @@ class RoundRunner:
         self._feedback = feedback
         return Recovery(
             group, rank, flat_N, plan, self._exchange,
-            refill=refill, memory=self._memory, feedbacks=feedback, limits=self._limits,
+            refill=refill, memory=self.memory, feedbacks=feedback, limits=self._limits,
         )  # fmt: skip
 
     def _left_s(self) -> float:
-        return self._deadline - self._now()
+        return self._deadline - self._loop.time()
 
     def _late_s(self) -> float:
         """Seconds a late member may still take once the others are done."""
         return max(self._left_s(), self._config.stream_timeout_s)
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
-        began = self._now()
+        began = self._loop.time()
         streams: dict[int, RoundStream] = {}
         lost: set[PeerId] = set()
         rate: float | None = None
@@ -395,7 +392,7 @@ class RoundRunner:
         self._endpoint.on_lost.append(on_lost)
         try:
             with self._probing.of(group, moved), self._endpoint.uplink.shared() as share, ExitStack() as held:
-                for other in butterfly.partners():
+                for other in butterfly.partners:
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)
                 if share.streams.keys() == {stream.stream for stream in streams.values()}:
@@ -406,9 +403,9 @@ class RoundRunner:
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
             exchange = Exchange(
-                num_due=sum(map(butterfly.num_bytes_with, butterfly.partners())),
+                num_due=sum(map(butterfly.num_bytes_with, butterfly.partners)),
                 num_sent=sum(stream.bytes_sent for stream in streams.values()),
-                seconds=self._now() - began,
+                seconds=self._loop.time() - began,
                 rate=rate,
             )
             self._bandwidth.add_exchange(exchange)

@@ -211,7 +211,7 @@ class RunMonitor:
         self._tell_stranded()
         leading = held_by_most(trainers)
         target = await self._target_batch_size()
-        progress = View(present, leading).outlook(None, target, asyncio.get_running_loop().time())
+        progress = View(present, leading).progress(None, target, asyncio.get_running_loop().time())
         delay_s = next_refresh_s(progress, self._config)
         self._progress, self._target = progress, target
         if progress != self._last_progress:

@@ -196,7 +196,6 @@ class RecentSteps:
         digest = digest_of(reached.step, before, after, is_grid, lists)
         listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]
         is_listing = self._own_id in listing and len(lists) <= MAX_LISTS_BYTES
-        self.forget_from(reached.step)
         self._steps.append(CommittedStep(reached.step, before, after, is_grid, digest, lists if is_listing else b""))
 
     def forget_from(self, step: int) -> None:

@@ -104,7 +104,6 @@ class GradientAccumulator(Accumulator):
         self._mean: FlatGradients | None = None  # of the loss; undefined while the weight is 0
         self._spare_N: torch.Tensor | None = None  # its values are undefined
         self._last_used: tuple[list[bool], torch.Tensor] | None = None
-        self._follow_model()
 
     @torch.no_grad()
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
@@ -134,7 +133,10 @@ class GradientAccumulator(Accumulator):
         self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float | None
     ) -> None:
         """Move the mean by a share towards the gradients; all the way if the share is None."""
-        plain, means = [self._used([gradient is not None for gradient in gradients])], [mean.shares]
+        are_used = [gradient is not None for gradient in gradients]
+        if self._last_used is None or self._last_used[0] != are_used:
+            self._last_used = are_used, torch.tensor(are_used).to(self._device, torch.float32)
+        plain, means = [self._last_used[1]], [mean.shares]
         for gradient, value in zip(gradients, mean.values, strict=True):
             if gradient is None:
                 value.zero_() if share is None else value.mul_(1 - share)
@@ -148,12 +150,6 @@ class GradientAccumulator(Accumulator):
                 value.copy_(gradient) if share is None else value.lerp_(gradient, share)
         # one call for all that are alike: on a GPU one kernel
         torch._foreach_copy_(means, plain) if share is None else torch._foreach_lerp_(means, plain, share)
-
-    def _used(self, are_used: list[bool]) -> torch.Tensor:
-        """One for each parameter that has a gradient, and zero for the others."""
-        if self._last_used is None or self._last_used[0] != are_used:
-            self._last_used = are_used, torch.tensor(are_used).to(self._device, torch.float32)
-        return self._last_used[1]
 
     def freeze(self) -> Contribution:
         mean_N = self._buffer().flat_N
@@ -171,7 +167,7 @@ class GradientAccumulator(Accumulator):
     def take_back(self, contribution: Contribution) -> None:
         weight = contribution.weight
         if weight > 0 and self.weight == 0 and self._device == HOST:
-            before, self._mean = self._mean, FlatGradients(self.layout, contribution.mean_N)
+            before, self._mean = self._mean, self.layout.views(contribution.mean_N)
             self._spare_N = self._spare_N if before is None else before.flat_N
         elif weight > 0:
             mean_N, given_N = self._buffer().flat_N, contribution.mean_N.to(self._device)
@@ -190,19 +186,15 @@ class GradientAccumulator(Accumulator):
         super().drop()
         self.weight = 0.0
 
-    def _follow_model(self) -> None:
-        """Move to the parameters' device: a model may move to a GPU after its optimizer was made."""
-        devices = {parameter.device for parameter in self._parameters}
-        device = devices.pop() if len(devices) == 1 else HOST
-        if device != self._device:
-            self._device, self._mean, self._last_used = device, None, None
-
     def _buffer(self) -> FlatGradients:
-        if self.weight == 0:  # there is nothing in it yet
-            self._follow_model()
+        if self.weight == 0:  # there is nothing in it yet, and the model may have moved to a GPU
+            devices = {parameter.device for parameter in self._parameters}
+            device = devices.pop() if len(devices) == 1 else HOST
+            if device != self._device:
+                self._device, self._mean, self._last_used = device, None, None
         if self._mean is None:
             if self._device == HOST and self._spare_N is not None:
-                self._mean, self._spare_N = FlatGradients(self.layout, self._spare_N), None
+                self._mean, self._spare_N = self.layout.views(self._spare_N), None
             else:
                 self._mean = self.layout.empty(self._device)
         return self._mean

@@ -28,6 +28,7 @@ class ExtraTensors:
 
     Attributes:
         agreed: the values at the last step, on the host.
+        agreed_floats: those that rounding alone may change, for the comparison with other peers.
         names: of each.
         shapes: of the vector's parts: all floats, then all integers.
     Raises:
@@ -46,16 +47,12 @@ class ExtraTensors:
             if not tensor.is_floating_point() and tensor.numel() and int(tensor.long().abs().max()) > MAX_INTEGER:
                 raise ConfigError(f"{name} has integers above {MAX_INTEGER}, which float32 would change; leave it out")
         self.agreed = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
+        self.agreed_floats = [tensor for tensor in self.agreed if tensor.is_floating_point()]
         self._in_order = sorted(range(len(named)), key=lambda at: not named[at][1].is_floating_point())
         num_floats = sum(tensor.numel() for tensor in self.agreed_floats)
         num_integers = sum(tensor.numel() for tensor in self.agreed) - num_floats
         shapes = [(num_floats,), Chosen((num_integers,))]
         self.shapes = [shape for shape in shapes if math.prod(shape)]
-
-    @property
-    def agreed_floats(self) -> list[torch.Tensor]:
-        """Those that rounding alone may change, for the comparison with other peers."""
-        return [tensor for tensor in self.agreed if tensor.is_floating_point()]
 
     def contribution(self) -> torch.Tensor:
         """This peer's values as a float32 vector, with the agreed ones where they are not finite."""

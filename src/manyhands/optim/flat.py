@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ class GradientLayout:
         shapes_of_extra: of the tensors beside them, in one dimension each.
 
     Attributes:
+        shapes: of the parts of the vector, in order.
         numel: N, the length of the vector.
         num_values: number of gradient values; after them come the shares.
         shapes_of_rest: of the parts after the gradient values.
@@ -35,32 +37,30 @@ class GradientLayout:
         self._sizes = [parameter.numel() for parameter in parameters]
         self.num_values = sum(self._sizes)
         self.shapes_of_rest = [[len(self._shapes)], *shapes_of_extra]
+        self.shapes: list[Sequence[int]] = [*self._shapes, *self.shapes_of_rest]
         self._num_extra = sum(math.prod(shape) for shape in shapes_of_extra)
         self.numel = self.num_values + len(self._sizes) + self._num_extra
-
-    @property
-    def shapes(self) -> list[Sequence[int]]:
-        """Of the parts of the vector, in order."""
-        return [*self._shapes, *self.shapes_of_rest]
 
     def extra(self, flat_N: torch.Tensor) -> torch.Tensor:
         """A view of the extra tensors' values."""
         return flat_N[self.numel - self._num_extra :]
 
-    def views(self, flat_N: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The values of each parameter in its shape, and for each the share of the weight that used it."""
+    def views(self, flat_N: torch.Tensor) -> FlatGradients:
+        """A vector with views of its parts."""
         *pieces, shares, _ = torch.split(flat_N, [*self._sizes, len(self._sizes), self._num_extra])
-        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)], shares
+        return FlatGradients(
+            flat_N, [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)], shares
+        )
 
     def empty(self, device: torch.device) -> FlatGradients:
         """A new uninitialised vector."""
-        return FlatGradients(self, torch.empty(self.numel, dtype=torch.float32, device=device))
+        return self.views(torch.empty(self.numel, dtype=torch.float32, device=device))
 
     @torch.no_grad()
     def show(self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
         """Write a flat vector into the existing ``.grad`` tensors; one that cannot hold its values is replaced."""
         taken: set[int] = set()  # autograd may give two parameters the same memory
-        for parameter, value in zip(parameters, self.views(flat_N)[0], strict=True):
+        for parameter, value in zip(parameters, self.views(flat_N).values, strict=True):
             if (gradient := parameter.grad) is None:
                 continue
             is_like_it = (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
@@ -80,7 +80,7 @@ class GradientLayout:
         A parameter that no sample used gets None, as in plain PyTorch; so do others that are not in the vector.
         """
         before = [(parameter, parameter.grad) for parameter in (*parameters, *others)]
-        values, shares = self.views(flat_N)
+        _, values, shares = self.views(flat_N)
         try:
             for parameter, value, used in zip(parameters, values, shares.tolist(), strict=True):
                 parameter.grad = value.to(parameter) if used > 0 else None
@@ -92,7 +92,7 @@ class GradientLayout:
                 parameter.grad = gradient
 
 
-class FlatGradients:
+class FlatGradients(NamedTuple):
     """A flat vector with views of its parts.
 
     Attributes:
@@ -101,9 +101,9 @@ class FlatGradients:
         shares: of the weight that used each parameter.
     """
 
-    def __init__(self, layout: GradientLayout, flat_N: torch.Tensor) -> None:
-        self.flat_N = flat_N
-        self.values, self.shares = layout.views(flat_N)
+    flat_N: torch.Tensor
+    values: list[torch.Tensor]
+    shares: torch.Tensor
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

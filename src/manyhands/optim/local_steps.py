@@ -157,7 +157,7 @@ class LocalReplica(Replica):
         pairs = zip(of_model, parameters_of(self.optimizer), strict=True)
         self._frozen = [(own, agreed) for own, agreed in pairs if not own.requires_grad]
         self._max_inner_norm = max_grad_norm
-        self.wrapped, self.model_parameters = inner, model_parameters
+        self.wrapped, self.model_parameters, self.options = inner, model_parameters, options_of(inner.param_groups)
         self.host_copy = HostCopy(inner) if offload else None  # of the model, as for every replica
         self._own = [parameter for parameter in parameters_of(inner) if parameter.requires_grad]
         self._agreed_inner_options = hyper_parameters_of(inner.param_groups)
@@ -173,10 +173,6 @@ class LocalReplica(Replica):
         ]
 
     # for the run
-
-    @property
-    def _guarded_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
 
     @property
     def part(self) -> int:
@@ -255,7 +251,7 @@ class LocalReplica(Replica):
         parameters, layout = self.trained
         if flat_N is None or flat_N.numel() != layout.numel:
             flat_N = torch.empty(layout.numel)
-        values, shares = layout.views(flat_N)
+        _, values, shares = layout.views(flat_N)
         for value, agreed, own in zip(values, parameters, self._own_of(self.part), strict=True):
             torch.sub(agreed, own.to(agreed), out=value)
         shares.fill_(1.0)
@@ -273,7 +269,7 @@ class LocalReplica(Replica):
     def differ_by(self, fragment: int, pseudo_gradient_N: torch.Tensor) -> None:
         """Set this peer's own parameters to the agreed ones minus a pseudo-gradient."""
         parameters, layout = self._parts[fragment]
-        values, _ = layout.views(pseudo_gradient_N)
+        values = layout.views(pseudo_gradient_N).values
         for own, agreed, value in zip(self._own_of(fragment), parameters, values, strict=True):
             own.copy_(agreed - value)
         self._show_own()

@@ -21,11 +21,8 @@ class SpeedMeter:
         self._weight = 0.0
         self.batch_s = 0.0
         """Seconds of the last batch; 0 until it is known."""
-
-    @property
-    def samples_per_second(self) -> float:
-        """0 until it is known."""
-        return self._weight / self._seconds_per_sample if self._seconds_per_sample > 0 else 0.0
+        self.samples_per_second = 0.0
+        """Likewise."""
 
     def count(self, samples: int, now: float) -> None:
         """Count ``samples`` computed since :meth:`resume`; their time is unknown before its first call."""
@@ -34,6 +31,8 @@ class SpeedMeter:
             seconds = self.batch_s / samples
             self._seconds_per_sample += SMOOTHING * (seconds - self._seconds_per_sample)
             self._weight += SMOOTHING * (1 - self._weight)
+            if self._seconds_per_sample > 0:
+                self.samples_per_second = self._weight / self._seconds_per_sample
 
     def resume(self, now: float) -> None:
         """Computing begins, or goes on after something else."""

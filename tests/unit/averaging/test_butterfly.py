@@ -24,7 +24,7 @@ def test_partners_agree_and_nobody_is_left_out(num_members: int, clients: set[in
     group = group_of(num_members, clients=sorted(clients))
 
     async def partners() -> list[list[int]]:
-        return [Butterfly(group, rank, torch.zeros(numel), exact(numel)).partners() for rank in range(num_members)]
+        return [Butterfly(group, rank, torch.zeros(numel), exact(numel)).partners for rank in range(num_members)]
 
     by_rank = asyncio.run(partners())
     for rank, others in enumerate(by_rank):
@@ -43,7 +43,7 @@ def test_of_a_small_vector_everybody_talks_to_the_few_that_reduce_it(
     group = group_of(num_members, clients=sorted(clients), min_span_numel=min_span_numel)
 
     async def partners() -> list[list[int]]:
-        return [Butterfly(group, rank, torch.zeros(numel), exact(numel)).partners() for rank in range(num_members)]
+        return [Butterfly(group, rank, torch.zeros(numel), exact(numel)).partners for rank in range(num_members)]
 
     by_rank = asyncio.run(partners())
     num_reducers = max(1, min(num_members - len(clients), numel // min_span_numel)) if numel else 0

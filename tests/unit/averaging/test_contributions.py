@@ -60,7 +60,7 @@ def test_records_survive_the_wire(num_members: int, data: st.DataObject) -> None
     held = Contributions(NUMEL, num_members, range(num_members))
     presents = data.draw(st.lists(st.sets(st.integers(0, num_members - 1), min_size=1).map(sorted), max_size=5))
     record = held.record(presents)
-    assert len(record) == held.record_bytes(len(presents))
+    assert len(record) == held.mask_bytes * len(presents)
     assert held.read_record(record) == presents
 
 

@@ -48,7 +48,7 @@ def reduced(
     partition = Partition(group, range(3), region, plan)
     own_N = values_of(OWN)
     averaged_N = own_N if is_in_place else torch.empty(NUMEL)
-    encoded = torch.empty(partition.num_bytes(OWN), dtype=torch.uint8)
+    encoded = torch.empty(partition.num_bytes[OWN], dtype=torch.uint8)
     if codec is NONE:
         encoded = averaged_N.view(torch.uint8)
     reducer = SpanReducer(partition, OWN, own_N, averaged_N, encoded, Memory())

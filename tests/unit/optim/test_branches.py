@@ -26,7 +26,7 @@ def at(step: int, lineage: bytes = b"run", host: str = "192.168.0.1") -> Progres
 def member_of(*met: PeerId, step: int = 10) -> Belief:
     belief = Belief()
     for number in range(max(step - 5, 0), step + 1):
-        belief.been_at(at(number).position)
+        belief.other_majority(at(number), {}, 0.0)  # it is there
     belief.met(met)
     return belief
 
@@ -94,7 +94,7 @@ def test_parts_that_have_never_met_come_together_on_the_higher_branch() -> None:
 
 def test_a_smaller_part_that_is_ahead_goes_back_after_a_while() -> None:
     belief = member_of(ANN, BOB, CAROL, DAVE)
-    belief.been_at((own := at(12, b"other")).position)
+    own = at(12, b"other")
     others = {ANN: at(11), BOB: at(11), CAROL: at(11), DAVE: at(12, b"other")}
     assert belief.other_majority(own, others, 100.0) is None
     assert belief.other_majority(own, others, 99.0 + OUTVOTED_S) is None

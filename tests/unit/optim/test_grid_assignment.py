@@ -38,7 +38,7 @@ async def all_sit(run: Run, assignment: GridAssignment) -> dict[int, PeerId]:
 
 
 async def stays_in_one_group(assignment: GridAssignment, run: Run) -> bool:
-    is_one = assignment.position() == run.tracker.position() and not assignment.begin_step()
+    is_one = assignment.position() == run.tracker.own.position and not assignment.begin_step()
     return is_one and run.tracker.own.seat == NO_SEAT
 
 

@@ -22,15 +22,12 @@ class Peers:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.at = HERE
+        self.own = SimpleNamespace(position=HERE)
         self.left_s = 1000.0
         self.outlook = SimpleNamespace(num_peers=2)
         self.target_batch_size = 64
         self.is_called = self.is_without_leader = False
         self.on_called_ahead: list[Callable[[], None]] = []
-
-    def position(self) -> Position:
-        return self.at
 
     def lacks_leader(self) -> bool:
         return self.is_without_leader
@@ -112,7 +109,7 @@ async def test_an_attempt_ends_it_and_none_begins_before_that_has_failed_or_its_
     look_ahead.resume()
     await after_planning(look_ahead)
     await look_ahead.end()
-    peers.at = NEXT
+    peers.own.position = NEXT
     await after_planning(look_ahead)
     assert peers.events == ["began", "ended"] * 2 + ["began"]
 
@@ -122,6 +119,6 @@ async def test_one_for_a_position_that_this_peer_has_left_ends(tasks: TaskOwner)
     peers.left_s = 0.0
     look_ahead = made(peers, tasks)
     await after_planning(look_ahead)
-    peers.at, peers.left_s = NEXT, math.inf
+    peers.own.position, peers.left_s = NEXT, math.inf
     await after_planning(look_ahead)
     assert peers.events == ["began", "ended"]

@@ -91,7 +91,7 @@ async def test_a_record_from_before_a_round_does_not_move_a_peer_back() -> None:
         await run.hears(BOB, HERE, age_s=0.5, samples=9)
         assert run.position_of(BOB) == NEXT
         assert run.tracker.num_peers_here() == 2
-        assert BOB in run.tracker.expected()
+        assert BOB in run.tracker.view.expected
 
 
 @pytest.mark.parametrize("ttl_s", [20.0, 300.0])
@@ -187,15 +187,15 @@ async def test_a_missing_peer_is_not_expected_before_a_fresh_record() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, is_client=True)
         await run.hears(CAROL)
-        assert run.tracker.expected() == {BOB: True, CAROL: False}
+        assert run.tracker.view.expected == {BOB: True, CAROL: False}
         run.tracker.report_missing(BOB)
         run.tracker.report_missing(PeerId("never heard of"))
-        assert run.tracker.expected() == {CAROL: False}
+        assert run.tracker.view.expected == {CAROL: False}
         await run.tracker.refresh()
-        assert run.tracker.expected() == {CAROL: False}
+        assert run.tracker.view.expected == {CAROL: False}
         assert run.tracker.num_peers_here() == 3, "it may still be there: nobody steps alone"
         await run.hears(BOB)
-        assert run.tracker.expected() == {BOB: False, CAROL: False}
+        assert run.tracker.view.expected == {BOB: False, CAROL: False}
 
 
 async def test_a_peer_that_came_to_a_round_is_not_missing() -> None:
@@ -203,14 +203,14 @@ async def test_a_peer_that_came_to_a_round_is_not_missing() -> None:
         await run.hears(BOB)
         run.tracker.report_missing(BOB)
         run.tracker.move(NEXT, 20, [BOB])
-        assert run.tracker.expected() == {BOB: False}
+        assert run.tracker.view.expected == {BOB: False}
 
 
 async def test_peers_at_other_positions_are_not_expected() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, NEXT)
         await run.hears(CAROL, Position(3, b"another branch"))
-        assert run.tracker.expected() == {}
+        assert run.tracker.view.expected == {}
         assert run.tracker.num_peers_here() == 1
 
 
@@ -222,7 +222,7 @@ async def test_a_call_makes_a_round_due_a_little_before_the_target_is_counted_un
         run.tracker.call_to_round()
         assert run.tracker.is_due()
         assert run.tracker.can_meet_somebody()
-        run.tracker.answer_call()
+        run.tracker.is_called = run.tracker.is_moving = False
         assert not run.tracker.is_due()
         assert not run.tracker.can_meet_somebody()
         run.tracker.call_to_round()
@@ -483,7 +483,7 @@ def rounds_of(*names: str) -> list[bytes]:
 def make_steps(run: Run, names: str) -> None:
     """One step for each name, each with one round."""
     for name in names:
-        here = run.tracker.position()
+        here = run.tracker.own.position
         run.tracker.move(Position(here.step + 1, name.encode()), 20, [], grid_rounds=rounds_of(name))
 
 
@@ -494,11 +494,11 @@ def published(names: str) -> list[bytes]:
 async def test_those_at_its_position_who_made_their_last_steps_elsewhere_are_strangers() -> None:
     async with run_of_one() as run:
         make_steps(run, "abcd")
-        here = run.tracker.position()
+        here = run.tracker.own.position
         await run.hears(BOB, here, samples=5, lineage_samples=20, recent_rounds=published("bcde"))
-        assert list(run.tracker.expected()) == [BOB]
+        assert list(run.tracker.view.expected) == [BOB]
         await run.hears(CAROL, here, samples=5, lineage_samples=20, recent_rounds=published("wxyz"))
-        assert list(run.tracker.expected()) == [BOB], "it is not waited for"
+        assert list(run.tracker.view.expected) == [BOB], "it is not waited for"
         assert (run.tracker.progress.samples, run.tracker.num_peers_here()) == (5, 2), "nor does it count"
         assert run.tracker.is_on_best_branch(), "two are more than one"
         assert not run.tracker.should_load_state()
@@ -512,7 +512,7 @@ async def test_one_that_asks_for_a_place_is_judged_by_what_it_says_then() -> Non
     """Its record may be older, or not have been read."""
     async with run_of_one() as run:
         make_steps(run, "abcd")
-        reader, here = run.tracker.reader, run.tracker.position()
+        reader, here = run.tracker.reader, run.tracker.own.position
         await run.hears(BOB, here, lineage_samples=20, recent_rounds=published("bcde"))
         await run.hears(CAROL, here, lineage_samples=20, recent_rounds=published("wxyz"))
         assert not reader.is_stranger(CAROL, published("defg")), "it has loaded the state of this part"
@@ -521,18 +521,18 @@ async def test_one_that_asks_for_a_place_is_judged_by_what_it_says_then() -> Non
         assert reader.is_stranger(PeerId("unheard of"), published("uvwx"))
         assert not reader.is_stranger(CAROL, published("xyz")), "too few steps to tell"
         assert not reader.is_stranger(CAROL, []), "nor does an older version say"
-        assert list(run.tracker.expected()) == [BOB], "records are judged as before"
+        assert list(run.tracker.view.expected) == [BOB], "records are judged as before"
 
 
 async def test_who_loads_the_state_of_strangers_is_one_of_them_though_its_position_has_the_same_name() -> None:
     async with run_of_one() as run:
         make_steps(run, "abcd")
-        here = run.tracker.position()
+        here = run.tracker.own.position
         for peer_id in (BOB, CAROL):
             await run.hears(peer_id, here, lineage_samples=20, recent_rounds=published("wxyz"))
         run.tracker.load(here, 20, published("wxyz"))
         assert not run.tracker.should_load_state()
-        assert sorted(run.tracker.expected()) == [BOB, CAROL]
+        assert sorted(run.tracker.view.expected) == [BOB, CAROL]
         assert run.tracker.own.recent_rounds == published("wxyz"), "and says so"
         make_steps(run, "!")
         assert run.tracker.own.recent_rounds == published("xyz!")
@@ -541,7 +541,7 @@ async def test_who_loads_the_state_of_strangers_is_one_of_them_though_its_positi
 async def test_who_makes_a_step_in_one_group_or_goes_elsewhere_says_nothing_of_rounds() -> None:
     async with run_of_one() as run:
         make_steps(run, "abcd")
-        run.tracker.move(run.tracker.position(), 20, [])  # told again
+        run.tracker.move(run.tracker.own.position, 20, [])  # told again
         assert run.tracker.own.recent_rounds == published("abcd")
         run.tracker.move(Position(HERE.step + 5, b"one group"), 20, [])
         assert run.tracker.own.recent_rounds == []
@@ -558,17 +558,17 @@ async def test_a_helper_is_no_trainer_and_expected_only_where_no_trainer_can_be_
         await run.hears(BOB, is_client=True)
         await run.hears(CAROL, is_auxiliary=True)
         assert run.tracker.num_peers_here() == 2
-        assert run.tracker.expected() == {BOB: True}, "this peer can be dialled, and leads"
+        assert run.tracker.view.expected == {BOB: True}, "this peer can be dialled, and leads"
     async with run_of_one(is_client=True) as run:
         await run.hears(BOB, is_client=True)
         assert run.tracker.is_stranded
         assert not run.tracker.can_meet_somebody()
         await run.hears(CAROL, is_auxiliary=True)
         assert not run.tracker.is_stranded
-        assert run.tracker.expected() == {BOB: True, CAROL: False}
+        assert run.tracker.view.expected == {BOB: True, CAROL: False}
         assert run.tracker.can_meet_somebody()
         await run.hears(DAVE)
-        assert run.tracker.expected() == {BOB: True, DAVE: False}
+        assert run.tracker.view.expected == {BOB: True, DAVE: False}
         assert run.tracker.num_peers_here() == 3
 
 

@@ -56,16 +56,16 @@ def test_a_helper_counts_for_nothing_in_progress() -> None:
 
 def test_what_is_reckoned_takes_the_place_of_what_was_said() -> None:
     view = view_of(record(samples=10, speed=2.0), record(Position(2, b"here"), samples=100, speed=100.0), since=100.0)
-    outlook = view.outlook(record(samples=1, speed=3.0), 27, 103.0)
+    outlook = view.progress(record(samples=1, speed=3.0), 27, 103.0)
     assert outlook == Progress(samples=17, num_peers=2, samples_per_second=5.0, eta_s=2.0)
 
 
 def test_what_many_slow_peers_have_of_a_sample_counts_together() -> None:
     view = view_of(*[record(speed=0.0625)] * 40)
-    assert view.outlook(None, 100, 8.0).samples == 20
+    assert view.progress(None, 100, 8.0).samples == 20
 
 
 def test_what_a_liar_adds_to_the_sum_is_bounded() -> None:
     liar = record(samples=2**53, speed=1e308, counted_s_ago=1e308)
-    assert 2**53 <= view_of(record(samples=10, speed=1.0), liar).outlook(None, 100, 5.0).samples <= 2**54
-    assert view_of(record(samples=10, speed=1.0)).outlook(None, 100, 5.0).samples == 15
+    assert 2**53 <= view_of(record(samples=10, speed=1.0), liar).progress(None, 100, 5.0).samples <= 2**54
+    assert view_of(record(samples=10, speed=1.0)).progress(None, 100, 5.0).samples == 15

@@ -74,6 +74,7 @@ class Butterfly:
     Attributes:
         faults: what each lost member did wrong, by rank.
         partition: the spans of the members.
+        partners: ranks with which values are exchanged; two members without spans exchange nothing.
         wanted: what is still to come, by rank.
         done_with: members with which all was exchanged; nothing more travels on their streams.
     """
@@ -106,6 +107,8 @@ class Butterfly:
         self._codec = group.codec
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self.partition = Partition(group, self._here, region, plan)
+        reducers = self.partition.reducers
+        self.partners = [other for other in sorted(self._here) if other != rank and reducers & {other, rank}]
         self._weights = self.partition.weights
         self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk, where contributions are passed on
         self._passed_on: dict[int, list[list[int]]] = {}  # by reducer, whose contributions are in each chunk
@@ -134,14 +137,6 @@ class Butterfly:
         chunks = () if self._plan.passes_on else self.partition.chunks
         return Means(self.averaged_N, False, self._encoded, self._decode_all, self._codec, chunks)
 
-    def partners(self) -> list[int]:
-        """Ranks with which values are exchanged; two members without spans exchange nothing."""
-        return [
-            rank
-            for rank in sorted(self._here)
-            if rank != self._rank and (self.partition.is_reducer(rank) or self.partition.is_reducer(self._rank))
-        ]
-
     def held(self) -> list[tuple[slice, int, list[int]]]:
         """The averaged chunks, each with its reducer and contributors; all chunks of a span or none."""
         told = dict(self._told)
@@ -167,7 +162,7 @@ class Butterfly:
 
     def num_bytes_with(self, rank: int) -> int:
         """Approximate bytes in each direction of the stream to a partner."""
-        return self.partition.mean_bytes(rank) + self.partition.mean_bytes(self._rank)
+        return self.partition.mean_bytes[rank] + self.partition.mean_bytes[self._rank]
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
@@ -182,7 +177,7 @@ class Butterfly:
         """
         loop = asyncio.get_running_loop()
         reducing = loop.create_task(self._reducer.run(self._spoil))
-        self._conversations = {rank: loop.create_task(self._converse(rank, connect)) for rank in self.partners()}
+        self._conversations = {rank: loop.create_task(self._converse(rank, connect)) for rank in self.partners}
         try:
             await _all_or_none([reducing, *self._conversations.values()])
         except NotFinite as error:
@@ -241,7 +236,7 @@ class Butterfly:
                 await stream.send_each(pieces)
 
     def _owes_values_to(self, rank: int) -> bool:
-        return self._weights[self._rank] > 0 and self.partition.is_reducer(rank)
+        return self._weights[self._rank] > 0 and rank in self.partition.reducers
 
     def _outgoing(self, rank: int) -> Iterator[memoryview | Condition]:
         if self._owes_values_to(rank):
@@ -289,14 +284,14 @@ class Butterfly:
     def _label_of(self, reducer: int) -> bytes:
         """The header of a span's values, or of a member's own means."""
         is_of_means = reducer == self._rank
-        num_bytes = self.partition.mean_bytes(reducer) if is_of_means else self.partition.num_bytes(reducer)
+        num_bytes = (self.partition.mean_bytes if is_of_means else self.partition.num_bytes)[reducer]
         return _LABEL.pack(self._flat_N.numel(), num_bytes)
 
     # receiving
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
         """Receive a partner's values of this member's span, then the means of its own."""
-        if rank not in self._reducer.inboxes and not self.partition.is_reducer(rank):
+        if rank not in self._reducer.inboxes and rank not in self.partition.reducers:
             return
         rooms = Pausing(self._rooms(rank), self._reducer.progress)
         while not rooms.is_over:
@@ -315,7 +310,7 @@ class Butterfly:
         if inbox is not None:
             yield from self._rooms_for_values(rank, inbox)
         self._has_given.add(rank)
-        if self.partition.is_reducer(rank):
+        if rank in self.partition.reducers:
             self.wanted[rank] = Wanted.MEANS
             yield from self._rooms_for_means(rank)
 
@@ -337,7 +332,7 @@ class Butterfly:
         yield memoryview(label)
         self._check_label(label, rank, rank, Wanted.MEANS)
         yield from self._rooms_for_exact(rank) if self.partition.is_exact else self._rooms_for_encoded(rank)
-        record = bytearray(self._records.record_bytes(len(self.partition.chunks[rank])))
+        record = bytearray(self._records.mask_bytes * len(self.partition.chunks[rank]))
         yield memoryview(record)
         self._read_record(record, rank)
         if self._norms is not None:
@@ -379,7 +374,7 @@ class Butterfly:
                 f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id]
             )
         is_of_means = wanted is Wanted.MEANS
-        due = self.partition.mean_bytes(reducer) if is_of_means else self.partition.num_bytes(reducer)
+        due = (self.partition.mean_bytes if is_of_means else self.partition.num_bytes)[reducer]
         if num_bytes != due:
             raise InvalidContribution(
                 f"peer {peer_id} sends {num_bytes} bytes of {wanted.value}, and {due} are due", [peer_id]
@@ -409,7 +404,7 @@ class Butterfly:
         """Memory for the means as sent, by reducer, uint8; the means' own memory if they are not encoded."""
         if self.partition.is_exact:
             return [self.averaged_N[span].view(torch.uint8) for span in self.partition.spans]
-        sizes = [self.partition.mean_bytes(rank) for rank in range(len(self._members))]
+        sizes = self.partition.mean_bytes
         starts = [0, *itertools.accumulate(map(whole_lines, sizes))]
         means = self._memory.vector(starts[-1], torch.uint8)
         return [means[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -427,7 +422,7 @@ class Butterfly:
 
     def _is_small(self, rank: int) -> bool:
         """Whether the exchange with a partner is small enough to work on in the event loop."""
-        return max(self.partition.numel(rank), self.partition.numel(self._rank)) < INLINE_NUMEL
+        return max(self.partition.numel[rank], self.partition.numel[self._rank]) < INLINE_NUMEL
 
 
 async def _all_or_none(tasks: Sequence[asyncio.Task[None]]) -> None:

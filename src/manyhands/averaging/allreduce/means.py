@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from blake3 import blake3
@@ -20,10 +21,11 @@ AGAIN = b"averaged again"
 """Precedes the digests of the pieces of a vector that was averaged in more than one ballot."""
 
 
+@dataclass(frozen=True)
 class Means:
     """A result, or the part of it that a member has.
 
-    Args:
+    Attributes:
         averaged_N: the vector.
         is_again: whether parts of it came in different ballots. Then a piece is a plain part of the vector, else the
             means of one reducer as sent.
@@ -34,21 +36,12 @@ class Means:
             contributions were passed on in place of their mean.
     """
 
-    def __init__(
-        self,
-        averaged_N: torch.Tensor,
-        is_again: bool,
-        pieces: Sequence[torch.Tensor],
-        decode: Callable[[], None],
-        codec: int = 0,
-        chunks: Sequence[Sequence[slice]] = (),
-    ) -> None:
-        self.averaged_N = averaged_N
-        self.is_again = is_again
-        self.pieces = pieces
-        self.decode = decode
-        self.codec = codec
-        self.chunks = chunks
+    averaged_N: torch.Tensor
+    is_again: bool
+    pieces: Sequence[torch.Tensor]
+    decode: Callable[[], None]
+    codec: int = 0
+    chunks: Sequence[Sequence[slice]] = ()
 
     def copy(self) -> Means:
         """A copy of the pieces, to send from."""
@@ -97,12 +90,15 @@ class Contributions:
         numel: of the vector.
         num_members: of the formed group.
         contributors: ranks with a weight above 0.
+
+    Attributes:
+        mask_bytes: bytes for each chunk in the record that a reducer sends.
     """
 
     def __init__(self, numel: int, num_members: int, contributors: Iterable[int]) -> None:
         self._numel = numel
         self._num_members = num_members
-        self._mask_bytes = (num_members + 7) // 8
+        self.mask_bytes = (num_members + 7) // 8
         self._contributors = frozenset(contributors)
         self._parts: list[SpanResult] = []
 
@@ -144,13 +140,9 @@ class Contributions:
 
     # the record that a reducer sends with its means
 
-    def record_bytes(self, num_chunks: int) -> int:
-        """Bytes of the record of a span with ``num_chunks`` chunks."""
-        return num_chunks * self._mask_bytes
-
     def record(self, presents: Sequence[Iterable[int]]) -> bytes:
         """Encode the contributors to each chunk of a span: one bit for each rank, the lowest bit of a byte first."""
-        return b"".join(sum(1 << rank for rank in present).to_bytes(self._mask_bytes, "little") for present in presents)
+        return b"".join(sum(1 << rank for rank in present).to_bytes(self.mask_bytes, "little") for present in presents)
 
     def read_record(self, record: bytes) -> list[list[int]]:
         """Ranks by chunk.
@@ -158,7 +150,7 @@ class Contributions:
         Raises:
             BadContribution: no member contributed to a chunk, or one without a weight or outside the group did.
         """
-        size, presents = self._mask_bytes, []
+        size, presents = self.mask_bytes, []
         for start in range(0, len(record), size):
             bits = int.from_bytes(record[start : start + size], "little")
             present = [rank for rank in range(8 * size) if bits >> rank & 1]

@@ -65,9 +65,12 @@ class Partition:
         means: how means are encoded.
         is_exact: whether values in the region are sent unencoded.
         spans: by rank; empty for a member that reduces nothing.
+        numel: elements of each span.
+        reducers: ranks whose span is not empty.
         chunks: of each span, in order.
         places: the position of each encoded chunk in its span, in bytes.
         mean_places: likewise of the means.
+        num_bytes, mean_bytes: the encoded size of each span, and of its means.
     """
 
     def __init__(self, group: Group, members: Collection[int], region: slice, plan: Plan) -> None:
@@ -82,7 +85,9 @@ class Partition:
         spans = owned_spans(numel, leveled(bandwidths), group.min_span_numel, group.group_id)
         spans = in_whole_units(spans, unit, least)
         self.spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
-        num_reducers = max(1, sum(map(self.is_reducer, range(len(spans)))))
+        self.numel: list[int] = [span.stop - span.start for span in spans]
+        self.reducers = {rank for rank, span_numel in enumerate(self.numel) if span_numel > 0}
+        num_reducers = max(1, len(self.reducers))
         num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * num_reducers, len(members) // num_reducers)
         smallest = MIN_CHUNK_NUMEL * min(len(members), MANY_TO_ONE * num_reducers) // max(1, len(members))
         most = max(group.chunk_numel, math.ceil(numel / MAX_CHUNKS))
@@ -90,28 +95,15 @@ class Partition:
         self.chunks = [chunks_of(span, whole_units(usual, unit, most)) for span in self.spans]
         self.places = self._places(plan)
         self.mean_places = self._places(self.means) if plan.passes_on else self.places
+        self.num_bytes, self.mean_bytes = (
+            [places[-1].stop if places else 0 for places in by_rank] for by_rank in (self.places, self.mean_places)
+        )
 
     def _places(self, plan: Plan | Gathered) -> list[list[slice]]:
         return [
             _one_after_the_other([plan.num_bytes(chunk.start, chunk.stop) for chunk in chunks])
             for chunks in self.chunks
         ]
-
-    def is_reducer(self, rank: int) -> bool:
-        """Whether a member owns a span."""
-        return self.numel(rank) > 0
-
-    def numel(self, rank: int) -> int:
-        """Number of elements in a member's span."""
-        return int(self.spans[rank].stop - self.spans[rank].start)
-
-    def num_bytes(self, rank: int) -> int:
-        """Encoded size of a member's span in bytes."""
-        return int(self.places[rank][-1].stop) if self.places[rank] else 0
-
-    def mean_bytes(self, rank: int) -> int:
-        """Encoded size of the means of a member's span in bytes."""
-        return int(self.mean_places[rank][-1].stop) if self.mean_places[rank] else 0
 
 
 def _one_after_the_other(sizes: Sequence[int]) -> list[slice]:
@@ -160,11 +152,8 @@ def _drawn(bandwidths: Sequence[int], num_worth: int, seed: bytes) -> list[int]:
     if num_worth >= len(able):
         return able
     middle = statistics.median_high(bandwidths[rank] for rank in able)
-
-    def order(rank: int) -> tuple[bool, bytes]:
-        return bandwidths[rank] < middle, hashlib.sha256(seed + rank.to_bytes(4, "big")).digest()
-
-    return sorted(able, key=order)[: max(1, num_worth)]
+    lots = {rank: hashlib.sha256(seed + rank.to_bytes(4, "big")).digest() for rank in able}
+    return sorted(able, key=lambda rank: (bandwidths[rank] < middle, lots[rank]))[: max(1, num_worth)]
 
 
 def chunks_of(span: slice, chunk_numel: int) -> list[slice]:

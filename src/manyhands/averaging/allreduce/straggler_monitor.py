@@ -217,12 +217,12 @@ class StragglerMonitor:
             return False
         num_bytes, come_at = self._butterfly.partition.num_bytes, dict(self._come_at)
         has_values = self._group.members[self._rank].weight > 0
-        if has_values and any(num_bytes(other) for other in self._streams if other != rank):
+        if has_values and any(num_bytes[other] for other in self._streams if other != rank):
             del come_at[self._rank]  # it may wait for this member's values; if so, the third reducer does, too
         return any(
-            passed_s > MARGIN * (at - self._since) * max(1.0, num_bytes(rank) / num_bytes(other))
+            passed_s > MARGIN * (at - self._since) * max(1.0, num_bytes[rank] / num_bytes[other])
             for other, at in come_at.items()
-            if num_bytes(other)
+            if num_bytes[other]
         )
 
     async def _ask(self, rank: int, stream: Stream, member: Watched, wanted: Wanted) -> None:

@@ -135,6 +135,7 @@ class Agreement:
     """Votes, and counts votes, in the rounds of one run."""
 
     def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, probing: Probing) -> None:
+        self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._config = config
         self._probing = probing
@@ -152,7 +153,7 @@ class Agreement:
             state.close("the leader leaves the run")
         if (last := self._last_led) is not None:
             deadline = last.decided_at + LATENCY_S
-            while any(map(self._endpoint.is_connected, last.untold)) and (left_s := deadline - self._now()) > 0:
+            while any(map(self._endpoint.is_connected, last.untold)) and (left_s := deadline - self._loop.time()) > 0:
                 await asyncio.wait([last.changed], timeout=left_s)
         self._endpoint.unhandle(VOTE)
         self._endpoint.unhandle(ASK_VERDICT)
@@ -175,7 +176,8 @@ class Agreement:
             async with self._tasks.beside(self._watch(state), name="asking members that do not vote"):
                 yield
         finally:
-            state.close("the leader gave the round up")
+            if state.is_leader:
+                state.close("the leader gave the round up")
             if state.verdict.done():
                 self._verdicts[group.group_id] = state.verdict.result()
                 while len(self._verdicts) > REMEMBERED_VERDICTS:
@@ -237,9 +239,9 @@ class Agreement:
     ) -> Verdict:
         """The leader's answer; if the leader is lost, the verdict from other members, or an abort."""
         vote = request if isinstance(request, Vote) else None
-        deadline, reason = self._now() + timeout_s, "no answer"
+        deadline, reason = self._loop.time() + timeout_s, "no answer"
         for _ in range(CALLS_TO_LEADER):
-            if (left_s := deadline - self._now()) <= 0:
+            if (left_s := deadline - self._loop.time()) <= 0:
                 break
             calling = self._endpoint.call(state.group.leader, method, request, left_s)
             try:
@@ -263,7 +265,7 @@ class Agreement:
 
     async def _while_it_answers(self, state: VotingState, call: Coroutine[Any, Any, Verdict]) -> Verdict:
         """Wait for a verdict, possibly as long as the round, unless the leader falls silent."""
-        calling = asyncio.get_running_loop().create_task(call)
+        calling = self._loop.create_task(call)
         try:
             while not (await asyncio.wait([calling], timeout=PROBE_S))[0]:
                 await self._probe_leader(state)
@@ -314,10 +316,10 @@ class Agreement:
 
     async def _watch(self, state: VotingState) -> None:
         """Once others have voted, find the members that will not: those that are gone, and those that only answer."""
-        count, asked_at, stalled_at = state.count, self._now(), self._now()
+        count, asked_at, stalled_at = state.count, self._loop.time(), self._loop.time()
         while not state.verdict.done():
             await asyncio.sleep(ASK_PERIOD_S)
-            now, stalled, silent = self._now(), count.only_stalled(), count.suspects()
+            now, stalled, silent = self._loop.time(), count.only_stalled(), count.suspects()
             if not count.votes:
                 asked_at = now
             if not stalled:
@@ -390,6 +392,3 @@ class Agreement:
 
     def _answer_time_s(self, state: VotingState, rank: int) -> float:
         return answer_time_s(state.group.link_rates(state.rank)[rank])
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

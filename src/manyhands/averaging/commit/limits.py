@@ -6,7 +6,6 @@ the same. Groups of two have no majority: there, neither member is bounded.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -67,18 +66,11 @@ def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float
     cap = limits.max_weight_ratio * statistics.median(given)
     share = limits.max_weight_share
     if len(given) * share > 1.0:
-        cap = min(cap, _cap_for_share([min(weight, cap) for weight in given], share))
+        rest, num_above = [min(weight, cap) for weight in given], 0
+        while rest[-1] > (of_share := share * math.fsum(rest) / (1.0 - num_above * share)):
+            rest, num_above = rest[:-1], num_above + 1
+        cap = min(cap, of_share)  # exactly this share of all, if larger weights are cut down to it
     return [min(weight, cap) for weight in weights]
-
-
-def _cap_for_share(ascending: Sequence[float], share: float) -> float:
-    """The weight that has exactly this share of all, if larger weights are cut down to it."""
-    for num_above in itertools.count():
-        rest = ascending[: len(ascending) - num_above]
-        cap = share * math.fsum(rest) / (1.0 - num_above * share)
-        if rest[-1] <= cap:
-            return cap
-    raise AssertionError
 
 
 def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLimits) -> set[int]:

@@ -68,6 +68,8 @@ class Recovery:
         limits: members that exceed them are left out; None for no limits.
 
     Attributes:
+        everything: the first ballot's order: all members average the whole vector.
+        results: what this member holds as a whole, by digest.
         outsized: ranks of members whose values are too large beside those of the others.
         struck: those of them that at least two reducers have found too large.
     """
@@ -100,15 +102,12 @@ class Recovery:
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
         self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
         self._first: Means | None = None
-        self._results: dict[bytes, Means] = {}
-
-    def everything(self) -> Order:
-        """The first ballot's order: all members average the whole vector."""
-        return Order(0, list(range(len(self.group.members))), 0, self._flat_N.numel())
+        self.everything = Order(0, list(range(len(group.members))), 0, flat_N.numel())
+        self.results: dict[bytes, Means] = {}
 
     async def average(self, order: Order, timeout_s: float) -> Vote:
         """Average a part of the vector among the remaining members; returns the vote on the result."""
-        if any(self._mean_N is means.averaged_N for means in self._results.values()):
+        if any(self._mean_N is means.averaged_N for means in self.results.values()):
             self._mean_N = self._mean_N.clone()  # that result may still be the one that is committed
         if order.ballot > 0 and self._refill is not None:
             self._flat_N, self._refill = await run_to_end(self._refill), None
@@ -145,7 +144,7 @@ class Recovery:
         is_again = order.ballot > 0  # a part of it came before, so that no butterfly has seen it all
         vote.digest = digest_of_all(True, await run_to_end(means.digests)) if is_again else butterfly.digest()
         vote.parts = self._contributions.parts()
-        self._results[vote.digest] = means
+        self.results[vote.digest] = means
         return vote
 
     def _find_outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
@@ -162,10 +161,6 @@ class Recovery:
             for rank in sorted(found)
         ]
 
-    def means_of(self, digest: bytes) -> Means | None:
-        """The result with a digest, if this member holds it."""
-        return self._results.get(digest)
-
     def incomplete(self, is_again: bool) -> Means | None:
         """The parts that this member has of a result that it does not hold.
 
@@ -173,10 +168,6 @@ class Recovery:
             is_again: whether it was averaged in more than one ballot.
         """
         return again(self._mean_N) if is_again else self._first
-
-    def complete(self, digest: bytes, means: Means) -> None:
-        """All parts of a committed result have been fetched."""
-        self._results[digest] = means
 
 
 def stream_id(group: Group, ballot: int) -> bytes:
@@ -255,7 +246,7 @@ class Fetching:
             except (Unavailable, PeerError) as error:
                 logger.info("the missing means cannot be fetched: %s", error)
                 continue
-            recovery.complete(manifest.digest, means)
+            recovery.results[manifest.digest] = means
             return means
         return None
 
@@ -324,7 +315,7 @@ class Fetching:
         group, digest = self._group, request.digest
         if group is None or group.group_id != request.group_id or group.rank_of(remote) is None:
             return None
-        held = self._recovery.means_of(digest) if self._recovery is not None else None
+        held = self._recovery.results.get(digest) if self._recovery is not None else None
         return held or self._kept.get(digest)
 
     async def _send(self, stream: Stream, means: Means) -> None:

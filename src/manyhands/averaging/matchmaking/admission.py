@@ -81,7 +81,11 @@ def check_join(
 
 
 def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: str) -> str | None:
-    """Why a group is not a valid answer of its leader to this peer, in words; None if it is valid."""
+    """Why a group is not a valid answer of its leader to this peer, in words; None if it is valid.
+
+    Args:
+        codec: this peer's setting.
+    """
     rank = group.rank_of(own.peer_id)
     ids = {member.peer_id for member in group.members}
     if (
@@ -95,9 +99,11 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
     ):
         return "the leader sent a group that is not for this peer"
     try:
-        allowed_codec(codec, group.codec)
+        chosen = codec_of_code(group.codec, codec)
     except BadEncoding as error:
         return f"the leader chose {error}"
+    if codec not in (AUTO, chosen.name) and not chosen.passes_on:  # that one is made from the setting
+        return f"the leader chose codec {chosen.name!r}, but this peer's is {codec!r}"
     return None
 
 
@@ -120,15 +126,3 @@ def chosen_codec(setting: str, bandwidths: Iterable[int], rtts_s: Iterable[float
     is_slow = any(0 < bandwidth < SLOW_BYTES_PER_S for bandwidth in bandwidths)
     is_far = any(WIDE_AREA_RTT_S < rtt_s < float("inf") for rtt_s in rtts_s)
     return INT8 if is_slow or is_far else NONE
-
-
-def allowed_codec(setting: str, code: int) -> Codec:
-    """The codec that a leader chose, if this peer's setting allows it.
-
-    Raises:
-        BadEncoding: it does not, or there is no such codec.
-    """
-    codec = codec_of_code(code, setting)
-    if setting not in (AUTO, codec.name) and not codec.passes_on:  # that one is made from the setting
-        raise BadEncoding(f"codec {codec.name!r}, but this peer's is {setting!r}")
-    return codec

@@ -105,9 +105,10 @@ class Candidates:
 
     def expected(self) -> Mapping[PeerId, bool]:
         """The roster's peers, without those that are avoided, or claim in vain that the run went on."""
-        expected, position, now = self.roster.expected(), self.roster.position(), _now()
+        expected, position = self.roster.expected(), self.roster.position()
         if self._avoided.known or self._refused.known:
             expected = {peer_id: is_client for peer_id, is_client in expected.items() if self.is_heeded(peer_id)}
+        now = asyncio.get_running_loop().time()
         disbelieved = {
             peer_id
             for peer_id, (there, since) in self._ahead.items()
@@ -130,14 +131,27 @@ class Candidates:
         self._met.add(short_id(peer_id))
         self.roster.report_missing(peer_id)
 
-    def note_round(self, members: Collection[PeerId], blamed: Collection[PeerId], *, is_committed: bool) -> None:
+    def note_round(
+        self,
+        members: Collection[PeerId],
+        blamed: Collection[PeerId],
+        struck: Collection[PeerId] = (),
+        *,
+        is_committed: bool,
+    ) -> None:
         """Record a round: a peer to blame is expected again only after a fresh record, and later each time.
 
         In a round that did not commit, others may depend on a peer that seems to blame here.
+
+        Args:
+            members: the others.
+            struck: those to blame whose values were too large.
         """
         for peer_id in members:
             if peer_id in blamed:
                 self.report_missing(peer_id)
+            if peer_id in struck:
+                self.strike(peer_id)
             if not is_committed:
                 continue
             if peer_id in blamed:
@@ -179,7 +193,7 @@ class Candidates:
         """A peer says that the run went on. Its first claim counts until this peer moves."""
         position = self.roster.position()
         self._ahead = {other: claim for other, claim in self._ahead.items() if claim[0] == position}
-        self._ahead.setdefault(peer_id, (position, _now()))
+        self._ahead.setdefault(peer_id, (position, asyncio.get_running_loop().time()))
 
     def unheard_of(self, expects: bytes, own_id: PeerId) -> set[bytes]:
         """The peers in another peer's list that this one has never heard of; each is returned once.
@@ -213,11 +227,11 @@ class _Penalties:
         num_before, _ = self.known.get(peer_id, (0, 0.0))
         is_free = num_before < num_free
         length_s = 0.0 if is_free else min(self._first_s * self._factor ** (num_before - num_free), self._max_s)
-        _set(self.known, peer_id, (num_before + 1, _now() + length_s))
+        _set(self.known, peer_id, (num_before + 1, asyncio.get_running_loop().time() + length_s))
         return length_s
 
     def is_on(self, peer_id: PeerId) -> bool:
-        return peer_id in self.known and self.known[peer_id][1] > _now()
+        return peer_id in self.known and self.known[peer_id][1] > asyncio.get_running_loop().time()
 
 
 def _set(known: dict[PeerId, T], peer_id: PeerId, value: T) -> None:
@@ -226,7 +240,3 @@ def _set(known: dict[PeerId, T], peer_id: PeerId, value: T) -> None:
     known[peer_id] = value
     while len(known) > MAX_KNOWN:
         del known[next(iter(known))]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,6 @@ from manyhands.averaging.messages import (
     LeaveRequest,
     Member,
     Position,
-    Verdict,
     VerdictQuery,
     readable_addresses,
 )
@@ -79,6 +78,7 @@ class Matchmaker:
     """Finds the group of one run for this peer, as follower or leader.
 
     Attributes:
+        candidates: the peers that could be in the group, and what is known of their conduct.
         on_called_ahead: called when another peer begins to form the group of a future round.
     """
 
@@ -94,7 +94,7 @@ class Matchmaker:
         self._run_fingerprint = run_fingerprint
         self._roster = roster
         self._config = config
-        self._view = Candidates(roster, config.matchmaking_time_s)
+        self._view = self.candidates = Candidates(roster, config.matchmaking_time_s)
         self._tasks = TaskOwner("matchmaking")
         self._group_leader = GroupLeader(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
         self._state = MatchmakingState(endpoint, self._view)
@@ -130,18 +130,6 @@ class Matchmaker:
         except BaseException:
             self._state.busy_at = None
             raise
-
-    def note_round(self, group: Group, verdict: Verdict, struck: Collection[PeerId]) -> None:
-        """Record the end of a round; peers to blame for its faults are expected less.
-
-        Args:
-            struck: those of them whose values were too large.
-        """
-        manifest, others = verdict.manifest, [member.peer_id for member in group.members]
-        others.remove(self._endpoint.peer_id)
-        self._view.note_round(others, verdict.blamed, is_committed=manifest is not None)
-        for peer_id in struck:
-            self._view.strike(peer_id)
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
@@ -207,7 +195,10 @@ class Matchmaker:
         unreachable: set[PeerId] = set()
         self._group_leader.shunned = unreachable
         self._view.refusals.clear()
-        leader = self._first_leader()
+        held, self._held = self._held, None
+        leader = self._state.invitation()
+        if held is not None and held[1] == self._roster.position():
+            leader = min(held[0], leader or held[0])  # the one that held a place, unless a better one has called
         for _ in range(MAX_REDIRECTS):
             if self._is_closed:
                 raise RoundAborted("this peer leaves the run")
@@ -278,14 +269,6 @@ class Matchmaker:
             self._view.note_ahead(leader)
         if refusal.code in (BEHIND, TOLD_BEHIND):
             raise RoundAborted(f"the run went on without this peer: {refusal.message}") from refusal
-
-    def _first_leader(self) -> PeerId | None:
-        """The leader that held a place for this peer, or a better one that called since; None if there is neither."""
-        held, self._held = self._held, None
-        known = [self._state.invitation()]
-        if held is not None and held[1] == self._roster.position():
-            known.append(held[0])
-        return min((peer_id for peer_id in known if peer_id is not None), default=None)
 
     async def _try_the_others(self, unreachable: set[PeerId], leader: PeerId) -> None:
         """After one leader could not be reached, check all other hosts at once, not one by one."""

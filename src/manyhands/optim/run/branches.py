@@ -86,12 +86,10 @@ def leading_branch(
         for peer_id, record in candidates.items()
         if len(record.recent_rounds) == NUM_RECENT_STEPS and rank_of(record) == first
     )
-
-    def rank(peer_id: PeerId) -> tuple[tuple[int, int, bytes], int]:
-        return rank_of(candidates[peer_id]), sizes[strangers.get(peer_id, b"")]
-
     ordered = sorted(candidates)
-    best_id = ordered[0] if last_step == 0 else max(ordered, key=rank)  # of equal ones the first
+    best_id = ordered[0]
+    if last_step > 0:  # of equal ones the first
+        best_id = max(ordered, key=lambda peer_id: (rank_of(candidates[peer_id]), sizes[strangers.get(peer_id, b"")]))
     best, part = candidates[best_id], strangers.get(best_id, b"")
     holders = [
         peer_id for peer_id in ordered
@@ -136,11 +134,6 @@ class Belief:
         self._has_stepped = False
         self._outvoted_since = math.inf
 
-    def been_at(self, position: Position) -> None:
-        """Record that this peer is or was at a position."""
-        if position not in self._been_at:
-            self._been_at.append(position)
-
     def met(self, members: Iterable[PeerId]) -> None:
         """Record a step of this peer, with the others in it, if any."""
         self._has_stepped = True
@@ -163,19 +156,19 @@ class Belief:
         ahead = {peer_id: record.position for peer_id, record in records.items() if is_ahead(record, own)}
         if not any(position.step for position in ahead.values()):
             return frozenset()  # nothing has been learnt yet
-        believed = self._believed(own, records, ahead)
-        return frozenset(peer_id for peer_id, position in ahead.items() if position != believed)
-
-    def _believed(
-        self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], ahead: Mapping[PeerId, Position]
-    ) -> Position | None:
         found = (electorate.believed(ahead) for electorate in self._electorates(own, records))
-        return next((position for position in found if position is not None), None)
+        believed = next((position for position in found if position is not None), None)
+        return frozenset(peer_id for peer_id, position in ahead.items() if position != believed)
 
     def other_majority(
         self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], now: float
     ) -> Position | None:
-        """The position of most peers for a while, if it is not ahead and this peer has never been there."""
+        """The position of most peers for a while, if it is not ahead and this peer has never been there.
+
+        Ask at each position of this peer: it is remembered.
+        """
+        if own.position not in self._been_at:
+            self._been_at.append(own.position)
         elsewhere = {
             peer_id: record.position for peer_id, record in records.items()
             if record.position != own.position and record.position.step
@@ -262,7 +255,6 @@ class BranchChoice:
     def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
         old, self._own, self._records, self._strangers = self._records, own, records, strangers
-        self.belief.been_at(own.position)
         self._majority = self.belief.other_majority(own, records, now)
         doubted = self.belief.doubted(own, records)
         # one whose record this peer has caught up with may say more in its next one

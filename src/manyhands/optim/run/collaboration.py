@@ -250,8 +250,8 @@ class Collaboration:
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
             self._note_lull(samples)
             return Decision.ACCUMULATE
-        if self._due_from != tracker.position():
-            self._due_from, self._due_since = tracker.position(), asyncio.get_running_loop().time()
+        if self._due_from != tracker.own.position:
+            self._due_from, self._due_since = tracker.own.position, asyncio.get_running_loop().time()
         if tracker.can_meet_somebody():
             is_time = self._has_time_for(batch_s) or self._waits_for_newcomers(is_alone=False)
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
@@ -293,7 +293,7 @@ class Collaboration:
 
         A wait in vain is not repeated before the next step.
         """
-        now, tracker, position = asyncio.get_running_loop().time(), self.tracker, self.tracker.position()
+        now, tracker, position = asyncio.get_running_loop().time(), self.tracker, self.tracker.own.position
         if self._waited_in_vain_at == position or batch_s <= 0:
             return False
         busy_until = tracker.view.busy_until(now)

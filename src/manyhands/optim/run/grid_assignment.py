@@ -63,12 +63,12 @@ class GridAssignment:
 
     def position(self) -> Position:
         """The position of this peer's next round: in a grid with its number and group."""
-        step, here = self._step, self._tracker.position()
+        step, here = self._step, self._tracker.own.position
         return here if step is None else Position(self._number, here.lineage, step.key(self._number))
 
     def expected(self) -> Mapping[PeerId, bool]:
         """The other peers that should come to it."""
-        step, expected = self._step, self._tracker.expected()
+        step, expected = self._step, self._tracker.view.expected
         if step is None:
             return expected
         observed = self._tracker.reader.observed()
@@ -80,7 +80,7 @@ class GridAssignment:
     def is_known(self, peer_id: PeerId) -> bool:
         """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
         seen = self._tracker.reader.observed().get(peer_id)
-        return seen is not None and seen.record.position.step <= self._tracker.position().step
+        return seen is not None and seen.record.position.step <= self._tracker.own.position.step
 
     async def refresh(self) -> None:
         """Read the peers' current records."""
@@ -116,7 +116,7 @@ class GridAssignment:
         self.plan()
         if self._step is None:
             return False
-        self._stepping_from, self._num_left = self._tracker.position(), self._step.layout.num_rounds
+        self._stepping_from, self._num_left = self._tracker.own.position, self._step.layout.num_rounds
         self.called.clear()
         return True
 
@@ -144,7 +144,7 @@ class GridAssignment:
 
     def is_left_behind(self) -> bool:
         """Whether others have made the step."""
-        return self._tracker.leading_branch().position.step > self._tracker.position().step
+        return self._tracker.leading_branch().position.step > self._tracker.own.position.step
 
     # places of the peers
 
@@ -153,7 +153,7 @@ class GridAssignment:
 
         A step that has begun keeps its groups.
         """
-        here = self._tracker.position()
+        here = self._tracker.own.position
         basis = (self._tracker.reader.version, here)
         if self._stepping_from == here or basis == self._basis:
             return

@@ -9,7 +9,6 @@ counts as a stranger. All peers that read the same records see the same parts.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from manyhands.averaging.messages import NUM_RECENT_STEPS, ROUND_NAME_BYTES
@@ -17,15 +16,14 @@ from manyhands.base.identity import PeerId
 
 
 class PartitionDetector:
-    """The rounds of one peer's last steps in a grid; finds the other peers that these do not connect with it."""
+    """The rounds of one peer's last steps in a grid; finds the other peers that these do not connect with it.
+
+    Attributes:
+        recent_rounds: the published form: for each step the concatenated names of its rounds.
+    """
 
     def __init__(self) -> None:
-        self._steps: deque[bytes] = deque(maxlen=NUM_RECENT_STEPS)
-
-    @property
-    def recent_rounds(self) -> list[bytes]:
-        """The published form: for each step the concatenated names of its rounds."""
-        return list(self._steps)
+        self.recent_rounds: list[bytes] = []
 
     def met(self, fingerprints: Iterable[bytes]) -> None:
         """Record a step by the manifests of its rounds that committed.
@@ -33,15 +31,13 @@ class PartitionDetector:
         Args:
             fingerprints: none outside of a grid, where all peers at the new position have come the same way.
         """
-        if names := [fingerprint[:ROUND_NAME_BYTES] for fingerprint in fingerprints]:
-            self._steps.append(b"".join(names))
-        else:
-            self._steps.clear()
+        joined = b"".join(fingerprint[:ROUND_NAME_BYTES] for fingerprint in fingerprints)
+        self.recent_rounds = [*self.recent_rounds, joined][-NUM_RECENT_STEPS:] if joined else []
 
     def follow(self, recent_rounds: Sequence[bytes]) -> None:
         """Take over the rounds of the peer whose state this one has loaded; none if unknown."""
-        self._steps.clear()
-        self._steps.extend(step[: len(step) // ROUND_NAME_BYTES * ROUND_NAME_BYTES] for step in recent_rounds)
+        whole = [step[: len(step) // ROUND_NAME_BYTES * ROUND_NAME_BYTES] for step in recent_rounds]
+        self.recent_rounds = whole[-NUM_RECENT_STEPS:]
 
     def strangers(self, published: Mapping[PeerId, Sequence[bytes]]) -> dict[PeerId, bytes]:
         """The peers of other parts, each with a name that is the same for all of its part.
@@ -50,7 +46,7 @@ class PartitionDetector:
             published: recent rounds of the others whose step is less than ``NUM_RECENT_STEPS`` away from this peer's;
                 older ones have no round in common with it in any case.
         """
-        if len(self._steps) < NUM_RECENT_STEPS or not any(published.values()):
+        if len(self.recent_rounds) < NUM_RECENT_STEPS or not any(published.values()):
             return {}
         parents: dict[bytes, bytes] = {}  # of connected rounds: a forest with one root for each part
 
@@ -68,7 +64,7 @@ class PartitionDetector:
                 parents[root(each)] = root(rounds[0])
             return rounds[0] if rounds else b""
 
-        own = connected(self._steps)
+        own = connected(self.recent_rounds)
         firsts = {peer_id: connected(steps) for peer_id, steps in published.items()}
         roots = {
             peer_id: root(first)

@@ -161,15 +161,6 @@ def is_news(
     return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * share
 
 
-def describe_progress(progress: Progress, refresh_s: float) -> str:
-    """The progress line, in the wording of the tutorials."""
-    eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
-    return (
-        f"Collaboration accumulated {progress.samples} samples from {counted(progress.num_peers, 'peer')}; "
-        f"ETA {eta} (refresh in {refresh_s:.2f}s.)"
-    )
-
-
 def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
     """When to read the records again: before the predicted target, by the drift that newcomers may cause."""
     num_peers = progress.num_peers
@@ -189,7 +180,8 @@ def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:
 
 
 class ProgressLog:
-    """Logs the progress of the collaboration: news at once, mere growth every ``LOG_PERIOD_S`` seconds.
+    """Logs the progress of the collaboration, in the wording of the tutorials: news at once, mere growth every
+    ``LOG_PERIOD_S`` seconds.
 
     News are another global step, another number of peers, an ETA that was unknown before, and the target reached.
     """
@@ -204,7 +196,10 @@ class ProgressLog:
         is_elsewhere = (step, progress.num_peers) != self._last[:2]
         if is_elsewhere or stage > self._last[2] or now >= self._told_at + LOG_PERIOD_S:
             self._last, self._told_at = (step, progress.num_peers, stage), now
-            logger.info("%s", describe_progress(progress, refresh_s), extra=SHOWN_LIVE)
+            eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
+            peers = counted(progress.num_peers, "peer")
+            logger.info("Collaboration accumulated %d samples from %s; ETA %s (refresh in %.2fs.)",
+                        progress.samples, peers, eta, refresh_s, extra=SHOWN_LIVE)  # fmt: skip
 
 
 class StrandedNotice:

@@ -24,14 +24,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import (
-    MAX_TTL_S,
-    Progress,
-    ProgressRecord,
-    busy_s,
-    reckoned_samples,
-    samples_with_batch,
-)
+from manyhands.optim.run.progress import MAX_TTL_S, Progress, ProgressRecord, busy_s, reckoned_samples
 from manyhands.rpc import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -65,12 +58,6 @@ class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
     said: Position
     learnt_at: float = -math.inf
 
-    def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
-        """Whether ``record`` is news: it does not say less than what was learnt directly after it was issued."""
-        here, there = self.record.position, record.position
-        says_less = record.samples < self.record.samples if here == there else there.step < here.step
-        return not says_less or issued_at > self.learnt_at + IN_FLIGHT_S
-
 
 class ProgressReader(RecordReader[ProgressRecord, Observed]):
     """The progress records of a run, as last read; sufficient for a peer that only watches.
@@ -90,8 +77,10 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         self, known: Observed | None, record: ProgressRecord, stored: StoredValue, now: float
     ) -> Observed | None:
         issued_at = now + stored.remaining_s - record.ttl_s
-        if known is not None and not known.is_outdated_by(record, issued_at):
-            return None
+        if known is not None and issued_at <= known.learnt_at + IN_FLIGHT_S:
+            here, there = known.record.position, record.position
+            if record.samples < known.record.samples if here == there else there.step < here.step:
+                return None  # it says less than what was learnt directly since
         remaining_s = min(stored.remaining_s, record.ttl_s)
         since = now + remaining_s - record.ttl_s
         return Observed(record, stored.sequence, now + remaining_s, since, record.position)
@@ -159,6 +148,9 @@ class Twin:
     Args:
         began_at: when this process began, by the wall clock; it names the process in its records.
         now: the same instant in loop time.
+
+    Attributes:
+        is_older: whether another process with this identity began earlier.
     """
 
     def __init__(self, own_id: PeerId, began_at: float, now: float) -> None:
@@ -167,11 +159,7 @@ class Twin:
         self._began = now
         self._other_began_at: float | None = None
         self._noticed = -math.inf
-
-    @property
-    def is_older(self) -> bool:
-        """Whether another process with this identity began earlier."""
-        return self._other_began_at is not None and self._other_began_at < self._began_at
+        self.is_older = False
 
     def is_to_be_told(self, now: float) -> bool:
         """Whether the other process has just been noticed, and may not know of this one."""
@@ -182,7 +170,7 @@ class Twin:
         is_own = began_at in (0.0, self._began_at)
         if is_own or issued < self._began + EARLIER_LIFE_S or began_at == self._other_began_at:
             return
-        self._other_began_at, self._noticed = began_at, now
+        self._other_began_at, self._noticed, self.is_older = began_at, now, began_at < self._began_at
         logger.error("%s", self._described())
 
     def check(self, now: float) -> None:
@@ -219,6 +207,7 @@ class View:
         leader: the lowest id of the trainers that can be dialled and are not missing; None without one.
         longest_batch_s: of the trainers that have published it.
         reachable: the peers at the position, auxiliary ones too, that are not missing.
+        awaited: records of the trainers that are not missing.
         expected: the peers that should come to the next round, and whether each is in client mode.
     """
 
@@ -237,37 +226,30 @@ class View:
         self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
         self.longest_batch_s = max([seen.record.batch_s for seen in self.trainers.values()], default=0.0)
         self.reachable = [peer_id for peer_id in here if peer_id not in missing]
-        self._awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
+        self.awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
         hosts = [peer_id for peer_id, seen in self.trainers.items() if not seen.record.is_client]
         self.leader = min((peer_id for peer_id in hosts if peer_id not in missing), default=None)
-        expected = self.reachable if needs_host and not hosts else self._awaited
+        expected = self.reachable if needs_host and not hosts else self.awaited
         self.expected = {peer_id: here[peer_id].record.is_client for peer_id in expected}
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 
-    def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
-        """The progress of all trainers together, as predicted for now; see :meth:`progress`."""
-        reckoned = sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()])
-        return self.progress(own, target_batch_size, int(reckoned))
-
-    def progress(self, own: ProgressRecord | None, target_batch_size: int, of_others: int | None = None) -> Progress:
+    def progress(self, own: ProgressRecord | None, target_batch_size: int, now: float | None = None) -> Progress:
         """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
 
         Args:
-            of_others: samples of the other trainers; by default those that they have published.
+            now: predict the samples of the others for this instant; by default those that they have published count.
         """
-        num_peers, speed, samples = len(self.trainers), self._speed, self._samples if of_others is None else of_others
+        num_peers, speed, samples = len(self.trainers), self._speed, self._samples
+        if now is not None:
+            samples = int(sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()]))
         if own is not None and not own.is_auxiliary:
             num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
         missing = max(target_batch_size - samples, 0)
         eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
         return Progress(samples, num_peers, speed, eta_s)
 
-    def arriving_samples(self, now: float) -> int:
-        """The samples of the trainers that are not missing, once each finishes its current batch."""
-        return sum(samples_with_batch(seen.record, now - seen.since) for seen in self._awaited.values())
-
     def busy_until(self, instant: float) -> float:
         """The predicted end of the last batch that one of them computes at an instant."""
-        busy = [busy_s(seen.record, instant - seen.since) for seen in self._awaited.values()]
+        busy = [busy_s(seen.record, instant - seen.since) for seen in self.awaited.values()]
         return instant + max(busy, default=0.0)

@@ -108,11 +108,6 @@ class Averaged:
     is_outsized: bool = False
     disagreement: float | None = None
 
-    @property
-    def contributors(self) -> list[PeerId] | None:
-        """The peers whose samples count in the step; None in a grid, where no peer knows all groups."""
-        return list(self.shares) if self.grid_rounds is None else None
-
 
 class LookAhead:
     """Holds a place in the group of the next step, from shortly before its target on; ``tasks`` owns the search.
@@ -137,7 +132,7 @@ class LookAhead:
 
     def plan(self) -> None:
         """Schedule the search by what is known of the others now; call this on any news of them."""
-        if self._position != self._tracker.position():
+        if self._position != self._tracker.own.position:
             self.resume()
         if not self._may_search() or self._tracker.outlook.num_peers == 1 or self._tracker.lacks_leader():
             return
@@ -162,14 +157,14 @@ class LookAhead:
         """End the search as an attempt begins, which takes the place that was found."""
         search = self._search
         self.stop()
-        self._position, self._is_over = self._tracker.position(), True
+        self._position, self._is_over = self._tracker.own.position, True
         if search is not None:
             await asyncio.wait([search])
 
     def resume(self) -> None:
         """Schedule again, after a failed attempt or at another position."""
         self.stop()
-        self._position, self._is_over = self._tracker.position(), False
+        self._position, self._is_over = self._tracker.own.position, False
 
     def stop(self) -> None:
         """Cancel the search and its schedule."""
@@ -233,7 +228,7 @@ class StepRounds:
             raise RoundAborted(LEAVING)
         mean_N, weight = contribution.mean_N, contribution.weight
         position, tracker, self._attempt = self._local.position, self._tracker, asyncio.current_task()
-        tracker.answer_call()
+        tracker.is_called = tracker.is_moving = False  # a peer that begins another round calls again
         try:
             async with time_limit(longest_attempt_s(self._config), "averaging with the others"):
                 await self._look_ahead.end()
@@ -258,7 +253,7 @@ class StepRounds:
             raise
         finally:
             self._attempt = None
-            self._rounds.free_buffers()  # the update needs memory now
+            self._rounds.memory.free_idle()  # the update needs memory now
         tracker.is_moving = averaged.mean_N is not None
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
         return averaged
@@ -307,7 +302,7 @@ class StepRounds:
             hashlib.sha256(position.lineage + b"grid").digest(),
             self._tracker.target_batch_size,
             outcome.committed.manifest,
-            [self._own_id, *self._tracker.expected()],
+            [self._own_id, *self._tracker.view.expected],
             grid_rounds=[manifest.fingerprint() for manifest in outcome.manifests],
             shares=first[0].contributors() if first else {},
             averaging_s=outcome.meter.averaging_s + outcome.meter.vote_s,

@@ -22,7 +22,15 @@ from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice
-from manyhands.optim.run.progress import ProgressLog, ProgressRecord, crowd_factor, is_news, next_refresh_s, rank_of
+from manyhands.optim.run.progress import (
+    ProgressLog,
+    ProgressRecord,
+    crowd_factor,
+    is_news,
+    next_refresh_s,
+    rank_of,
+    samples_with_batch,
+)
 from manyhands.optim.run.progress_reader import Observed, ProgressReader, Twin, View, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -48,7 +56,7 @@ class ProgressTracker:
         progress: of the collaboration, as published by the peers; it decides whether a global step is due.
         outlook: the progress predicted for now; it decides when to publish and to read.
         own: what this peer would publish now.
-        is_called: whether another peer has begun a round here.
+        is_called: whether another peer has begun a round here, and this one has not come to it yet.
         is_moving: a round committed, and its result is being applied: the old position is published no more.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
@@ -94,6 +102,7 @@ class ProgressTracker:
         self._due = asyncio.Event()  # a step may be due now
         self._tasks = TaskOwner("progress")
         self.progress = self.outlook = View({}, position).progress(self.own, target_batch_size)
+        self._crowd_factor = 1.0
 
     def start(self) -> None:
         """Begin to publish and to read, unless already begun."""
@@ -113,17 +122,18 @@ class ProgressTracker:
 
     # this peer's position
 
-    def position(self) -> Position:
-        return self.own.position
-
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
-        self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
+        self._set_own(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
+        self._update_progress()
+        self._publish_news()
 
     def sit(self, round_number: int, seat: Seat) -> None:
         """Take a place among the groups of a large run, from a round on."""
         if (round_number, seat) != (self.own.seat_round, self.own.seat):
-            self._update(seat=seat, seat_round=round_number)
+            self._set_own(seat=seat, seat_round=round_number)
+            self._update_progress()
+            self._publish_news()
 
     def has_learnt_from(self, peer_id: PeerId) -> bool:
         """Whether a peer was in a committed round with this one, or sent the last state loaded here."""
@@ -178,11 +188,6 @@ class ProgressTracker:
         self.branches.belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
         for peer_id in members:
             self._missing.discard(peer_id)
-
-    def _update(self, **changes: object) -> None:
-        self._set_own(**changes)
-        self._update_progress()
-        self._publish_news()
 
     def _set_own(self, **changes: object) -> None:
         now, before = asyncio.get_running_loop().time(), self.own
@@ -278,7 +283,8 @@ class ProgressTracker:
     def _update_progress(self) -> None:
         view, enough = self.view, self.target_batch_size
         self.progress = view.progress(self.own, enough)
-        self.outlook = view.outlook(self.own, enough, asyncio.get_running_loop().time())
+        self.outlook = view.progress(self.own, enough, asyncio.get_running_loop().time())
+        self._crowd_factor = crowd_factor(self.outlook.num_peers)
         if self.progress.samples >= enough:
             self._due.set()
         if self.on_outlook is not None:
@@ -299,9 +305,6 @@ class ProgressTracker:
     def num_peers_here(self) -> int:
         """Number of peers that train at this position, this one included, reachable or not."""
         return len(self.view.trainers) + (not self.own.is_auxiliary)
-
-    def expected(self) -> Mapping[PeerId, bool]:
-        return self.view.expected
 
     def is_due(self) -> bool:
         """Whether the run has reached its target, by the published samples, or by a call that may be right."""
@@ -327,8 +330,9 @@ class ProgressTracker:
             return False
         if self.outlook.eta_s > 2 * view.longest_batch_s:
             return False
-        own_samples = 0 if self.own.is_auxiliary else self.own.samples
-        return own_samples + view.arriving_samples(asyncio.get_running_loop().time()) >= self.target_batch_size
+        now, samples = asyncio.get_running_loop().time(), 0 if self.own.is_auxiliary else self.own.samples
+        samples += sum(samples_with_batch(seen.record, now - seen.since) for seen in view.awaited.values())
+        return samples >= self.target_batch_size
 
     def seconds_until(self, samples: int) -> float:
         """Predicted seconds until the peers together have ``samples``; infinite if no peer computes."""
@@ -342,17 +346,13 @@ class ProgressTracker:
         if is_new and not self.is_due():
             self.refresh_soon()  # others may have said something that this peer has not read
 
-    def answer_call(self) -> None:
-        """This peer comes to a round now; a peer that begins another one calls again."""
-        self.is_called = self.is_moving = False
-
     def can_meet_somebody(self) -> bool:
         """Whether a round could find another peer: one has called, or is expected and one of them can be dialled."""
-        return self.is_called or (bool(self.expected()) and not self.lacks_leader())
+        return self.is_called or (bool(self.view.expected) and not self.lacks_leader())
 
     def lacks_leader(self) -> bool:
         """Whether neither this peer nor any expected one can be dialled."""
-        return self._endpoint.client_mode and not self.is_called and all(self.expected().values())
+        return self._endpoint.client_mode and not self.is_called and all(self.view.expected.values())
 
     @property
     def is_stranded(self) -> bool:
@@ -404,10 +404,6 @@ class ProgressTracker:
                 self._log.tell(self.own.position.step, self.outlook, delay_s, now)
                 last_samples = self.outlook.samples
             await wait_at_most(self._read_wanted, delay_s)
-
-    @property
-    def _crowd_factor(self) -> float:
-        return crowd_factor(self.outlook.num_peers)
 
     def _next_read_s(self, last_s: float) -> float:
         """Seconds until the next read. At the target there is nothing left to predict: each batch reads."""

@@ -99,12 +99,7 @@ class Replica:
         self.lineage_samples = 0
         self.origin: Origin | None = None
         self._agreed_options = hyper_parameters_of(optimizer.param_groups)
-        self.options = options_of(self._guarded_groups)
-
-    @property
-    def _guarded_groups(self) -> list[dict[str, Any]]:
-        """The groups whose options only the schedule may change."""
-        return self.optimizer.param_groups
+        self.options = options_of(self.wrapped.param_groups)
 
     @property
     def part(self) -> int:
@@ -136,7 +131,7 @@ class Replica:
         """
         with self._lock:
             self._num_changes += 1
-            check_unchanged(self.options, self._guarded_groups)  # since :meth:`check_options` has, in background
+            check_unchanged(self.options, self.wrapped.param_groups)  # since :meth:`check_options` has, in background
             if outcome.parameters_N is not None:
                 assign_flat(self._parameters, outcome.parameters_N)
                 outcome.parameters_N = None  # the update needs memory
@@ -153,9 +148,10 @@ class Replica:
                 self._advance_schedule(has_stepped=not reason)
             finally:  # the parameters have moved, also if it raises
                 self.lineage_samples = sum_of_samples([self.lineage_samples, outcome.samples])
-                self.origin = Origin(self.position, outcome.contributors)
+                is_known = outcome.grid_rounds is None  # no peer of a grid knows the contributors of all groups
+                self.origin = Origin(self.position, list(outcome.shares) if is_known else None)
                 self.position = Position(self.position.step + 1, outcome.lineage)
-                self.options = options_of(self._guarded_groups)
+                self.options = options_of(self.wrapped.param_groups)
         return reason
 
     def _advance_schedule(self, *, has_stepped: bool) -> None:
@@ -194,12 +190,12 @@ class Replica:
         if self.host_copy is not None:
             check_unchanged(self.host_copy.shown_options, self.host_copy.shown_groups)
         if not is_stepping:  # else an update in the background may change them
-            check_unchanged(self.options, self._guarded_groups)
+            check_unchanged(self.options, self.wrapped.param_groups)
 
     @property
     def shown_groups(self) -> list[dict[str, Any]]:
         """The parameter groups, with the model's own parameters."""
-        return self._guarded_groups if self.host_copy is None else self.host_copy.shown_groups
+        return self.wrapped.param_groups if self.host_copy is None else self.host_copy.shown_groups
 
     def capture(self) -> State:
         """Copy the state for a newcomer, without its digests; safe to call from any thread."""
@@ -249,7 +245,7 @@ class Replica:
         self._set_schedule(restore(state, self.optimizer, self.extra_specs))
         first = len(parameters_of(self.optimizer))
         self.extra.load(state.tensors[first : first + len(self.extra_specs)])
-        self.options = options_of(self._guarded_groups)
+        self.options = options_of(self.wrapped.param_groups)
         self.position = state.header.position
         self.lineage_samples = state.header.lineage_samples
         self.origin = state.header.origin
@@ -284,7 +280,7 @@ class Replica:
 
     def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
         self.optimizer.load_state_dict(state_dict)
-        self.options = options_of(self._guarded_groups)
+        self.options = options_of(self.wrapped.param_groups)
         if place is not None:
             self._set_schedule(place["scheduler"])
             self.position = Position(place["step"], bytes.fromhex(place["lineage"]))

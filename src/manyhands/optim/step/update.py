@@ -97,17 +97,14 @@ def _is_surely_finite(
     options = [value for group in groups for value in group.values() if isinstance(value, float | int | torch.Tensor)]
     if type(optimizer) not in KNOWN_OPTIMIZERS or any(parameter.dtype == torch.float16 for parameter in parameters):
         return False  # the largest value of float16 is 65504
-    sizes = (gradient_norm, *map(float, options), *_largest_norms([*parameters, *_tensors_of(optimizer)]))
-    return all(abs(size) < LARGE for size in sizes) and all(group.get("eps", 1.0) >= SMALLEST_EPS for group in groups)
-
-
-def _largest_norms(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The largest Euclidean norm of each kind of tensor, NaN if there is one: a kernel for a kind, and one wait."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for tensor in (*parameters, *_tensors_of(optimizer)):
         if tensor.numel():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
-    return [torch.stack(torch._foreach_norm(kind)).float().max().item() for kind in by_kind.values()]  # noqa: SLF001
+    # a kernel for a kind, and one wait; NaN if there is one
+    norms = [torch.stack(torch._foreach_norm(kind)).float().max().item() for kind in by_kind.values()]  # noqa: SLF001
+    sizes = (gradient_norm, *map(float, options), *norms)
+    return all(abs(size) < LARGE for size in sizes) and all(group.get("eps", 1.0) >= SMALLEST_EPS for group in groups)
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -120,7 +117,7 @@ def _copies(
     parameters: Sequence[torch.Tensor], layout: GradientLayout, spare_N: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Copies of all parameters, in the spare memory where it can hold them exactly."""
-    views = layout.views(spare_N)[0] if spare_N is not None else [None] * len(parameters)
+    views = layout.views(spare_N).values if spare_N is not None else [None] * len(parameters)
     return [
         view.copy_(parameter.detach())
         if view is not None and parameter.dtype != torch.float64
