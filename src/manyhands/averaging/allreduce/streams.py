@@ -152,6 +152,10 @@ class PartnerStreams:
         if not self._endpoint.is_connected(peer_id):
             self._on_lost(peer_id)
 
+    def give_up(self, peer_id: PeerId) -> None:
+        """Stop waiting for the stream of a peer that has given its round up."""
+        self._give_up(peer_id, PeerLost(peer_id, "it gave the round up before it opened its stream"))
+
     def end(self, stream_id: bytes) -> None:
         """Release a round's streams that came too late, so that no member waits for this peer on them."""
         self._ended.append(stream_id)
