@@ -306,7 +306,9 @@ def measure_clients(num_clients: int, num_params: int, num_rounds: int) -> dict[
         for _ in range(WARM_UP_ROUNDS):  # they open the connections, and make the peers known to each other
             outcomes = call("round", 1 + num_clients)
             num_failed, seconds = sum(outcome[0] for outcome in outcomes), max(outcome[2] for outcome in outcomes)
-            print(f"  warm-up: {num_failed} did not average with all, {seconds:.1f} s", file=sys.stderr, flush=True)
+            why = "; ".join(sorted({reason for outcome in outcomes for reason in outcome[1]})[:2])[:400]
+            note = f"  warm-up: {num_failed} did not average with all, {seconds:.1f} s {why}"
+            print(note, file=sys.stderr, flush=True)
             if not num_failed:
                 break
         call("settle")

@@ -129,6 +129,15 @@ async def test_a_large_group_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None
         assert num_kept(members) == (0, 0)
 
 
+async def test_clients_keep_theirs_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_KEPT", 1)
+    async with averagers(4, clients=[1, 2, 3], config=CONFIG) as members:
+        assert await mean_of(members) == [1.5] * 4
+        await until(lambda: num_kept(members) == (3, 3))
+        forbid_dials(members, monkeypatch)
+        assert await mean_of(members) == [1.5] * 4
+
+
 def member(endpoint: Endpoint) -> Member:
     return Member(endpoint.peer_id, [], is_client=False, weight=1.0)
 

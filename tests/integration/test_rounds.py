@@ -716,6 +716,21 @@ async def test_nobody_waits_for_a_member_whose_round_is_over() -> None:
         assert all(torch.equal(averaged_N, held[0]) for averaged_N in (held[1], held[3]))
 
 
+async def test_a_client_that_cannot_open_its_stream_does_not_delay_the_others() -> None:
+    """It says so in its vote, so that the reducer for which all others wait need not wait for it."""
+    async with averagers(4, clients=[1, 2, 3], config=replace(PATIENT, stream_timeout_s=30.0)) as members:
+        reducer, unlucky, *others = (Peer(number, *member) for number, member in enumerate(members))
+
+        async def fail(peer_id: PeerId, *_: Any, **options: Any) -> Any:
+            raise Unavailable("closed in the TLS handshake")
+
+        unlucky.endpoint.open_bulk = fail  # type: ignore[method-assign]
+        results = await outcomes(start([reducer, unlucky, *others]), 5.0)
+        assert all(isinstance(result, CommittedRound) for result in results), results
+        contributors = {peer.peer_id for peer in (reducer, *others)}
+        assert all(result.manifest.contributors().keys() == contributors for result in results)
+
+
 # members that send what they must not
 
 

@@ -308,7 +308,7 @@ class RoundRunner:
         """Average until done or until the round is decided; a decided round needs no further values."""
         began = self._loop.time()
         working = self._loop.create_task(averaging)
-        deciding = self._loop.create_task(self._agreement.decided(group, self._streams.lose))
+        deciding = self._loop.create_task(self._agreement.decided(group, self._streams.lose, self._streams.give_up))
         try:
             await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
             if not working.done() and deciding.result().manifest is not None:  # this member is a little late

@@ -22,7 +22,7 @@ class ReceiveBuffer:
         self._limit_bytes = limit_bytes
         self._on_room = on_room
         self._backlog = bytearray()
-        self._scratch = bytearray(SCRATCH_BYTES)
+        self._scratch = bytearray()  # only while it is written: hundreds of idle streams would each keep one
         self._target: memoryview | None = None
         self._filled: asyncio.Future[None] | None = None
         self._error: PeerLost | None = None
@@ -38,12 +38,16 @@ class ReceiveBuffer:
 
     def get_buffer(self) -> memoryview:
         """Return memory to receive into; call :meth:`updated` with the number of bytes written."""
-        return self._target if self._target is not None else memoryview(self._scratch)
+        if self._target is not None:
+            return self._target
+        self._scratch = bytearray(SCRATCH_BYTES)
+        return memoryview(self._scratch)
 
     def updated(self, num_bytes: int) -> None:
         """Note that the first ``num_bytes`` of the last :meth:`get_buffer` were written."""
         if self._target is None:
             self._backlog += memoryview(self._scratch)[:num_bytes]
+            self._scratch = bytearray()
             if self._filled is not None and not self._filled.done():  # a reader waits in take()
                 self._filled.set_result(None)
             return

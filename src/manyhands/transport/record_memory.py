@@ -1,29 +1,42 @@
-"""A memory pool for records in transfer, shared by all streams of the process; idle streams need none."""
+"""A memory pool for records in transfer, shared by all streams of the process; idle streams need none.
+
+Each room is a mapping of its own: what hundreds of threads free in the heaps of the C library, these keep.
+"""
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 
 from manyhands.transport.chunks import CHUNK_BYTES
 
+SMALL_ROOM_BYTES = (1 << 16) + 1024
+"""For a record of up to 64 KiB: a reducer of hundreds of members receives from, and sends to, each of them at once."""
+
 ROOM_BYTES = CHUNK_BYTES + 1024
 """For one of the longest records, and a little that is sent with it."""
 
-MAX_IDLE = 32
-"""Buffers kept for reuse, 8 MiB in total; the system takes 0.2 ms to clear a new one."""
+MAX_IDLE_BYTES = 8 << 20
+"""Of each size, kept for reuse; the system takes 0.2 ms to clear a new large one."""
 
-_idle: deque[memoryview] = deque()
+_idle: dict[int, deque[memoryview]] = {SMALL_ROOM_BYTES: deque(), ROOM_BYTES: deque()}
 
 
-def take_room() -> memoryview:
-    """Take memory for one long record, with arbitrary contents; giving it back is optional. Thread-safe."""
+def take_room(num_bytes: int) -> memoryview:
+    """Take memory for one record, with arbitrary contents; giving it back is optional. Thread-safe.
+
+    Args:
+        num_bytes: the least size, at most ``ROOM_BYTES``.
+    """
+    size = SMALL_ROOM_BYTES if num_bytes <= SMALL_ROOM_BYTES else ROOM_BYTES
     try:
-        return _idle.pop()
+        return _idle[size].pop()
     except IndexError:
-        return memoryview(bytearray(ROOM_BYTES))
+        return memoryview(mmap.mmap(-1, size))
 
 
 def give_back_room(room: memoryview) -> None:
-    """Return memory to the pool; the caller must not use it any more."""
-    if len(_idle) < MAX_IDLE:
-        _idle.append(room)
+    """Return memory to the pool; the caller must not use it any more. Memory of other sizes is not kept."""
+    idle = _idle.get(len(room))
+    if idle is not None and len(room) * len(idle) < MAX_IDLE_BYTES:
+        idle.append(room)

@@ -303,9 +303,14 @@ class SealedStream:
             raise _Gone(_reason(error)) from error
 
     def _send_all(self, views: Iterable[memoryview]) -> None:
-        sealed = take_room()
+        sealed = take_room(HELD_BACK_BYTES)
         num_sealed = num_plain = 0
         for chunk in chunks_of(views, self._max_plain):
+            if (num_bytes := num_sealed + len(chunk) + RECORD_EXTRA_BYTES) > len(sealed):
+                larger = take_room(num_bytes)
+                larger[:num_sealed] = sealed[:num_sealed]
+                give_back_room(sealed)
+                sealed = larger
             num_sealed += self._sealer.seal_into(chunk, sealed[num_sealed:])
             num_plain += len(chunk)
             if num_sealed > HELD_BACK_BYTES:  # small data is sent with what follows it

@@ -25,14 +25,10 @@ from manyhands.transport.record_memory import give_back_room, take_room
 HEADER_BYTES = 4
 TAG_BYTES = 16
 RECORD_EXTRA_BYTES = HEADER_BYTES + TAG_BYTES
-MAX_RECORD_BYTES = CHUNK_BYTES + RECORD_EXTRA_BYTES
 SECRET_BYTES = 32
 RECORDS_OF_ONE_KEY = 1 << 14
 FIRST_BYTES = 4096
-"""Initial buffer, enough for a first message; it grows when a longer record is announced."""
-
-MIDDLE_BYTES = (1 << 16) + 1024
-"""For records of up to 64 KiB: a reducer of hundreds of members receives from each of them at once."""
+"""Initial buffer, enough for a first message; a longer record that is announced gets a room."""
 
 TLS_ALERT = 0x1503
 """The first bytes of a TLS alert; a client completes its handshake before the server has checked its certificate."""
@@ -124,16 +120,10 @@ class RecordBuffer:
         """
         return bool(len(self._opened)) or self._stop - self._start >= self._record_bytes()
 
-    def _grow(self, num_bytes: int) -> None:
-        memory = memoryview(bytearray(MIDDLE_BYTES)) if num_bytes <= MIDDLE_BYTES else take_room()
-        memory[: len(self._memory)] = self._memory
-        self._memory = memory
-
     def rest(self) -> None:
         """Release the memory for long records, unless it holds data."""
         if self._start == self._stop and len(self._memory) > FIRST_BYTES:
-            if len(self._memory) >= MAX_RECORD_BYTES:
-                give_back_room(self._memory)
+            give_back_room(self._memory)
             self._memory = memoryview(bytearray(FIRST_BYTES))
             self._start = self._stop = 0
         if not len(self._opened):
@@ -141,12 +131,13 @@ class RecordBuffer:
 
     def room(self) -> memoryview:
         """Return memory to receive into, not empty; call it only when no data is ready."""
-        num_received = self._stop - self._start
-        if self._start + self._record_bytes() > len(self._memory):
-            rest = self._memory[self._start : self._stop]
-            if self._record_bytes() > len(self._memory):
-                self._grow(self._record_bytes())
-            self._memory[:num_received] = bytes(rest)
+        num_received, num_bytes = self._stop - self._start, self._record_bytes()
+        if self._start + num_bytes > len(self._memory):
+            rest = bytes(self._memory[self._start : self._stop])
+            if num_bytes > len(self._memory):
+                give_back_room(self._memory)
+                self._memory = take_room(num_bytes)
+            self._memory[:num_received] = rest
             self._start, self._stop = 0, num_received
         return self._memory[self._stop :]
 

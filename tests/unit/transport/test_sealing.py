@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.transport.chunks import CHUNK_BYTES, chunks_of
+from manyhands.transport.record_memory import ROOM_BYTES
 from manyhands.transport.sealing import (
     FIRST_BYTES,
     HEADER_BYTES,
-    MAX_RECORD_BYTES,
     TAG_BYTES,
     BadRecord,
     Opener,
@@ -24,7 +24,7 @@ SECRET = bytes(range(32))
 
 
 def sealed(sealer: Sealer, plaintext: bytes) -> bytes:
-    out = memoryview(bytearray(MAX_RECORD_BYTES))
+    out = memoryview(bytearray(ROOM_BYTES))
     return bytes(out[: sealer.seal_into(memoryview(plaintext), out)])
 
 
@@ -47,7 +47,7 @@ def arrived(records: RecordBuffer, data: bytes, cut: int) -> bytes:
 @settings(max_examples=60)
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 300), st.integers(1, 2 * CHUNK_BYTES)), max_size=6),
-    cut=st.one_of(st.integers(50, 5000), st.integers(5000, 2 * MAX_RECORD_BYTES)),
+    cut=st.one_of(st.integers(50, 5000), st.integers(5000, 2 * ROOM_BYTES)),
     records_of_one_key=st.integers(1, 4),
     is_chacha=st.booleans(),
     num_before=st.integers(0, 5000),
@@ -112,7 +112,7 @@ def test_memory_for_long_records_goes_to_the_next_stream_unless_something_lies_i
     receive(second[10:])
     assert records.take_into(memoryview(target)[:100]) == 100
     records.rest()
-    assert len(records._memory) < MAX_RECORD_BYTES
+    assert len(records._memory) < ROOM_BYTES
     other = RecordBuffer(Opener(SECRET), first[:HEADER_BYTES])
     other.room()
     assert other._memory is memory

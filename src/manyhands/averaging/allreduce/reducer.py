@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.allreduce.norms import Norms
-from manyhands.averaging.allreduce.partition import Partition
+from manyhands.averaging.allreduce.partition import MANY_TO_ONE, Partition
 from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, is_finite, square_of
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.base.errors import RoundAborted
@@ -78,7 +78,8 @@ class SpanReducer:
         self._places = partition.mean_places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
         room = whole_lines(max((place.stop - place.start for place in partition.places[rank]), default=0))
-        num_rooms = min(QUEUED_CHUNKS, len(self.chunks))
+        self._is_crowded = len(senders) > MANY_TO_ONE
+        num_rooms = min(1 if self._is_crowded else QUEUED_CHUNKS, len(self.chunks))
         self._rooms = memory.vector(len(senders) * num_rooms * room, torch.uint8).view(len(senders) * num_rooms, room)
         self.inboxes = {
             other: Inbox(self._rooms[at * num_rooms : (at + 1) * num_rooms]) for at, other in enumerate(senders)
@@ -111,8 +112,8 @@ class SpanReducer:
         self._to_look.wake()
 
     def done(self, num_before: int) -> tuple[int, memoryview]:
-        """The number of averaged chunks, and the bytes to send of those after the first ``num_before``."""
-        num_done = len(self.presents)
+        """The number of averaged chunks to have sent next, and the bytes of those after the first ``num_before``."""
+        num_done = min(len(self.presents), num_before + 1) if self._is_crowded else len(self.presents)
         start = self._places[num_before].start if num_before < len(self.chunks) else 0
         ready = slice(start, self._places[num_done - 1].stop if num_done > num_before else start)
         return num_done, bytes_of(self._encoded[ready])
@@ -320,7 +321,8 @@ def _numel(part: slice) -> int:
 
 
 QUEUED_CHUNKS = 3
-"""Chunks of one sender in memory, at most: one arriving, one being reduced, and one between them."""
+"""Chunks of one sender in memory, at most: one arriving, one being reduced, and one between them. Of many senders
+(:data:`MANY_TO_ONE`), which send smaller chunks, one each: further ones wait in the system's buffers."""
 
 
 class Inbox:

@@ -40,12 +40,13 @@ from manyhands.transport.api import Stream
 from manyhands.transport.passing import PassingStream
 
 MAX_KEPT = 16
-"""With more partners than this, a peer keeps no streams."""
+"""Limit of streams that a peer keeps to those it has dialled. In a group with more members that can be dialled, besides
+itself, streams are not kept."""
 KEPT_S = 60.0
 """A stream that is unused for this long is closed by the side that dialled it; the other side waits longer."""
 UNNAMED_S = 120.0
-MAX_UNNAMED = 64
-"""Limit of accepted streams that wait for a name; one for each peer."""
+MAX_UNNAMED = 512
+"""Limit of accepted streams that wait for a name; one for each peer. A reducer may have hundreds of clients."""
 PROBE_AFTER_S = 0.3
 """After this time without a stream from a partner, check that the partner is alive."""
 REMEMBERED_ROUNDS = 16
@@ -152,6 +153,10 @@ class PartnerStreams:
         if not self._endpoint.is_connected(peer_id):
             self._on_lost(peer_id)
 
+    def give_up(self, peer_id: PeerId) -> None:
+        """Stop waiting for the stream of a peer that has given its round up."""
+        self._give_up(peer_id, PeerLost(peer_id, "it gave the round up before it opened its stream"))
+
     def end(self, stream_id: bytes) -> None:
         """Release a round's streams that came too late, so that no member waits for this peer on them."""
         self._ended.append(stream_id)
@@ -165,7 +170,7 @@ class PartnerStreams:
         Args:
             is_used_up: whether all that was due has travelled on it, in both directions.
         """
-        is_small = len(group.members) <= MAX_KEPT + 1
+        is_small = sum(not member.is_client for member in group.members) <= MAX_KEPT + 1
         if is_used_up and is_small and not self._tasks.is_closed and self._keep(stream):
             return
         closing = self._close(stream.stream, within_s)

@@ -192,15 +192,23 @@ class Agreement:
         """Whether a member of an open round can no longer be reached."""
         return bool(self._rounds[group.group_id].lost)
 
-    async def decided(self, group: Group, on_lost: Callable[[PeerId], None]) -> Verdict:
+    async def decided(
+        self, group: Group, on_lost: Callable[[PeerId], None], on_given_up: Callable[[PeerId], None]
+    ) -> Verdict:
         """Wait for the verdict, for a member that still averages. Unbounded: use a timeout.
 
         Args:
             on_lost: called with the members that the leader has lost.
+            on_given_up: called with those that have told this leader that they lack a part: they send no more values.
         """
         state = self._rounds[group.group_id]
+        while state.is_leader and not state.verdict.done():
+            for rank, vote in state.count.votes.items():
+                if not vote.digest:
+                    on_given_up(group.members[rank].peer_id)
+            await asyncio.wait([state.changed])
         if state.is_leader:
-            return await asyncio.shield(state.verdict)
+            return state.verdict.result()
         num_lost, timeout_s = 0, self._config.averaging_timeout_s
         while True:
             query = VerdictQuery(group.group_id, num_lost)
