@@ -26,7 +26,7 @@ def at(step: int, lineage: bytes = b"run", host: str = "192.168.0.1") -> Progres
 def member_of(*met: PeerId, step: int = 10) -> Belief:
     belief = Belief()
     for number in range(max(step - 5, 0), step + 1):
-        belief.other_majority(at(number), {}, 0.0)  # it is there
+        belief.been_at.append(at(number).position)
     belief.met(met)
     return belief
 

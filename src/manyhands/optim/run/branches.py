@@ -126,11 +126,15 @@ class _Electorate(NamedTuple):
 
 
 class Belief:
-    """Decides which of the others' claims about other positions one peer believes."""
+    """Decides which of the others' claims about other positions one peer believes.
+
+    Attributes:
+        been_at: the last positions of this peer, its own one included.
+    """
 
     def __init__(self) -> None:
         self._met: dict[PeerId, None] = {}
-        self._been_at: deque[Position] = deque(maxlen=MAX_BEEN_AT)
+        self.been_at: deque[Position] = deque(maxlen=MAX_BEEN_AT)
         self._has_stepped = False
         self._outvoted_since = math.inf
 
@@ -163,16 +167,11 @@ class Belief:
     def other_majority(
         self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], now: float
     ) -> Position | None:
-        """The position of most peers for a while, if it is not ahead and this peer has never been there.
-
-        Ask at each position of this peer: it is remembered.
-        """
-        if own.position not in self._been_at:
-            self._been_at.append(own.position)
+        """The position of most peers for a while, if it is not ahead and this peer has never been there."""
         elsewhere = {
             peer_id: record.position for peer_id, record in records.items()
             if record.position != own.position and record.position.step
-            and record.position not in self._been_at and not is_ahead(record, own)
+            and record.position not in self.been_at and not is_ahead(record, own)
         }  # fmt: skip
         if own.position.step and elsewhere:
             for electorate in self._electorates(own, records):
@@ -255,6 +254,8 @@ class BranchChoice:
     def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
         old, self._own, self._records, self._strangers = self._records, own, records, strangers
+        if own.position not in self.belief.been_at:
+            self.belief.been_at.append(own.position)
         self._majority = self.belief.other_majority(own, records, now)
         doubted = self.belief.doubted(own, records)
         # one whose record this peer has caught up with may say more in its next one
