@@ -31,8 +31,9 @@ class Norms:
     def add(
         self,
         chunk: slice,
+        mean: torch.Tensor,
         sampled: Mapping[int, float],
-        mean_square: float,
+        largest_square: float,
         received: Mapping[int, torch.Tensor],
         own: torch.Tensor,
     ) -> None:
@@ -40,12 +41,12 @@ class Norms:
 
         Args:
             sampled: of each member in its mean, by rank, the sum of the squares of its values, estimated.
-            mean_square: the sum of the squares of its mean.
+            largest_square: the sum of the squares of its mean, or a bound of that.
             received: encoded chunks by rank; for the missing rank, the values are ``own``.
         """
         total = sum(self._weights[rank] for rank in sampled)
         allowed = SUSPICIOUS * sum(self._weights[rank] / total * math.sqrt(sampled[rank]) for rank in sampled)
-        is_suspicious = not math.sqrt(mean_square) <= allowed
+        is_suspicious = not math.sqrt(largest_square) <= allowed and not math.sqrt(square_of(mean)) <= allowed
         for rank, square in sampled.items():
             self._squares[rank] += self._whole_square(received.get(rank, own), chunk) if is_suspicious else square
 

@@ -72,7 +72,7 @@ class SpanReducer:
         self._feedback = feedbacks.reduced if feedbacks is not None else None
         self._norms = norms
         self._squares: dict[int, float] = {}  # of the last chunk's values by rank, estimated
-        self._square = 0.0  # of its mean
+        self._square = 0.0  # of its mean, or a bound
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._means = partition.means if isinstance(partition.means, Gathered) else None
         self._places = partition.mean_places[rank]
@@ -206,7 +206,7 @@ class SpanReducer:
                 own, kept = kept, kept[:0]
         self.hasher.update(bytes_of(encoded))
         if self._norms is not None:
-            self._norms.add(chunk, self._squares, self._square, received, values)
+            self._norms.add(chunk, self._averaged_N[chunk], self._squares, self._square, received, values)
             for rank in spoilt:
                 self._norms.spoil(rank)
         return present, spoilt
@@ -234,7 +234,7 @@ class SpanReducer:
         means.decode(encoded, chunk.start, mean)
         self.hasher.update(bytes_of(encoded))
         if self._norms is not None:
-            self._norms.add(chunk, squares, square_of(mean), received, mean)
+            self._norms.add(chunk, mean, squares, square_of(mean), received, mean)
             for rank in spoilt:
                 self._norms.spoil(rank)
         return sorted(received), spoilt

@@ -160,7 +160,7 @@ class Codec(abc.ABC):
             weights: of each.
             mean_N, out: as the arguments of :meth:`requantize`.
             squares: float64, shape [contributions + 1]; to it are added an estimate of the sum of the squares of each
-                contribution's values, and the sum of those of the mean, as far as they are done.
+                contribution's values, and an upper bound of that of the mean, as far as they are done.
         Returns:
             How many values are done, from the first on.
         """

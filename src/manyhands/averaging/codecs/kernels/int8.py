@@ -136,7 +136,7 @@ def average(
         rooms: what others have sent, shape [rooms, bytes of a room], the bytes a multiple of 4.
         which: in the order in which they are added, in what room the rows lie; a negative number stands for ``own``.
         weights: of each.
-        squares: float64; to it are added the sums of the squares of each one's values, and of the means.
+        squares: float64; to it are added the sums of the squares of each one's values, and a bound of that of the mean.
         every: the former are estimated from one row in so many.
     """
     bits, headers, room_headers = mean.view(np.int32), packed.view(np.float32), rooms.view(np.float32)
@@ -187,11 +187,9 @@ def average(
             num_done = row
             break
         scale, bias = headers[header], headers[header + 1]
-        square_of_mean = np.float32(0)
         for i in range(ROW_NUMEL):
-            value = np.float32(packed[place + i]) * scale + bias
-            mean[start + i] = value
-            square_of_mean = add_in_any_order(square_of_mean, value * value)
-        squares[which.size] += square_of_mean
+            mean[start + i] = np.float32(packed[place + i]) * scale + bias
+        largest = np.float64(max(abs(bias), abs(bias + np.float32(LEVELS) * scale)))
+        squares[which.size] += ROW_NUMEL * largest * largest
     after_writes_past_cache()
     return num_done
