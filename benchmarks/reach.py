@@ -307,8 +307,8 @@ def measure_clients(num_clients: int, num_params: int, num_rounds: int) -> dict[
             outcomes = call("round", 1 + num_clients)
             num_failed, seconds = sum(outcome[0] for outcome in outcomes), max(outcome[2] for outcome in outcomes)
             why = "; ".join(sorted({reason for outcome in outcomes for reason in outcome[1]})[:2])[:400]
-            note = f"  warm-up: {num_failed} did not average with all, {seconds:.1f} s {why}"
-            print(note, file=sys.stderr, flush=True)
+            text = f"{num_failed} did not average with all, {seconds:.1f} s {why}"
+            print(f"  warm-up: {text}", file=sys.stderr, flush=True)
             if not num_failed:
                 break
         call("settle")
