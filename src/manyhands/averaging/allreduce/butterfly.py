@@ -270,16 +270,15 @@ class Butterfly:
             yield bytes_of(encoded)
 
     def _means(self) -> Iterator[memoryview | Condition]:
-        """The means of this member's span as they become ready, then their contributors."""
+        """The means of this member's span as they become ready, then their contributors and norms."""
         yield memoryview(self._label_of(self._rank))
         num_sent = 0
         while num_sent < len(self._reducer.chunks):
             num_done, means = self._reducer.done(num_sent)
             yield means if num_done > num_sent else self._reducer.has_more_than(num_sent)
             num_sent = num_done
-        yield memoryview(self._records.record(self._reducer.presents))
-        if self._norms is not None:
-            yield memoryview(self._norms_record.pack(*self._norms.told()))
+        norms = self._norms_record.pack(*self._norms.told()) if self._norms is not None else b""
+        yield memoryview(self._records.record(self._reducer.presents) + norms)  # in one message
 
     def _label_of(self, reducer: int) -> bytes:
         """The header of a span's values, or of a member's own means."""
@@ -332,13 +331,12 @@ class Butterfly:
         yield memoryview(label)
         self._check_label(label, rank, rank, Wanted.MEANS)
         yield from self._rooms_for_exact(rank) if self.partition.is_exact else self._rooms_for_encoded(rank)
-        record = bytearray(self._records.mask_bytes * len(self.partition.chunks[rank]))
+        size = self._records.mask_bytes * len(self.partition.chunks[rank])
+        record = bytearray(size + (self._norms_record.size if self._norms is not None else 0))
         yield memoryview(record)
-        self._read_record(record, rank)
+        self._read_record(record[:size], rank)
         if self._norms is not None:
-            norms = bytearray(self._norms_record.size)
-            yield memoryview(norms)
-            self._read_norms(norms, rank)
+            self._read_norms(record[size:], rank)
 
     def _rooms_for_exact(self, rank: int) -> Iterator[memoryview]:
         for piece in chunks_of(self.partition.spans[rank], PIECE_NUMEL):
