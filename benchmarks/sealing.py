@@ -13,7 +13,7 @@ import time
 
 from manyhands.base.identity import Identity
 from manyhands.transport.chunks import CHUNK_BYTES
-from manyhands.transport.sealing import MAX_RECORD_BYTES
+from manyhands.transport.sealing import RECORD_EXTRA_BYTES
 from manyhands.transport.tls_session import TlsSession, tls_context
 
 NUM_CHUNKS = 1024
@@ -34,7 +34,7 @@ def main() -> None:
     here, there = handshaken()
     sealer, opener = here.sealing()[0], there.sealing()[1]
     plaintext, received = memoryview(os.urandom(CHUNK_BYTES)), memoryview(bytearray(CHUNK_BYTES))
-    record = memoryview(bytearray(MAX_RECORD_BYTES))
+    record = memoryview(bytearray(CHUNK_BYTES + RECORD_EXTRA_BYTES))
     spent = dict.fromkeys(["tls_encrypt", "tls_take", "tls_put", "tls_decrypt", "seal", "open"], 0.0)
     for _ in range(NUM_CHUNKS):
         times = [time.process_time()]

@@ -132,6 +132,8 @@ def test_a_router_that_does_not_listen_is_given_up_at_once() -> None:
         pass
     with pytest.raises(Unavailable, match="does not speak NAT-PMP"):
         PortMapping("127.0.0.1", PORT, server_port)
+    with pytest.raises(Unavailable, match="does not speak NAT-PMP"):
+        PortMapping("255.255.255.255", PORT)  # as without a network, no packet leaves
 
 
 @pytest.mark.parametrize(("host", "is_found"), [(PUBLIC, True), (PRIVATE, False)])

@@ -70,8 +70,13 @@ def warn_of_running_statistics(parameters: Iterable[torch.Tensor]) -> None:
     takes about 0.1 s. Layers that are frozen, in eval mode within a model that trains, do not count.
     """
     trained = set(map(id, parameters))
-    modules = {one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)}
-    for model in modules.difference(*(module.children() for module in modules)):
+    modules = {
+        id(one): one
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.nn.Module) and "_modules" in vars(one)  # a constructor may have failed
+    }
+    inner = {id(child) for module in modules.values() for child in module.children()}
+    for model in [module for key, module in modules.items() if key not in inner]:
         layers = [one for one in model.modules() if isinstance(one, _BatchNorm) and one.running_mean is not None]
         are_frozen = model.training and not any(layer.training for layer in layers)
         if layers and not are_frozen and any(id(parameter) in trained for parameter in model.parameters()):

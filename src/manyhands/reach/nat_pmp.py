@@ -18,6 +18,8 @@ WAITS_S = (0.25, 0.5, 1.0)
 """For an answer, before a request is sent again (RFC 6886, section 3.1, which goes on for a minute)."""
 LIFETIME_S = 7200
 """Of a mapping, as the RFC recommends; it is renewed after half of it."""
+LEAST_WAIT_S = 60.0
+"""From one failed renewal to the next."""
 ADDRESS, MAP_TCP, ANSWER = 0, 2, 128
 """Operations; an answer adds 128."""
 REASONS = {
@@ -60,12 +62,15 @@ class PortMapping:
             logger.debug("the mapping of port %d was not deleted: %s", self._own_port, error)
 
     def _renew(self, lifetime_s: int) -> None:
-        while not self._is_over.wait(max(1.0, lifetime_s / 2)):
+        wait_s = max(1.0, lifetime_s / 2)
+        while not self._is_over.wait(wait_s):
             try:
                 port, lifetime_s = self._map(self.port, LIFETIME_S)
             except Unavailable as error:
                 logger.warning("The router did not renew the mapping of port %d: %s", self.port, error)
+                wait_s = max(LEAST_WAIT_S, wait_s / 2)
                 continue
+            wait_s = max(1.0, lifetime_s / 2)
             if port != self.port:
                 logger.warning("The router now maps port %d to this peer, no longer %d; restart it", port, self.port)
                 return
@@ -79,10 +84,10 @@ class PortMapping:
     def _ask(self, operation: int, arguments: bytes, num_bytes: int) -> bytes:
         """Send a request until an answer comes; returns its last part, of so many bytes."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            asking.connect(self._router)  # so that only the router can answer
             for wait_s in WAITS_S:
                 asking.settimeout(wait_s)
                 try:
+                    asking.connect(self._router)  # so that only the router can answer
                     asking.send(bytes([0, operation]) + arguments)
                     answer = asking.recv(64)
                 except TimeoutError:

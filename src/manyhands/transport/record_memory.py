@@ -33,7 +33,9 @@ def take_room(num_bytes: int) -> memoryview:
     try:
         return _idle[SMALL_ROOM_BYTES if is_small else ROOM_BYTES].pop()
     except IndexError:
-        return memoryview(mmap.mmap(-1, SMALL_ROOM_BYTES) if is_small else bytearray(ROOM_BYTES))
+        if not is_small:
+            return memoryview(bytearray(ROOM_BYTES))
+        return memoryview(mmap.mmap(-1, SMALL_ROOM_BYTES, access=mmap.ACCESS_COPY))  # a forked process has its own
 
 
 def give_back_room(room: memoryview) -> None:

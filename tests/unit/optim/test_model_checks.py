@@ -69,5 +69,10 @@ def test_a_frozen_part_that_still_follows_its_batches_counts(caplog: pytest.LogC
     assert is_told(head, caplog, model)
 
 
+def test_a_module_whose_constructor_failed_does_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+    half_made = nn.Linear.__new__(nn.Linear)  # type: ignore[no-untyped-call]
+    assert is_told(with_batch_norm(), caplog, half_made)
+
+
 def test_a_compiled_model_is_seen(caplog: pytest.LogCaptureFixture) -> None:
     assert is_told(torch.compile(with_batch_norm(), backend="eager"), caplog)  # type: ignore[arg-type]

@@ -29,7 +29,8 @@ class Segment:
     """``flat_N[start:stop]`` uses one codec.
 
     Attributes:
-        is_chosen: its mean is the values of the member with the most weight, the one of the lowest rank among equals.
+        is_chosen: its mean is the values of the member with the most weight, the one of the lowest rank among equals;
+            in each chunk of those whose values have come.
     """
 
     start: int
