@@ -6,6 +6,9 @@ PIP := $(PY) -m pip install -q -c constraints.txt
 # Both are pinned too, which pip does not do for the build tools that it fetches by itself.
 BUILD_TOOLS := pip hatchling editables
 
+# The tests start hundreds of processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo screenshots test test-long test-cuda test-faults test-step-faults test-hostile sim fuzz check bench docs constraints clean
 

@@ -22,7 +22,10 @@ from manyhands.rpc.frames import CONTROL, Hello, Request, Welcome, receive_frame
 from manyhands.transport import MemoryTransport, Stream, TlsTransport, Transport
 from manyhands.transport.api import is_control
 from tests.network import ECHO, Text, endpoints, identity_of, serve_echo, until
+from tests.sweeps import few_of
 
+KINDS = few_of(["tls", "memory"])
+"""Of transports: strangers come over TLS."""
 MAX_LATENCY_S = 0.5
 """The 99th percentile of the honest peer's calls, with the attacker in the same process, on a slow machine."""
 CALL_EVERY_S = 0.002
@@ -113,17 +116,7 @@ async def siege(
     kind: str, config: RpcConfig | None = None, max_latency_s: float = MAX_LATENCY_S
 ) -> AsyncIterator[Siege]:
     """Within the block a test attacks; after it, nothing may be left of that, and the honest peer was served."""
-    gc.collect()
-    gc.freeze()  # what earlier tests left takes the collector longer than an answer may
-    try:
-        async with _besieged(kind, config, max_latency_s) as scene:
-            yield scene
-    finally:
-        gc.unfreeze()
-
-
-@asynccontextmanager
-async def _besieged(kind: str, config: RpcConfig | None, max_latency_s: float) -> AsyncIterator[Siege]:
+    gc.collect()  # what earlier tests left is not collected while answers are timed
     async with endpoints(2, kind=kind, config=config) as (there, honest):
         serve_echo(there)
         scene = Siege(there, honest)

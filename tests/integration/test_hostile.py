@@ -23,8 +23,8 @@ from manyhands.rpc.frames import (
     send_frame,
 )
 from manyhands.transport import Stream
-from tests.integration.siege import ATTACKER, FAST, TLS_RECORD, ended, hung_up, raw_socket, request, siege
-from tests.network import KINDS, identity_of
+from tests.integration.siege import ATTACKER, FAST, KINDS, TLS_RECORD, ended, hung_up, raw_socket, request, siege
+from tests.network import identity_of
 from tests.unit.rpc.test_frames import DEEP, framed, payload_of
 
 SOME_NOISE = random.Random(5).randbytes(40_000)

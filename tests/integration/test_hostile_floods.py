@@ -20,8 +20,8 @@ from manyhands.rpc.frames import (
     encode_frame,
     send_frame,
 )
-from tests.integration.siege import ATTACKER, ended, request, siege
-from tests.network import KINDS, identity_of, next_frame
+from tests.integration.siege import ATTACKER, KINDS, ended, request, siege
+from tests.network import identity_of, next_frame
 
 pytestmark = pytest.mark.timeout(60)
 

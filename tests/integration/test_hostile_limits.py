@@ -13,8 +13,8 @@ from manyhands.base.errors import PeerLost, Unavailable
 from manyhands.rpc import RpcConfig
 from manyhands.rpc.frames import CONTROL, Hello, Response, encode_frame, receive_frame, send_frame
 from manyhands.transport.admission import ListenLimits
-from tests.integration.siege import FAST, TLS_RECORD, Siege, hung_up, raw_socket, request, siege
-from tests.network import KINDS, LOOPBACK, identity_of, next_frame
+from tests.integration.siege import FAST, KINDS, TLS_RECORD, Siege, hung_up, raw_socket, request, siege
+from tests.network import LOOPBACK, identity_of, next_frame
 
 MAX_CONNECTIONS_OF_ONE_PEER = 32
 

@@ -11,8 +11,8 @@ import pytest
 
 from manyhands.base.errors import PeerLost
 from manyhands.rpc.frames import Frame, Ping, encode_frame
-from tests.integration.siege import request, siege
-from tests.network import KINDS, identity_of
+from tests.integration.siege import KINDS, request, siege
+from tests.network import identity_of
 
 MAX_HELD_BYTES = 32 << 20
 """For one attacker: what waits for a peer that does not read, its calls under way, and the tools of this test."""

@@ -23,8 +23,8 @@ from manyhands.rpc.frames import (
     send_frame,
 )
 from manyhands.transport import Stream
-from tests.integration.siege import FAST, Siege, ended, request, siege
-from tests.network import KINDS, Text, next_frame
+from tests.integration.siege import FAST, KINDS, Siege, ended, request, siege
+from tests.network import Text, next_frame
 from tests.unit.rpc.test_frames import framed, payload_of
 
 COUNT = StreamMethod("test.count", Text, Text)

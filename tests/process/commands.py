@@ -1,7 +1,9 @@
-"""The commands, as processes of their own, as a user would start them."""
+"""The commands, as a user would start them: as processes of their own, or as a call where a process adds nothing."""
 
 from __future__ import annotations
 
+import io
+import logging
 import queue
 import shutil
 import signal
@@ -11,11 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import psutil
 import pytest
+
+from manyhands.cli.main import run
 
 PATIENCE_S = 90.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -30,14 +34,15 @@ class Command:
 
     def __init__(self, arguments: Sequence[str], module: str | None = "manyhands", folder: Path | None = None) -> None:
         self.output = ""
-        self._own_folder = tempfile.mkdtemp() if module and folder is None else None
+        self._own_folder = Path(tempfile.mkdtemp()) if module and folder is None else None
+        self.folder = folder or self._own_folder
         self._process = subprocess.Popen(
             [sys.executable, "-u", *(["-m", module] if module else []), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=folder or self._own_folder,
+            cwd=self.folder,
             start_new_session=True,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -112,6 +117,21 @@ def running(*arguments: str, folder: Path | None = None) -> Iterator[Command]:
         yield command
     finally:
         command.close()
+
+
+def called(*arguments: str) -> tuple[int, str]:
+    """The exit code of a command that runs in this process, and its output; its log is set up as it was before."""
+    output, root, ours = io.StringIO(), logging.getLogger(), logging.getLogger("manyhands")
+    handlers, levels = root.handlers, (root.level, ours.level)
+    try:
+        with redirect_stdout(output), redirect_stderr(output):
+            code = run(arguments)
+    finally:
+        root.handlers = handlers
+        root.setLevel(levels[0])
+        ours.setLevel(levels[1])
+        logging.captureWarnings(False)
+    return code, output.getvalue()
 
 
 def address_of(monitor: Command) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.commands import LOOPBACK, address_of, running
+from tests.process.commands import LOOPBACK, address_of, called, running
 
 pytestmark = pytest.mark.process
 
@@ -43,40 +43,46 @@ STARTUP_S = 2.0  # of Python and its imports
         (["demo", "--summary", "/no/such/folder/file"], "--summary /no/such/folder/file"),
         (["train", "--run-id", "r", "--name", "x" * 33], "it must have 1 to 32 printable characters"),
         (["train", "--run-id", "r", "--name", ""], "name '' cannot be used"),
-        (["frobnicate"], "frobnicate"),
     ],
 )
-def test_one_line(arguments: list[str], message: str) -> None:
-    with running(*arguments) as command:
+def test_one_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output = called(*arguments)
+    assert code == USAGE
+    assert message in output
+    assert len(output.strip().splitlines()) == 1, output
+
+
+def test_an_unknown_command() -> None:
+    """As a process: what it imports and its exit say no more either."""
+    with running("frobnicate") as command:
         assert command.wait(60) == USAGE
-        assert message in command.output
+        assert "frobnicate" in command.output
         assert len(command.output.strip().splitlines()) == 1, command.output
 
 
-def test_a_text_that_is_not_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "latin1.txt"
-    path.write_bytes("Ein schöner Satz.".encode("latin-1"))
-    with running("demo", "--text", str(path)) as command:
-        assert command.wait(60) == USAGE
-        assert "UTF-8" in command.output
-        assert len(command.output.strip().splitlines()) == 1, command.output
-
-
-def test_a_text_too_small_for_one_batch(tmp_path: Path) -> None:
-    path = tmp_path / "short.txt"
-    path.write_text("One short sentence. And another one.\n")
-    with running("demo", "--text", str(path)) as command:
-        assert command.wait(90) == USAGE
-        assert "too short" in command.output
-        assert len(command.output.strip().splitlines()) == 1, command.output
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Ein schöner Satz.".encode("latin-1"), "UTF-8"),
+        (b"One short sentence. And another one.\n", "too short"),  # for one batch
+    ],
+)
+def test_a_text_that_cannot_be_trained_on(text: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(text)
+    code, output = called("demo", "--text", str(path))
+    assert code == USAGE
+    assert message in output
+    assert len(output.strip().splitlines()) == 1, output
 
 
 def test_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with running("monitor", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}") as command:
-            assert command.wait(60) == USAGE
-            assert f"port {port} is taken" in command.output
+        code, output = called("monitor", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}")
+        assert code == USAGE
+        assert f"port {port} is taken" in output
 
 
 def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> None:
@@ -100,11 +106,16 @@ def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> 
         assert f"{quiet}: timed out" in third
 
 
+class Silent(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
 @pytest.mark.parametrize("there", ["nobody", "a web server", "a port that says nothing"])
 def test_an_address_where_no_peer_answers_is_one_line_in_time(there: str) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
-        http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as web,
+        http.server.HTTPServer(("127.0.0.1", 0), Silent) as web,
     ):
         threading.Thread(target=web.serve_forever, daemon=True).start()
         port, why = {
@@ -113,20 +124,23 @@ def test_an_address_where_no_peer_answers_is_one_line_in_time(there: str) -> Non
             "a port that says nothing": (listening.getsockname()[1], "another program, or a peer that hangs"),
         }[there]
         started = time.monotonic()
-        with running("monitor", "--run-id", "r", "--initial-peers", f"127.0.0.1:{port}") as command:
-            assert command.wait(30) == USAGE
-            assert time.monotonic() - started < 10 + STARTUP_S
-            assert "the initial peer could not be reached" in command.output
-            assert why in command.output
-            assert len(command.output.strip().splitlines()) == 1, command.output
+        code, output = called("monitor", "--run-id", "r", "--initial-peers", f"127.0.0.1:{port}")
+        assert code == USAGE
+        assert time.monotonic() - started < 10 + STARTUP_S
+        assert "the initial peer could not be reached" in output
+        assert why in output
+        assert len(output.strip().splitlines()) == 1, output
         web.shutdown()
 
 
-def test_a_device_that_is_not_there_is_told_before_anybody_is_met() -> None:
-    with running("train", "--run-id", "r", "--device", "cuda:77") as command:
-        assert command.wait(60) == USAGE
-        assert "device 'cuda:77' cannot be used here" in command.output.strip().splitlines()[-1]
-        assert "Others can join" not in command.output
+def test_a_device_that_is_not_there_is_told_before_anybody_is_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, output = called("train", "--run-id", "r", "--device", "cuda:77")
+    assert code == USAGE
+    assert "device 'cuda:77' cannot be used here" in output.strip().splitlines()[-1]
+    assert "Others can join" not in output
 
 
 @pytest.mark.long

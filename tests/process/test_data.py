@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from manyhands.recipes.albert.data.tokenizer import train_tokenizer
 from tests.process.commands import LOOPBACK, Command, running
-from tests.unit.recipes.texts import write_book
+from tests.unit.recipes.texts import BOOK, write_book
 
 pytestmark = pytest.mark.process
 
@@ -93,12 +94,12 @@ def test_data_of_another_tokenizer_is_refused_before_anything_is_loaded(archive:
         assert [path.name for path in folder.iterdir()] == ["data"]
 
 
-def test_ctrl_c_ends_the_processes_and_leaves_nothing_behind(archive: Path, tmp_path: Path) -> None:
-    unpacked(archive, tmp_path / "first")
+def test_ctrl_c_ends_the_processes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    train_tokenizer(BOOK.documents, 600).save_pretrained(str(tmp_path / "tokenizer"))
     with (tmp_path / "long.txt").open("w") as long:
         for number in range(100_000):
             long.write(f"Sentence {number} is of no use. So is the next one, which comes after {number}.\n\n")
-    arguments = ("--text", "long.txt", "--tokenizer", "first/data/tokenizer", "--num-proc", "2")
+    arguments = ("--text", "long.txt", "--tokenizer", "tokenizer", "--num-proc", "2")
     command = Command([str(SCRIPT), *arguments], module=None, folder=tmp_path)
     try:
         deadline = time.monotonic() + 60

@@ -13,12 +13,15 @@ import psutil
 import pytest
 
 from tests.process.commands import LOOPBACK, Command, address_of, running
-from tests.sweeps import few_of
 
 pytestmark = pytest.mark.process
 
 INTERRUPTED = 130
 LEAVE_S = 5.0
+SMALL = (
+    "--hidden-size", "48", "--num-attention-heads", "3", "--intermediate-size", "64", "--num-hidden-layers", "1",
+    "--seq-length", "32", "--vocab-size", "600",
+)  # fmt: skip
 
 
 def assert_it_leaves(command: Command, interrupt: Callable[[], None]) -> None:
@@ -55,9 +58,16 @@ def test_a_hangup_without_a_terminal_ends_nothing(tmp_path: Path) -> None:
         assert_it_leaves(peer, peer.interrupt)
 
 
-@pytest.mark.parametrize("moment", few_of(["Joining run", "Collaboration accumulated", "Training the tokenizer"], 2))
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "Collaboration accumulated",
+        pytest.param("Joining run", marks=pytest.mark.long),
+        pytest.param("Training the tokenizer", marks=pytest.mark.sweep),
+    ],
+)
 def test_ctrl_c_on_a_trainer(moment: str) -> None:
-    with running("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1") as trainer:
+    with running("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", *SMALL) as trainer:
         trainer.wait_for(moment)
         assert_it_leaves(trainer, trainer.interrupt)
 

@@ -257,6 +257,7 @@ def assert_it_ends(both: Job, rank: int, text: str) -> None:
     assert text in both.ranks[rank].output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", few_of(range(NUM_RANKS)))
 def test_when_a_rank_is_killed_the_other_one_ends(tmp_path: Path, victim: int) -> None:
     with peers(1) as (peer,), job(train_for_ever, tmp_path, "1000000", *peer.addresses) as both:

@@ -20,12 +20,8 @@ from tests.simulation.explore import Outcome, run_seed
 from tests.simulation.scenarios import SCENARIOS, Scenario
 from tests.simulation.seed_processes import SeedProcesses
 
-NUM_SEEDS = {"rpc": 20, "rounds": 2, "averages": 2, "dht": 3, "training": 3, "state": 3, "local": 3}
+NUM_SEEDS = {name: 20 if name == "rpc" else 2 for name in SCENARIOS}
 """`make sim` runs hundreds."""
-GROUP = 20
-"""Seeds in one test: of the order of seconds each."""
-
-GROUPS = [(name, first) for name, count in NUM_SEEDS.items() for first in range(0, count, GROUP)]
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +34,15 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@pytest.mark.parametrize(("name", "first"), GROUPS)
-def test_seeds_hold(name: str, first: int) -> None:
-    outcomes = [run_seed(name, seed) for seed in range(first, min(first + GROUP, NUM_SEEDS[name]))]
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_seeds_hold_and_one_is_replayed_event_by_event(name: str, tmp_path: Path) -> None:
+    outcomes = [run_seed(name, seed) for seed in range(NUM_SEEDS[name])]
     failed = [outcome.report() for outcome in outcomes if outcome.error]
     assert not failed, "\n" + "\n".join(failed)
+    replayed = run_seed(name, 1, tmp_path / "log")
+    assert replayed.digest == outcomes[1].digest
+    events = [line for line in (tmp_path / "log").read_text().splitlines() if not re.match(r"\S+ log: ", line)]
+    assert len([line for line in events if re.match(r"\d+\.\d{6} ", line)]) == replayed.num_events
 
 
 def breaking(seed: int) -> Scenario:
@@ -91,15 +91,6 @@ def test_a_replay_writes_the_same_events_to_a_file(with_breaking: Path) -> None:
     assert digest in text
     assert lines[-1] in text
     assert "make sim SCENARIO=breaking SEED=2" in text
-
-
-@pytest.mark.parametrize("name", sorted(SCENARIOS))
-def test_a_real_scenario_is_replayed_event_by_event(name: str, tmp_path: Path) -> None:
-    first = run_seed(name, 1)
-    second = run_seed(name, 1, tmp_path / "log")
-    assert first.digest == second.digest
-    events = [line for line in (tmp_path / "log").read_text().splitlines() if not re.match(r"\S+ log: ", line)]
-    assert len([line for line in events if re.match(r"\d+\.\d{6} ", line)]) == second.num_events
 
 
 def spinning(seed: int) -> Scenario:

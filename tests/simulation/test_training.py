@@ -68,7 +68,7 @@ def test_without_faults_every_sample_is_used() -> None:
         assert abs(trainer.parameter[0].item() - 1.5 * (1 - 0.9**trainer.optimizer.global_step)) < 0.15
 
 
-@pytest.mark.parametrize("seed", few_of(range(6), 2))
+@pytest.mark.parametrize("seed", few_of(range(6)))
 def test_after_any_faults_all_peers_agree_and_go_on(seed: int) -> None:
     world, trainers = training_world(seed, num_peers=4)
     steps_then: list[int] = []

@@ -132,7 +132,12 @@ def waits_with(lead: int | None, latency_s: float) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("latency_s", "without_s", "with_s"), [(0.02, 0.22, 0.15), (0.1, 1.14, 0.76), (0.2, 2.17, 1.92)]
+    ("latency_s", "without_s", "with_s"),
+    [
+        (0.1, 1.14, 0.76),
+        pytest.param(0.02, 0.22, 0.15, marks=pytest.mark.long),
+        pytest.param(0.2, 2.17, 1.92, marks=pytest.mark.long),
+    ],
 )
 def test_a_group_that_is_found_ahead_shortens_the_wait(latency_s: float, without_s: float, with_s: float) -> None:
     """Connections and streams are there, and the leader knows all, before the target is reached."""
@@ -140,7 +145,7 @@ def test_a_group_that_is_found_ahead_shortens_the_wait(latency_s: float, without
     assert statistics.mean(waits_with(None, latency_s)) == pytest.approx(with_s, rel=0.1)
 
 
-@pytest.mark.parametrize(("target", "batch_s"), [(256, 1.25), (320, 0.26)])
+@pytest.mark.parametrize(("target", "batch_s"), [pytest.param(256, 1.25, marks=pytest.mark.long), (320, 0.26)])
 def test_a_step_has_as_many_samples_as_its_target_says(target: int, batch_s: float) -> None:
     """Each of four peers brought one batch more, and three more when steps were short: 320 for 256, and 512 for 320."""
     sizes = samples_of_steps(target, 16, [batch_s] * 4, latency_s=0.02)

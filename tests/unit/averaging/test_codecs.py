@@ -30,7 +30,7 @@ from manyhands.base.errors import ConfigError
 ALL = [*CODECS.values(), NONE_FLOAT64]
 LOSSY = [FP16, BF16, INT8, INT4]
 MAX = float(torch.finfo(torch.float32).max)
-LENGTHS = [0, 1, 2, 31, 32, 33, 215, 216, 217, 1000, 65_535]
+LENGTHS = [0, 1, 31, 32, 33, 215, 216, 217, 65_535]
 GOLDEN_VALUES = [0.0, 1.0, -2.0, 0.25, 3.0]
 GOLDEN = {
     "none": "000000000000803f000000c00000803e00004040",
@@ -180,7 +180,7 @@ def test_none_is_its_own_memory(codec: Codec) -> None:
     ids=lambda value: getattr(value, "name", None),
 )
 def test_error_on_normal_values(codec: Codec, bits: float, squared_error: float) -> None:
-    numel = 10_000_000
+    numel = 1_000_000
     values_N = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     data = encoded(codec, values_N)
     assert data.numel() * 8 / numel <= bits
@@ -188,7 +188,7 @@ def test_error_on_normal_values(codec: Codec, bits: float, squared_error: float)
 
 
 @lossy
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-9, 1e-7, 1e-4, 1e4, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e-4, 1e30])
 def test_relative_error_is_the_same_for_small_and_large_values(codec: Codec, scale: float) -> None:
     def error_of(values_N: torch.Tensor) -> float:
         return ((round_trip(codec, values_N) - values_N).double() ** 2).mean().sqrt().item()
