@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.process.commands import LOOPBACK, Command, address_of, running
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.process
 
