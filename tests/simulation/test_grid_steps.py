@@ -224,6 +224,7 @@ def test_a_peer_killed_in_the_midst_of_a_step(
     assert 0 < max(told) < 10 * STATED, "and they are told how far apart they are"
 
 
+@pytest.mark.long
 def test_a_run_that_outgrows_one_group_and_shrinks_again() -> None:
     """Four peers are one group of four; with eight more they stand in a grid; then the eight say goodbye.
 

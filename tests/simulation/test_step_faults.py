@@ -170,6 +170,7 @@ def test_a_clock_that_jumps_by_an_hour_does_not_end_the_run(jump_s: float) -> No
     assert swarm.members["p1"].optimizer.last_round is not None, "it is back in the end"
 
 
+@pytest.mark.long
 def test_twenty_peers_that_join_at_once() -> None:
     swarm, longest = Swarm(seed=7), Longest()
     names = [f"p{number}" for number in range(21)]
