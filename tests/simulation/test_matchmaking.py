@@ -257,8 +257,8 @@ def test_a_peer_that_was_waited_for_in_vain_and_comes_back_by_itself_is_in_the_g
             matchmaker = world[other].matchmaker
             assert matchmaker is not None
             for _ in range(2):
-                matchmaker._view.note_in_vain([world.ids[name]])
-            assert world.ids[name] not in matchmaker._view.expected()
+                matchmaker.candidates.note_in_vain([world.ids[name]])
+            assert world.ids[name] not in matchmaker.candidates.expected()
 
     world.world.loop.call_at(0.8, avoid)
     world.run()

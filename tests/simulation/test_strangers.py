@@ -135,7 +135,7 @@ def test_one_that_spoilt_rounds_gets_no_place_and_leads_nobody() -> None:
             matchmaker = world[name].matchmaker
             assert matchmaker is not None
             for _ in range(3):
-                matchmaker._view.strike(world.ids["a"])
+                matchmaker.candidates.strike(world.ids["a"])
 
     world.world.loop.call_at(1.0, refuse)
     world.run()

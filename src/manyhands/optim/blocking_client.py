@@ -125,7 +125,7 @@ class BlockingRunClient:
             if collaboration.is_lull(samples, self._peer.time()):
                 return Decision.ACCUMULATE
             deciding = collaboration.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
-            return self._peer.run(deciding, CALL_TIMEOUT_S + self._averaging.matchmaking_time_s, "deciding")
+            return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
         except Timeout as error:
             logger.warning("%s; going on with the next batch", error)
             return Decision.ACCUMULATE
@@ -246,7 +246,7 @@ class BlockingRunClient:
         async def call() -> T:
             return function(*args)
 
-        return self._peer.run(call(), timeout_s, phase)
+        return self._run(call(), phase, timeout_s)
 
     def _run(self, coro: Coroutine[Any, Any, T], phase: str, timeout_s: float = CALL_TIMEOUT_S) -> T:
         return self._peer.run(coro, timeout_s, phase)

@@ -66,8 +66,8 @@ class HeldBatches:
 def warn_of_running_statistics(parameters: Iterable[torch.Tensor]) -> None:
     """Warn if a model with these parameters has BatchNorm layers: their running mean and variance are not shared.
 
-    An optimizer gets parameters, which do not know their modules. So all modules of the process are looked at, which
-    takes about 0.1 s. Layers that are frozen, in eval mode within a model that trains, do not count.
+    An optimizer gets parameters, which do not know their modules. So this looks at all modules of the process, a
+    fraction of a second's work. Layers that are frozen, in eval mode within a model that trains, do not count.
     """
     trained = set(map(id, parameters))
     modules = {

@@ -20,7 +20,7 @@ from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.flat import GradientLayout
-from manyhands.optim.health import Health
+from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
 from manyhands.optim.model_checks import HeldBatches, warn_of_running_statistics
 from manyhands.optim.options import (
@@ -166,10 +166,6 @@ class Optimizer(OptimizerWrapper):
         self.peer = peer
         """As given."""
         self._samples = SampleCounter(peer.peer_id, self._replica, self._local)
-        self.statistics = self._samples.statistics
-        """Counts of this peer so far."""
-        self.global_step = 0
-        """Optimizer steps of the run that the model here has followed."""
         self._layout = GradientLayout(self._replica.model_parameters, extra.shapes)
         self._averages_in_background = options.delay == "gradients" or (
             local_steps is not None and local_steps.overlap_steps > 0
@@ -196,6 +192,16 @@ class Optimizer(OptimizerWrapper):
         self._held = HeldBatches(self._replica.model_parameters)
         self._collaboration.on_leaving = self._on_leaving
         self._show()
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps of the run that the model here has followed."""
+        return self._shown_step
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts of this peer so far."""
+        return self._samples.statistics
 
     @property
     def makes_local_steps(self) -> bool:
@@ -258,7 +264,7 @@ class Optimizer(OptimizerWrapper):
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
         self._held.check()
-        loss, at_step = None, self.global_step
+        loss, at_step = None, self._shown_step
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -520,4 +526,4 @@ class Optimizer(OptimizerWrapper):
 
     def _show(self) -> None:
         self.share()
-        self.global_step = self._replica.position.step
+        self._shown_step = self._replica.position.step

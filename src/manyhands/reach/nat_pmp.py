@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 SERVER_PORT = 5351
 WAITS_S = (0.25, 0.5, 1.0)
-"""For an answer, before a request is sent again (RFC 6886, section 3.1, which goes on for a minute)."""
+"""For an answer, after each sending of a request. RFC 6886, section 3.1, goes on for a minute."""
 LIFETIME_S = 7200
 """Of a mapping, as the RFC recommends; it is renewed after half of it."""
 LEAST_WAIT_S = 60.0

@@ -2,8 +2,8 @@
 
 The pass that averages a chunk also measures a sample of each member's values, in the same places for all members. That
 misses a few very large values, but these show in the mean: its norm is at most the mean of the members' norms. If it
-is far above what the samples allow, all values of the chunk are measured. (So they may be where a segment is that of
-one member; the result is the same.)
+is far above what the samples allow, all values of the chunk are measured. A segment that is taken from one member may
+cause that, too, without any fault.
 """
 
 from __future__ import annotations

@@ -112,7 +112,10 @@ class SpanReducer:
         self._to_look.wake()
 
     def done(self, num_before: int) -> tuple[int, memoryview]:
-        """The number of averaged chunks to have sent next, and the bytes of those after the first ``num_before``."""
+        """How many chunks will have been sent once the returned bytes are; these follow the first ``num_before``.
+
+        They are all that are averaged. With many senders it is one at a time, so that each needs only a short record.
+        """
         num_done = min(len(self.presents), num_before + 1) if self._is_crowded else len(self.presents)
         start = self._places[num_before].start if num_before < len(self.chunks) else 0
         ready = slice(start, self._places[num_done - 1].stop if num_done > num_before else start)
@@ -321,8 +324,8 @@ def _numel(part: slice) -> int:
 
 
 QUEUED_CHUNKS = 3
-"""Chunks of one sender in memory, at most: one arriving, one being reduced, and one between them. Of many senders
-(:data:`MANY_TO_ONE`), which send smaller chunks, one each: further ones wait in the system's buffers."""
+"""Limit of the chunks of one sender in memory: one arriving, one being reduced, and one between them. With more than
+:data:`MANY_TO_ONE` senders it is one each, and further chunks wait in the system's buffers."""
 
 
 class Inbox:

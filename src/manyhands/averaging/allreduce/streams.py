@@ -40,13 +40,13 @@ from manyhands.transport.api import Stream
 from manyhands.transport.passing import PassingStream
 
 MAX_KEPT = 16
-"""Limit of streams that a peer keeps to those it has dialled. In a group with more members that can be dialled, besides
-itself, streams are not kept."""
+"""Limit of the kept streams that a peer has dialled. In a group with more other members that can be dialled, no stream
+is kept."""
 KEPT_S = 60.0
 """A stream that is unused for this long is closed by the side that dialled it; the other side waits longer."""
 UNNAMED_S = 120.0
 MAX_UNNAMED = 512
-"""Limit of accepted streams that wait for a name; one for each peer. A reducer may have hundreds of clients."""
+"""Limit of the accepted streams that wait for a name, one for each peer; a reducer may have hundreds of clients."""
 PROBE_AFTER_S = 0.3
 """After this time without a stream from a partner, check that the partner is alive."""
 REMEMBERED_ROUNDS = 16

@@ -199,15 +199,15 @@ class Agreement:
 
         Args:
             on_lost: called with the members that the leader has lost.
-            on_given_up: called with those that have told this leader that they lack a part: they send no more values.
+            on_given_up: called, at the leader, with those that have voted without a result: they send no more values.
         """
         state = self._rounds[group.group_id]
-        while state.is_leader and not state.verdict.done():
-            for rank, vote in state.count.votes.items():
-                if not vote.digest:
-                    on_given_up(group.members[rank].peer_id)
-            await asyncio.wait([state.changed])
         if state.is_leader:
+            while not state.verdict.done():
+                for rank, vote in state.count.votes.items():
+                    if not vote.digest:
+                        on_given_up(group.members[rank].peer_id)
+                await asyncio.wait([state.changed])
             return state.verdict.result()
         num_lost, timeout_s = 0, self._config.averaging_timeout_s
         while True:

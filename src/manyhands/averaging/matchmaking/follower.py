@@ -94,12 +94,12 @@ class Matchmaker:
         self._run_fingerprint = run_fingerprint
         self._roster = roster
         self._config = config
-        self._view = self.candidates = Candidates(roster, config.matchmaking_time_s)
+        self.candidates = Candidates(roster, config.matchmaking_time_s)
         self._tasks = TaskOwner("matchmaking")
-        self._group_leader = GroupLeader(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
-        self._state = MatchmakingState(endpoint, self._view)
+        self._group_leader = GroupLeader(endpoint, run_fingerprint, self.candidates, config, rng, self._tasks)
+        self._state = MatchmakingState(endpoint, self.candidates)
         self._reception = MatchmakingHandlers(
-            endpoint, run_fingerprint, self._view, self._group_leader, self._state, config
+            endpoint, run_fingerprint, self.candidates, self._group_leader, self._state, config
         )
         self._gather_s = config.matchmaking_time_s
         self._ends_at = math.inf
@@ -118,7 +118,7 @@ class Matchmaker:
     def _on_lost(self, peer_id: PeerId) -> None:
         """Stop waiting for a peer whose connection broke, even if it accepted an invitation."""
         if peer_id in self._roster.expected():
-            self._view.report_missing(peer_id)
+            self.candidates.report_missing(peer_id)
         self._group_leader.lose(peer_id)
 
     @contextmanager
@@ -194,7 +194,7 @@ class Matchmaker:
     async def _find(self, own: Member) -> Group:
         unreachable: set[PeerId] = set()
         self._group_leader.shunned = unreachable
-        self._view.refusals.clear()
+        self.candidates.refusals.clear()
         held, self._held = self._held, None
         leader = self._state.invitation()
         if held is not None and held[1] == self._roster.position():
@@ -211,7 +211,7 @@ class Matchmaker:
                 fault = fault_of(response.group, leader, own, self._roster.position(), self._config.codec)
                 if fault is None:
                     return response.group
-                self._view.report_missing(leader)
+                self.candidates.report_missing(leader)
                 raise RoundAborted(fault, [leader])
             leader = await self._redirected(response, unreachable)
         raise RoundAborted(f"no group found after {MAX_REDIRECTS} redirects")
@@ -241,11 +241,11 @@ class Matchmaker:
             unreachable.add(leader)
             patience_s = self._config.matchmaking_time_s
             if leader != own.peer_id and not is_early and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
-                self._view.note_in_vain([leader])
+                self.candidates.note_in_vain([leader])
             if isinstance(error, Refused):
                 await self._refused(leader, error)
             elif is_gone:
-                self._view.report_missing(leader)
+                self.candidates.report_missing(leader)
                 await self._try_the_others(unreachable, leader)
             return None
 
@@ -256,17 +256,17 @@ class Matchmaker:
             RoundAborted: no leader can have a group for this peer.
         """
         if refusal.code == OTHER_MANIFEST:
-            self._view.note_refusal(leader, refusal)
+            self.candidates.note_refusal(leader, refusal)
         elif refusal.code == OTHER_PART:
             await self._group_leader.told_apart(leader)
         elif refusal.code == BUSY:
-            self._view.report_missing(leader)
+            self.candidates.report_missing(leader)
         elif refusal.code == FULL:
             raise RoundAborted(refusal.message) from refusal
         elif refusal.code == BEHIND and leader != self._endpoint.peer_id:
             if self._roster.position().group_key:
                 return  # its group is done with this round of the grid; others may not be
-            self._view.note_ahead(leader)
+            self.candidates.note_ahead(leader)
         if refusal.code in (BEHIND, TOLD_BEHIND):
             raise RoundAborted(f"the run went on without this peer: {refusal.message}") from refusal
 
@@ -278,12 +278,12 @@ class Matchmaker:
                 await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(b""), self._gather_s)
             except Unavailable as error:
                 logger.info("peer %s cannot be reached either: %s", peer_id, error)
-                self._view.report_missing(peer_id)
+                self.candidates.report_missing(peer_id)
                 unreachable.add(peer_id)
             except PeerError:
                 pass  # it answers
 
-        hosts = [peer_id for peer_id, is_client in self._view.expected().items() if not is_client]
+        hosts = [peer_id for peer_id, is_client in self.candidates.expected().items() if not is_client]
         others = [
             peer_id
             for peer_id in hosts
@@ -292,7 +292,7 @@ class Matchmaker:
         await asyncio.gather(*(reach(peer_id) for peer_id in others))
 
     def _choose_leader(self, unreachable: set[PeerId]) -> PeerId:
-        expected = self._view.expected()
+        expected = self.candidates.expected()
         candidates = [peer_id for peer_id, is_client in expected.items() if not is_client]
         if not self._endpoint.client_mode:
             candidates.append(self._endpoint.peer_id)
@@ -301,7 +301,7 @@ class Matchmaker:
             return min(candidates)
         if unreachable:
             reason = "no peer that could lead a group can be reached from here"
-            raise RoundAborted(self._view.with_refusals(reason), sorted(unreachable))
+            raise RoundAborted(self.candidates.with_refusals(reason), sorted(unreachable))
         raise RoundAborted(
             f"all {len(expected) + 1} peers are in client mode, so that nobody can be dialled; "
             "at least one peer must accept connections"
@@ -312,7 +312,7 @@ class Matchmaker:
     ) -> JoinResponse:
         """Ask a leader for a place, unless a better one calls meanwhile."""
         loop = asyncio.get_running_loop()
-        expected = self._view.expected()
+        expected = self.candidates.expected()
         clients = (peer for peer, is_client in expected.items() if is_client and self._endpoint.is_connected(peer))
         request = JoinRequest(
             self._run_fingerprint,

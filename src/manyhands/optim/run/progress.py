@@ -180,10 +180,10 @@ def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:
 
 
 class ProgressLog:
-    """Logs the progress of the collaboration, in the wording of the tutorials: news at once, mere growth every
-    ``LOG_PERIOD_S`` seconds.
+    """Logs the progress of the collaboration: news at once, mere growth every ``LOG_PERIOD_S`` seconds.
 
-    News are another global step, another number of peers, an ETA that was unknown before, and the target reached.
+    The line has the wording of the tutorials. News are another global step, another number of peers, an ETA that was
+    unknown before, and the target reached.
     """
 
     def __init__(self) -> None:

@@ -102,7 +102,6 @@ class ProgressTracker:
         self._due = asyncio.Event()  # a step may be due now
         self._tasks = TaskOwner("progress")
         self.progress = self.outlook = View({}, position).progress(self.own, target_batch_size)
-        self._crowd_factor = 1.0
 
     def start(self) -> None:
         """Begin to publish and to read, unless already begun."""
@@ -124,16 +123,12 @@ class ProgressTracker:
 
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
-        self._set_own(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
-        self._update_progress()
-        self._publish_news()
+        self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
 
     def sit(self, round_number: int, seat: Seat) -> None:
         """Take a place among the groups of a large run, from a round on."""
         if (round_number, seat) != (self.own.seat_round, self.own.seat):
-            self._set_own(seat=seat, seat_round=round_number)
-            self._update_progress()
-            self._publish_news()
+            self._update(seat=seat, seat_round=round_number)
 
     def has_learnt_from(self, peer_id: PeerId) -> bool:
         """Whether a peer was in a committed round with this one, or sent the last state loaded here."""
@@ -188,6 +183,11 @@ class ProgressTracker:
         self.branches.belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
         for peer_id in members:
             self._missing.discard(peer_id)
+
+    def _update(self, **changes: object) -> None:
+        self._set_own(**changes)
+        self._update_progress()
+        self._publish_news()
 
     def _set_own(self, **changes: object) -> None:
         now, before = asyncio.get_running_loop().time(), self.own
@@ -284,7 +284,6 @@ class ProgressTracker:
         view, enough = self.view, self.target_batch_size
         self.progress = view.progress(self.own, enough)
         self.outlook = view.progress(self.own, enough, asyncio.get_running_loop().time())
-        self._crowd_factor = crowd_factor(self.outlook.num_peers)
         if self.progress.samples >= enough:
             self._due.set()
         if self.on_outlook is not None:
@@ -404,6 +403,10 @@ class ProgressTracker:
                 self._log.tell(self.own.position.step, self.outlook, delay_s, now)
                 last_samples = self.outlook.samples
             await wait_at_most(self._read_wanted, delay_s)
+
+    @property
+    def _crowd_factor(self) -> float:
+        return crowd_factor(self.outlook.num_peers)
 
     def _next_read_s(self, last_s: float) -> float:
         """Seconds until the next read. At the target there is nothing left to predict: each batch reads."""
