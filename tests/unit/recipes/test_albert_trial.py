@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert.trial import OutOfMemory, fitting_batch_size
+from manyhands.recipes.albert.trial import NUM_NOTED, FittingBatchSize, OutOfMemory, fitting_batch_size
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,50 @@ def test_a_machine_that_cannot_hold_one_sample_is_told_so() -> None:
 
     with pytest.raises(ConfigError, match="do not fit"):
         fitting_batch_size(seconds_for, 1000)
+
+
+def sizes_of(fitting: FittingBatchSize, sample_s: float, num_looks: int) -> list[int]:
+    """The size after each look at ``NUM_NOTED`` batches."""
+    sizes = []
+    for _ in range(num_looks):
+        for _ in range(NUM_NOTED):
+            size = fitting.note(sample_s * fitting.size)
+        sizes.append(size)
+    return sizes
+
+
+def test_a_machine_that_was_busy_during_the_trial_takes_larger_batches_later() -> None:
+    fitting = FittingBatchSize(lambda size: 0.8 * size, limit=64)
+    assert fitting.size == 1
+    assert sizes_of(fitting, 0.02, 6) == [2, 4, 8, 16, 16, 16]
+
+
+def test_a_machine_that_gets_busy_takes_smaller_batches() -> None:
+    fitting = FittingBatchSize(lambda size: 0.01 * size, limit=64)
+    assert fitting.size == 32
+    assert sizes_of(fitting, 0.1, 3) == [16, 8, 8]
+    assert sizes_of(fitting, 5.0, 5) == [4, 2, 1, 1, 1]
+
+
+def test_one_long_batch_changes_nothing() -> None:
+    fitting = FittingBatchSize(lambda size: 0.01 * size, limit=64)
+    assert {fitting.note(30.0 if index % NUM_NOTED == 0 else 0.3) for index in range(4 * NUM_NOTED)} == {32}
+
+
+def test_a_size_that_fits_no_more_is_tried_once() -> None:
+    tried = []
+
+    def seconds_for(size: int) -> float:
+        tried.append(size)
+        if size > 8:
+            raise OutOfMemory("too large")
+        return 0.001
+
+    fitting = FittingBatchSize(seconds_for, limit=1000)
+    assert fitting.size == 8
+    assert sizes_of(fitting, 0.001, 3) == [8, 8, 8]
+    assert tried.count(16) == 2, "in the trial, and once more"
+
+
+def test_the_target_bounds_the_size() -> None:
+    assert sizes_of(FittingBatchSize(lambda size: 0.01 * size, limit=6), 0.001, 3) == [4, 4, 4]

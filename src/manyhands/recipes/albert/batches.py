@@ -43,17 +43,21 @@ class Batches(Iterator[Batch]):
         order: seeds the order of the samples and the masks; the same value with the same ``recipe.seed`` gives the same
             batches.
         is_padded: make S always ``seq_length``, as if each batch had a sample of that length.
+
+    Attributes:
+        batch_size: samples of the next batch.
     """
 
     def __init__(self, samples: Samples, recipe: AlbertRecipe, order: str, *, is_padded: bool = False) -> None:
         self._rng = random.Random(f"batches {recipe.seed} {order}")  # random.Random hashes text with SHA-512
         self._recipe = recipe
+        self.batch_size = recipe.batch_size
         self._vocabulary = samples.vocabulary
         self._order = endless_order(samples.training, self._rng)
         self._num_columns = recipe.seq_length if is_padded else 0
 
     def __next__(self) -> Batch:
-        chosen = [next(self._order) for _ in range(self._recipe.batch_size)]
+        chosen = [next(self._order) for _ in range(self.batch_size)]
         return _batch(chosen, self._recipe, self._vocabulary, self._rng, self._num_columns)
 
 

@@ -30,7 +30,7 @@ from manyhands.recipes.albert.optimizer import join_run, join_run_as_rank
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.settings import TrainingSettings, num_ranks
 from manyhands.recipes.albert.source import open_source
-from manyhands.recipes.albert.trial import fitting_batch_size, timed
+from manyhands.recipes.albert.trial import FittingBatchSize, timed
 from manyhands.training.report import AccountPublisher, report_step
 
 logger = logging.getLogger(__name__)
@@ -83,8 +83,10 @@ class AlbertTrainer:
             )  # fmt: skip
         tokenizer, samples = open_source(peer, run_id, recipe, run, checkpoint_dir)
         self._model = self._compute.on_device(build_model(recipe, len(tokenizer), samples.vocabulary))
+        self._fitting: FittingBatchSize | None = None
         if not is_batch_size_chosen:
-            recipe = replace(recipe, batch_size=self._try_batch_sizes(samples, recipe))
+            self._fitting = self._try_batch_sizes(samples, recipe)
+            recipe = replace(recipe, batch_size=self._fitting.size)
         self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe), recipe.batch_size, self._compute)
         chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
         steps = {"batch_size_per_step": recipe.batch_size * settings.gradient_accumulation_steps}
@@ -103,7 +105,6 @@ class AlbertTrainer:
             )
         ttl_s = settings.tuning.metrics_ttl_s
         self._account = AccountPublisher(self._optimizer, settings.name or "", self._compute.hardware(), ttl_s)
-        self._batch_size = recipe.batch_size
         self._target_batch_size = recipe.target_batch_size
         self._losses: list[float] = []
         self._num_batches = 0
@@ -124,7 +125,7 @@ class AlbertTrainer:
         self._samples = samples
         self._batches = Batches(samples, recipe, order)
 
-    def _try_batch_sizes(self, samples: Samples, recipe: AlbertRecipe) -> int:
+    def _try_batch_sizes(self, samples: Samples, recipe: AlbertRecipe) -> FittingBatchSize:
         """Measure the batch size that suits this machine."""
 
         def seconds_for(size: int) -> float:
@@ -145,9 +146,9 @@ class AlbertTrainer:
         num_batches = LOCAL_TRIAL_SHARE if recipe.local_steps else TRIAL_SHARE
         share = recipe.target_batch_size // (num_batches * self._settings.gradient_accumulation_steps)
         limit = min(max(1, share), len(samples.training))
-        size = fitting_batch_size(seconds_for, limit)
-        logger.info("A short trial chose %d samples for each batch (--batch-size overrides it)", size)
-        return size
+        fitting = FittingBatchSize(seconds_for, limit)
+        logger.info("A short trial chose %d samples for each batch (--batch-size overrides it)", fitting.size)
+        return fitting
 
     @property
     def manifest(self) -> RunManifest:
@@ -229,19 +230,23 @@ class AlbertTrainer:
 
     def _train_one_batch(self) -> None:
         started, scaler = time.monotonic(), self._compute.scaler
-        for _ in range(self._settings.gradient_accumulation_steps):
+        num_batches = self._settings.gradient_accumulation_steps
+        for _ in range(num_batches):
             self._compute_gradients()
         time.sleep((time.monotonic() - started) * (self._settings.slow_down - 1))
-        scaler.step(self._stepping)
+        batch_s = (time.monotonic() - started) / num_batches
+        scaler.step(self._stepping, batch_size=self._batches.batch_size * num_batches)
         scaler.update()
         self._optimizer.zero_grad()
+        if self._fitting is not None and num_ranks() == 1:  # else all ranks must have one size
+            self._batches.batch_size = self._fitting.note(batch_s)
         self._on_event(
             BatchDone(self._optimizer.global_step, self._losses[-1], self._optimizer.samples_per_second, self._counts())
         )
 
     def _compute_gradients(self) -> None:
         batch, num_batches = next(self._batches), self._settings.gradient_accumulation_steps
-        with self._compute.fitting(f"a batch of {counted(self._batch_size, 'sample')}", SMALLER_BATCH):
+        with self._compute.fitting(f"a batch of {counted(self._batches.batch_size, 'sample')}", SMALLER_BATCH):
             with self._compute.autocast():
                 loss = self._loss_of(batch)
             self._compute.scaler.scale(loss / num_batches).backward()

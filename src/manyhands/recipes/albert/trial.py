@@ -1,11 +1,16 @@
-"""Finds the batch size of a peer by a short trial."""
+"""Finds the batch size of a peer by a short trial, and corrects it while the peer trains."""
 
 from __future__ import annotations
 
+import logging
+import statistics
 import time
 from collections.abc import Callable
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.text import counted
+
+logger = logging.getLogger(__name__)
 
 LEAST_BATCH_S = 0.2
 """In shorter batches the overhead between batches is too large."""
@@ -15,6 +20,9 @@ MOST_BATCH_S = 1.0
 
 NUM_TIMED = 2
 """The faster run counts: this machine may be busy for a moment."""
+
+NUM_NOTED = 8
+"""Batches of the training whose median duration decides about another size."""
 
 
 class OutOfMemory(ConfigError):
@@ -47,6 +55,44 @@ def fitting_batch_size(seconds_for: Callable[[int], float], limit: int) -> int:
             break
         size *= 2
     return fitting
+
+
+class FittingBatchSize:
+    """The batch size that suits this machine, also when it was busy during the trial or gets busy later.
+
+    Args:
+        seconds_for, limit: as in :func:`fitting_batch_size`, which finds the first size.
+    """
+
+    def __init__(self, seconds_for: Callable[[int], float], limit: int) -> None:
+        self._seconds_for = seconds_for
+        self._limit = limit
+        self._noted: list[float] = []
+        self.size = fitting_batch_size(seconds_for, limit)
+
+    def note(self, batch_s: float) -> int:
+        """A batch of :attr:`size` samples took so many seconds of training; returns the size of the next one."""
+        self._noted.append(batch_s)
+        if len(self._noted) < NUM_NOTED:
+            return self.size
+        usual_s, self._noted, before = statistics.median(self._noted), [], self.size
+        if usual_s > MOST_BATCH_S:
+            self.size = max(1, before // 2)
+        elif usual_s < LEAST_BATCH_S and 2 * before <= self._limit and self._fits(2 * before):
+            self.size = 2 * before
+        if self.size != before:
+            batch = counted(before, "sample")
+            logger.info("A batch of %s takes %.2f s: the next ones have %d", batch, usual_s, self.size)
+        return self.size
+
+    def _fits(self, size: int) -> bool:
+        """Whether a batch of this size fits on the device; if not, no larger one is tried again."""
+        try:
+            self._seconds_for(size)
+        except OutOfMemory:
+            self._limit = self.size
+            return False
+        return True
 
 
 def timed(compute: Callable[[], None]) -> float:
