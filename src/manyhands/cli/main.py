@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.access_commands import ban, invite, members
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
                 result_action="return_value",
             )
     except (CycloptsError, ConfigError, JoinFailed) as error:
-        _complain(str(error))
+        _complain(_missing(error) if isinstance(error, MissingArgumentError) else str(error))
         return EXIT_USAGE
     except ManyhandsError as error:
         _complain(str(error))
@@ -80,6 +80,15 @@ def _with_dashes(argument: str) -> str:
     """Allow underscores in options, as in the tutorials of other libraries."""
     name, separator, value = argument.partition("=")
     return name.replace("_", "-") + separator + value if name.startswith("--") else argument
+
+
+def _missing(error: MissingArgumentError) -> str:
+    """What to add to a command line that lacks an argument, or the value of an option."""
+    assert error.argument is not None
+    name, command = error.argument.name, " ".join(error.command_chain or ())
+    is_positional = error.argument.index is not None and error.keyword is None
+    needed = name.lstrip("-").upper() if is_positional else f"{error.keyword or name} VALUE"
+    return f'{command} needs {needed}; "manyhands {command} --help" shows an example'
 
 
 def _complain(message: str) -> None:

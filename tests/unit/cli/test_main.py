@@ -49,6 +49,20 @@ def test_a_doctor_is_told_what_it_shall_examine(
     assert not said.out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["join"], 'join needs ADDRESS; "manyhands join --help" shows an example'),
+        (["fill", "folder"], 'fill needs TEXT; "manyhands fill --help"'),
+        (["run", "create"], 'run create needs --run-id VALUE; "manyhands run create --help"'),
+        (["train", "--run-id"], "train needs --run-id VALUE"),
+    ],
+)
+def test_what_is_missing_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_monitor_never_imports_torch() -> None:
     code = (
         "import sys, manyhands, manyhands.monitor, manyhands.doctor, manyhands.cli.main;"
