@@ -267,6 +267,26 @@ def test_a_peer_that_was_waited_for_in_vain_and_comes_back_by_itself_is_in_the_g
         assert world[other].took_s < AT_ONCE_S
 
 
+def test_a_peer_that_avoids_the_leader_and_says_so_is_neither_waited_for_nor_blamed() -> None:
+    """c has waited for a in vain, and leads alone; the others follow a."""
+    world = search(everybody("abcd"))
+
+    def avoid() -> None:
+        matchmaker = world["c"].matchmaker
+        assert matchmaker is not None
+        for _ in range(2):
+            matchmaker.candidates.note_in_vain([world.ids["a"]])
+
+    world.world.loop.call_at(0.8, avoid)
+    world.run(10.0)
+    for name in "abd":
+        assert world.members(name) == set("abd"), world[name].reasons
+        assert world[name].took_s < AT_ONCE_S
+        matchmaker = world[name].matchmaker
+        assert matchmaker is not None
+        assert not matchmaker.candidates._avoided.known
+
+
 @pytest.mark.parametrize("seed", few_of([4, 7, 0, 1, 2, 3, 5, 6], 2))
 def test_after_a_cut_between_two_peers_all_are_one_group_within_about_as_long(seed: int) -> None:
     """Each of the two has waited for the other in vain, and neither may be kept out for long by that."""

@@ -459,9 +459,10 @@ class GroupLeader:
                 await self.told_apart(peer_id)
             except Overruled:  # tell the peers that came here; they look for themselves
                 pending.close(strange_part(self._endpoint.peer_id))
-        elif refusal.code == AVOIDED and self._view.is_heeded(peer_id):
-            if pending.joined.keys() == {self._endpoint.peer_id}:  # nobody comes, so this peer goes to another leader
-                pending.close(refusal)
+        elif refusal.code == AVOIDED:
+            pending.absent.add(peer_id)
+            if pending.joined.keys() == {self._endpoint.peer_id} and self._view.is_heeded(peer_id):
+                pending.close(refusal)  # nobody comes, so this peer goes to another leader
         elif refusal.code == BEHIND and pending.position.group_key:
             pending.absent.add(peer_id)  # its group is done with this round of the grid; others may not be
         elif refusal.code == BEHIND and peer_id in self._view.expected():
