@@ -246,25 +246,68 @@ def test_a_leader_that_does_not_come_is_given_up_with_the_most_patient_one() -> 
     assert world["e"].took_s < AT_ONCE_S, "it hears at once that a was given up"
 
 
+def avoid(world: Search, name: str, avoided: str) -> None:
+    """Let a peer have waited for another one in vain, twice."""
+    matchmaker = world[name].matchmaker
+    assert matchmaker is not None
+    for _ in range(2):
+        matchmaker.candidates.note_in_vain([world.ids[avoided]])
+    assert world.ids[avoided] not in matchmaker.candidates.expected()
+
+
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_a_peer_that_was_waited_for_in_vain_and_comes_back_by_itself_is_in_the_group(name: str) -> None:
     """Also that with the lowest id, which leads nobody meanwhile and is told so."""
     others = set("abcd") - {name}
     world = search(everybody("abcd", **{name: {"begins_s": 1.0}}, **{other: {"begins_s": 1.2} for other in others}))
 
-    def avoid() -> None:
-        for other in others:
-            matchmaker = world[other].matchmaker
-            assert matchmaker is not None
-            for _ in range(2):
-                matchmaker.candidates.note_in_vain([world.ids[name]])
-            assert world.ids[name] not in matchmaker.candidates.expected()
-
-    world.world.loop.call_at(0.8, avoid)
+    for other in others:
+        world.world.loop.call_at(0.8, avoid, world, other, name)
     world.run()
     for other in "abcd":
         assert world.members(other) == set("abcd"), world[other].reasons
         assert world[other].took_s < AT_ONCE_S
+
+
+def test_a_peer_that_avoids_the_leader_and_says_so_is_neither_waited_for_nor_avoided() -> None:
+    """c leads alone meanwhile; the others follow a."""
+    world = search(everybody("abcd"))
+    world.world.loop.call_at(0.8, avoid, world, "c", "a")
+    world.run(10.0)
+    for name in "abd":
+        assert world.members(name) == set("abd"), world[name].reasons
+        assert world[name].took_s < AT_ONCE_S
+        matchmaker = world[name].matchmaker
+        assert matchmaker is not None
+        assert not matchmaker.candidates._avoided.known
+
+
+@pytest.mark.parametrize(("says_so_s", "num_in_vain"), [(5.0, 0), (10.0, 1)])
+def test_a_peer_that_lets_the_leader_wait_and_then_says_that_it_avoids_it_is_to_blame(
+    says_so_s: float, num_in_vain: int
+) -> None:
+    """It is once it has cost half of the matchmaking time. The group is complete as soon as it says so."""
+    world = search(everybody("abc", c={"begins_s": None}))
+    world.world.loop.call_at(says_so_s, avoid, world, "c", "a")
+    world.run()
+    for name in "ab":
+        assert world.members(name) == set("ab")
+        assert world[name].took_s < says_so_s + AT_ONCE_S
+    matchmaker = world["a"].matchmaker
+    assert matchmaker is not None
+    assert matchmaker.candidates._avoided.known.get(world.ids["c"], (0, 0.0))[0] == num_in_vain
+
+
+def test_a_peer_that_no_longer_avoids_the_leader_is_waited_for_by_the_group_that_forms() -> None:
+    """a and b hold places while c avoids a, and until long after."""
+    now_s = 0.8 + CONFIG.matchmaking_time_s + 5.0
+    early: dict[str, object] = {"holds_s": 1.0, "begins_s": now_s}
+    world = search(everybody("abc", a=early, b=early, c={"begins_s": now_s + AT_ONCE_S / 2}))
+    world.world.loop.call_at(0.8, avoid, world, "c", "a")
+    world.run()
+    for name in "abc":
+        assert world.members(name) == set("abc"), world[name].reasons
+        assert world[name].took_s < AT_ONCE_S
 
 
 @pytest.mark.parametrize("seed", few_of([4, 7, 0, 1, 2, 3, 5, 6], 2))

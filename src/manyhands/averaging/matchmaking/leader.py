@@ -76,7 +76,7 @@ class PendingGroup:
     Attributes:
         joined: the peers that have come.
         reserved: peers that hold places until their values are there, and until when.
-        absent: peers that said that they do not come: on another branch, or at a later round of the grid.
+        absent: peers that said last that they do not come: they avoid this one, or are at a later round of the grid.
         due_since: when the first member had its values; infinite before that.
         deadline: when the group closes with the members it has; infinite until a member has its values.
         leader_due: how long the most patient member waits for the leader itself; None if there is none.
@@ -150,7 +150,7 @@ class PendingGroup:
 
     def is_to_be_asked(self, peer_id: PeerId, now: float) -> bool:
         """Whether it is time to invite a peer; one that did not come may have joined another group since."""
-        if peer_id in self.absent or now < self._ask_again_at.get(peer_id, now):
+        if now < self._ask_again_at.get(peer_id, now):
             return False
         self._ask_again_at[peer_id] = now + ASK_AGAIN_S
         return True
@@ -346,8 +346,7 @@ class GroupLeader:
         late = self._view.expected().keys() - pending.joined.keys() - pending.absent
         for peer_id in late:
             self._view.report_missing(peer_id)
-        now = asyncio.get_running_loop().time()
-        if now - pending.due_since >= self._config.matchmaking_time_s / 2:
+        if self._is_late(pending):
             self._view.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
         if len(pending.joined) == 1:
             if not late:
@@ -358,6 +357,10 @@ class GroupLeader:
             return RoundAborted(self._view.with_refusals(reason), sorted(late))
         members = [pending.joined[peer_id] for peer_id in sorted(pending.joined)]
         return JoinResponse(self._group(pending, members))
+
+    def _is_late(self, pending: PendingGroup) -> bool:
+        """Whether the members have waited so long that it counts against the peers that do not come."""
+        return asyncio.get_running_loop().time() - pending.due_since >= self._config.matchmaking_time_s / 2
 
     def _group(self, pending: PendingGroup, members: list[Member]) -> Group:
         own_id, config = self._endpoint.peer_id, self._config
@@ -459,9 +462,12 @@ class GroupLeader:
                 await self.told_apart(peer_id)
             except Overruled:  # tell the peers that came here; they look for themselves
                 pending.close(strange_part(self._endpoint.peer_id))
-        elif refusal.code == AVOIDED and self._view.is_heeded(peer_id):
-            if pending.joined.keys() == {self._endpoint.peer_id}:  # nobody comes, so this peer goes to another leader
-                pending.close(refusal)
+        elif refusal.code == AVOIDED:
+            if peer_id not in pending.absent and self._is_late(pending):
+                self._view.note_in_vain([peer_id])
+            pending.absent.add(peer_id)
+            if pending.joined.keys() == {self._endpoint.peer_id} and self._view.is_heeded(peer_id):
+                pending.close(refusal)  # nobody comes, so this peer goes to another leader
         elif refusal.code == BEHIND and pending.position.group_key:
             pending.absent.add(peer_id)  # its group is done with this round of the grid; others may not be
         elif refusal.code == BEHIND and peer_id in self._view.expected():
@@ -470,6 +476,7 @@ class GroupLeader:
 
     def _heard(self, peer_id: PeerId, response: InviteResponse, pending: PendingGroup) -> None:
         """Handle an invited peer's answer: it comes, or names the leader it follows."""
+        pending.absent.discard(peer_id)
         leader = response.leader
         is_better = bool(leader) and leader < self._endpoint.peer_id and leader not in self.shunned
         if is_better and self._view.is_heeded(leader):
