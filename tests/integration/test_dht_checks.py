@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 
 from manyhands.base.identity import Identity
-from manyhands.dht import DhtNode
+from manyhands.dht import DhtNode, Reason
+from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.dht.rate_limit import MAX_CHECKS_PER_S
 from manyhands.dht.records import AgedRecord, Record
 from manyhands.rpc.rate import BURST_S
@@ -100,6 +102,24 @@ async def test_a_holder_makes_a_reader_check_so_many_changed_records(swarm: Swar
     assert met <= changed
     assert len(changed - met) <= most_since(began) - AT_ONCE
     assert first.keys() <= second.keys(), "their last records count until they expire"
+
+
+async def test_forged_records_of_a_peer_that_was_met_are_checked_once(swarm: Swarm) -> None:
+    await swarm.add(host=ATTACKER)
+    reader, endpoint = await swarm.add(client_mode=True), swarm.endpoints[0]
+    friend_id = IDENTITIES[0].peer_id
+    reader.met["run"] = {friend_id}.__contains__
+    true = signed(1)[0]
+    forged = [msgspec.structs.replace(true, sequence=number) for number in range(2, 500)]
+    assert reader._handlers.may_check(endpoint.peer_id, forged * 100)
+
+    async def show(remote: str, request: FindRequest) -> FindResponse:
+        return FindResponse([], [AgedRecord(record, 0.0) for record in forged])
+
+    endpoint.unhandle(FIND)
+    endpoint.handle(FIND, show)
+    assert await reader.get(KEY) == {}
+    assert reader.refusals[Reason.BAD_SIGNATURE] == 1
 
 
 async def test_a_newcomer_is_read_while_a_holder_shows_a_thousand_changes_at_each_look(swarm: Swarm) -> None:

@@ -124,7 +124,7 @@ class RequestHandlers:
         return has_met is not None and has_met(PeerId(record.owner))
 
     def may_check(self, source: PeerId, records: Sequence[Record]) -> bool:
-        """Count checks of the signatures of records that a peer sent; return whether its network's limit allows them."""
+        """Count checks of the signatures of records that a peer sent; return whether its network may have them."""
         now, host = asyncio.get_running_loop().time(), self._endpoint.host_of(source)
         network = network_of(host) if host else self._overlay.network_of(source)
         nums = Counter(record.key for record in records)

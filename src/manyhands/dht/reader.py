@@ -188,11 +188,16 @@ class Reader:
 
     def _not_checked_now(self, found: ReadResult, source: PeerId, records: list[AgedRecord]) -> set[int]:
         """Return which of the records that a peer sent are beyond its network's limit: random ones of strangers."""
-        to_check = [
-            number
-            for number, aged in enumerate(records)
-            if found.is_to_be_checked(aged.record) and not self._handlers.has_met(aged.record)
-        ]
+        to_check: list[int] = []
+        met: set[str] = set()
+        for number, aged in enumerate(records):
+            record = aged.record
+            if not found.is_to_be_checked(record):
+                continue
+            if self._handlers.has_met(record) and record.owner not in met:
+                met.add(record.owner)  # once: any holder can make up a hundred of one owner
+            else:
+                to_check.append(number)
         num_left = len(to_check)
         while num_left and self._handlers.may_check(source, [records[to_check[0]].record]):
             num_left -= 1
