@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
@@ -30,8 +30,9 @@ from manyhands.dht.messages import (
     TopicsRequest,
     TopicsResponse,
 )
+from manyhands.dht.networks import network_of
 from manyhands.dht.overlay import Overlay
-from manyhands.dht.rate_limit import RateLimit
+from manyhands.dht.rate_limit import MAX_CHECKS_PER_S, RateLimit
 from manyhands.dht.records import AgedRecord, Reason, Record
 from manyhands.dht.routing import Contact
 from manyhands.dht.schema import Schema
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 class RequestHandlers:
     """Handles ``dht.*`` requests, within limits, until :meth:`close`. In client mode it serves nothing.
 
+    Args:
+        met: by topic, whether this peer has met another one.
+
     Attributes:
         refusals: refused records of other peers, by reason.
     """
@@ -57,6 +61,7 @@ class RequestHandlers:
         storage: Storage,
         holder_cache: HolderCache,
         schemas: Mapping[str, Schema],
+        met: Mapping[str, Callable[[PeerId], bool]],
         wall_clock: Callable[[], float],
     ) -> None:
         self.refusals: Counter[Reason] = Counter()
@@ -66,6 +71,7 @@ class RequestHandlers:
         self._storage = storage
         self._holder_cache = holder_cache
         self._schemas = schemas
+        self._met = met
         self._wall_clock = wall_clock
         self._rate_limit = RateLimit(config)
         if not endpoint.client_mode:
@@ -112,6 +118,18 @@ class RequestHandlers:
         is_responsible = self._holder_cache.is_own(record.key)
         return StoreOutcome(reason.is_stored, reason.value, later.aged(now) if later else None, is_responsible)
 
+    def has_met(self, record: Record) -> bool:
+        """Whether this peer has met the owner of a record, so that its signature is checked in any case."""
+        has_met = self._met.get(record.key.partition(".")[0])
+        return has_met is not None and has_met(PeerId(record.owner))
+
+    def may_check(self, source: PeerId, records: Sequence[Record]) -> bool:
+        """Count checks of the signatures of records that a peer sent; return whether its network may have them."""
+        now, host = asyncio.get_running_loop().time(), self._endpoint.host_of(source)
+        network = network_of(host) if host else self._overlay.network_of(source)
+        nums = Counter(record.key for record in records)
+        return all(self._rate_limit.may_check(network, key, num, now) for key, num in nums.items())
+
     def note(self, reason: Reason, source: PeerId, record: Record) -> None:
         """Count an invalid or refused record of another peer."""
         if not reason.is_stored and reason is not Reason.STALE:
@@ -130,10 +148,13 @@ class RequestHandlers:
 
     def _on_store(self, remote: PeerId, request: StoreRequest) -> StoreResponse:
         self._let_in(remote)
+        now = asyncio.get_running_loop().time()
+        to_check = [aged.record for aged in request.records if self._is_to_be_checked(aged.record, now)]
+        if not self.may_check(remote, to_check):
+            raise self._too_many(f"{MAX_CHECKS_PER_S:g} changed records a second from one network")
         outcomes = [self.hold(remote, aged) for aged in request.records]
         num_forged = sum(outcome.code == Reason.BAD_SIGNATURE.value for outcome in outcomes)
         if num_forged:
-            now = asyncio.get_running_loop().time()
             self._rate_limit.charge_forged(remote, self._machine_of(remote), num_forged, now)
         knows_same = bool(request.records) and self._knows_same(key_id(request.records[0].record.key), request.nearest)
         return StoreResponse(outcomes, knows_same)
@@ -151,9 +172,19 @@ class RequestHandlers:
         """Add the caller to the routing table; refuse it if it exceeds the rate limit."""
         limit = self._rate_limit.broken_by(remote, self._machine_of(remote), asyncio.get_running_loop().time())
         if limit is not None:
-            self._endpoint.counters["dht_requests_refused"] += 1
-            raise Refused(self._endpoint.peer_id, TOO_MANY_REQUESTS, f"more than {limit:g} requests a second")
+            raise self._too_many(f"{limit:g} requests a second")
         self._overlay.seen(remote)
+
+    def _too_many(self, limit: str) -> Refused:
+        self._endpoint.counters["dht_requests_refused"] += 1
+        return Refused(self._endpoint.peer_id, TOO_MANY_REQUESTS, f"more than {limit}")
+
+    def _is_to_be_checked(self, record: Record, now: float) -> bool:
+        """Whether a record that is to be stored is a stranger's, signed, and not held yet."""
+        if not record.owner or self.has_met(record):
+            return False
+        held = self._storage.held(record.key, record.subkey, now)
+        return held is None or held.record != record
 
     def _machine_of(self, peer_id: PeerId) -> str:
         """Return the machine of a peer: its IP address, or the /64 of an IPv6 address; empty if unknown."""

@@ -57,6 +57,8 @@ class DhtNode:
     Attributes:
         filters: by topic, a filter that hides some records from readers; the topic of a key is the part before its
             first ``.``.
+        met: by topic, whether this peer has met another one. Its records are checked at once, whatever else comes from
+            its network.
     """
 
     def __init__(
@@ -77,10 +79,13 @@ class DhtNode:
         )
         self._schemas: dict[str, Schema] = {}
         self.filters: dict[str, Filter] = {}
+        self.met: dict[str, Callable[[PeerId], bool]] = {}
         self._storage = storage = Storage(config, self._schemas)
         own_id = endpoint.peer_id
         holder_cache = HolderCache(own_id, overlay.table, config, overlay.network_of, overlay.is_client)
-        handlers = RequestHandlers(endpoint, config, overlay, storage, holder_cache, self._schemas, wall_clock)
+        handlers = RequestHandlers(
+            endpoint, config, overlay, storage, holder_cache, self._schemas, self.met, wall_clock
+        )
         self._handlers = handlers
         self._reader = Reader(own_id, config, overlay, storage, holder_cache, handlers, self._schemas, rng, wall_clock)
         issuer = Issuer(endpoint.identity, config, wall_clock, self._schemas)

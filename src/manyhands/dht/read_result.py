@@ -120,6 +120,16 @@ class ReadResult:
         remaining = remaining_s(aged, wall_now, self._config)
         return remaining if isinstance(remaining, Reason) else self.add(record, now + remaining, num_bytes)
 
+    def is_to_be_checked(self, record: Record) -> bool:
+        """Whether :meth:`offer` has to check the signature of this record."""
+        known = (self._checked.get(record.subkey), self.found.get(record.subkey))
+        return bool(record.owner) and all(one is None or one[0] != record for one in known)
+
+    def keep(self, subkey: str) -> None:
+        """Let the record that the last read of the key accepted count, as a later one was not checked."""
+        if subkey in self._checked:
+            self.add(*self._checked[subkey])
+
     def note_shown(self, source: PeerId, num_records: int) -> None:
         """Count further valid records from a holder."""
         self._num_shown[source] = self._num_shown.get(source, 0) + num_records

@@ -170,13 +170,35 @@ class Reader:
         return await self._overlay.ask(peer_id, FIND, request)
 
     def _merge(self, found: ReadResult, source: PeerId, records: list[AgedRecord]) -> list[Record]:
-        """Add the records that a peer sent; return the valid ones."""
+        """Add the records that a peer sent; return the valid ones, and those that it is too early to check."""
         now, wall_now = asyncio.get_running_loop().time(), self._wall_clock()
+        left_out = self._not_checked_now(found, source, records)
         passed: list[Record] = []
-        for aged in records:
+        for number, aged in enumerate(records):
+            if number in left_out:
+                found.keep(aged.record.subkey)
+                passed.append(aged.record)  # the holder has it, valid or not
+                continue
             reason = found.offer(aged, now, wall_now)
             if reason in PASSED:
                 passed.append(aged.record)
             else:
                 self._handlers.note(reason, source, aged.record)
         return passed
+
+    def _not_checked_now(self, found: ReadResult, source: PeerId, records: list[AgedRecord]) -> set[int]:
+        """Return which of the records that a peer sent are beyond its network's limit: random ones of strangers."""
+        to_check: list[int] = []
+        met: set[str] = set()
+        for number, aged in enumerate(records):
+            record = aged.record
+            if not found.is_to_be_checked(record):
+                continue
+            if self._handlers.has_met(record) and record.owner not in met:
+                met.add(record.owner)  # once: any holder can make up a hundred of one owner
+            else:
+                to_check.append(number)
+        num_left = len(to_check)
+        while num_left and self._handlers.may_check(source, [records[to_check[0]].record]):
+            num_left -= 1
+        return set(self._rng.sample(to_check, num_left))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.rate_limit import RateLimit
+from manyhands.dht.rate_limit import MAX_CHECKS_PER_S, RateLimit
 from manyhands.rpc.rate import BURST_S, MIN_SENDERS
 
 ALICE, BOB = PeerId("alice"), PeerId("bob")
@@ -56,3 +56,12 @@ def test_those_who_are_quiet_are_forgotten() -> None:
         limit.broken_by(PeerId(f"peer-{number}"), f"host-{number}", float(number))
     assert len(limit._of_peer._paid_until) <= MIN_SENDERS
     assert len(limit._of_host._paid_until) <= MIN_SENDERS
+
+
+def test_a_network_has_so_many_checks_of_the_records_of_a_key() -> None:
+    limit, at_once = RateLimit(DhtConfig()), int(MAX_CHECKS_PER_S * BURST_S)
+    assert limit.may_check("10.0.0.0/24", "key", at_once, 0.0)
+    assert not limit.may_check("10.0.0.0/24", "key", 1, 0.0)
+    assert limit.may_check("10.0.0.0/24", "another key", 1, 0.0)
+    assert limit.may_check("10.0.1.0/24", "key", 1, 0.0)
+    assert limit.may_check("10.0.0.0/24", "key", 12, 1.0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
 from manyhands.dht.records import encode_value
 
@@ -23,6 +25,7 @@ class FakeDht:
     stored: list[Any] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     num_reads: int = 0
+    met: dict[str, Callable[[PeerId], bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.gate.set()

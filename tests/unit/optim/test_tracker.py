@@ -442,6 +442,16 @@ async def test_a_peer_that_never_began_says_no_goodbye() -> None:
         assert run.dht.stored == []
 
 
+async def test_the_dht_is_told_which_peers_it_has_met() -> None:
+    """It checks their records at once, however many others there are."""
+    async with run_of_one() as run:
+        run.tracker.start()
+        run.tracker.move(NEXT, 20, [BOB])
+        assert [run.dht.met["run"](peer_id) for peer_id in (BOB, CAROL)] == [True, False]
+        await run.tracker.close()
+        assert not run.dht.met
+
+
 async def test_leaving_is_said() -> None:
     async with run_of_one() as run:
         run.tracker.start()

@@ -80,6 +80,8 @@ class ProgressTracker:
         self.reader = ProgressReader(endpoint, dht, run_id)
         self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._endpoint = endpoint
+        self._dht = dht
+        self._run_id = run_id
         self._config = config
         self._log = ProgressLog()
         addresses = [str(address) for address in endpoint.addresses]
@@ -108,6 +110,7 @@ class ProgressTracker:
         if self._is_started:
             return
         self._is_started = True
+        self._dht.met[self._run_id] = self.branches.belief.has_met
         self._counted_at = asyncio.get_running_loop().time()
         self.publisher.publish_soon(urgently=True)
         self._tasks.spawn(self.publisher.publish_forever(), name="publishing")
@@ -116,6 +119,7 @@ class ProgressTracker:
     async def close(self) -> None:
         """Stop, and tell the others that this peer left the run."""
         await self._tasks.close()
+        self._dht.met.pop(self._run_id, None)
         if self._is_started and not self.twin.is_older:
             await self.publisher.say_goodbye()
 

@@ -1,0 +1,137 @@
+"""Identities cost nothing, but checking their signatures does: a network has so many checks a second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+
+from manyhands.base.identity import Identity
+from manyhands.dht import DhtNode, Reason
+from manyhands.dht.messages import FIND, FindRequest, FindResponse
+from manyhands.dht.rate_limit import MAX_CHECKS_PER_S
+from manyhands.dht.records import AgedRecord, Record
+from manyhands.rpc.rate import BURST_S
+from tests.integration.dht_swarm import TTL_S, Swarm, values
+from tests.unit.dht.examples import WALL_NOW
+
+KEY = "run.progress"
+AT_ONCE = int(MAX_CHECKS_PER_S * BURST_S)
+IDENTITIES = [Identity.from_seed(number.to_bytes(32, "little")) for number in range(1, 2 * AT_ONCE)]
+ATTACKER = "127.0.100.1"
+
+
+@pytest.fixture
+async def swarm() -> AsyncIterator[Swarm]:
+    async with AsyncExitStack() as stack:
+        yield Swarm(stack)
+
+
+def signed(number: int) -> list[Record]:
+    """A record of each identity; a higher number is a later one."""
+    return [
+        Record(
+            key=KEY, subkey=identity.peer_id, value=bytes([number]), sequence=number, issued_at=WALL_NOW, ttl_s=TTL_S
+        ).signed_by(identity)
+        for identity in IDENTITIES
+    ]
+
+
+def held_by(node: DhtNode) -> set[str]:
+    return {held.record.subkey for held in node._storage.get(KEY, asyncio.get_running_loop().time())}
+
+
+def hold_all(swarm: Swarm, node: DhtNode, records: Sequence[Record]) -> None:
+    """A node holds what it likes itself."""
+    for record in records:
+        assert node._handlers.hold(swarm.endpoint_of(node).peer_id, AgedRecord(record, 0.0)).is_stored
+
+
+def most_since(began: float) -> float:
+    return AT_ONCE + MAX_CHECKS_PER_S * (asyncio.get_running_loop().time() - began) + 12
+
+
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_a_network_changes_so_many_signed_records_at_a_holder(swarm: Swarm, kind: str) -> None:
+    holder = await swarm.add(kind=kind, host="127.0.1.1")
+    attacker = await swarm.add(kind=kind, host=ATTACKER)
+    records, began = signed(1), asyncio.get_running_loop().time()
+    await attacker._writer._write(records)
+    assert AT_ONCE <= len(held_by(holder)) <= most_since(began)
+    assert swarm.endpoints[0].counters["dht_requests_refused"]
+
+    newcomer = await swarm.add(kind=kind, host="127.0.2.1")
+    newcomer_id = swarm.endpoint_of(newcomer).peer_id
+    await newcomer.store(KEY, "here", TTL_S, subkey=newcomer_id)
+    assert newcomer_id in held_by(holder), "another network has its own limit"
+    await attacker.store(KEY, "not signed", TTL_S, subkey="anything")
+    assert "anything" in held_by(holder), "costs no check"
+
+
+async def test_a_peer_that_was_met_does_not_wait_for_the_others_of_its_network(swarm: Swarm) -> None:
+    holder = await swarm.add(host="127.0.1.1")
+    friend, stranger = await swarm.add(host="127.0.100.1"), await swarm.add(host="127.0.100.2")
+    friend_id, stranger_id = (swarm.endpoint_of(node).peer_id for node in (friend, stranger))
+    holder.met["run"] = {friend_id}.__contains__
+    exhausted = signed(1)[:1] * 100 * AT_ONCE
+    assert holder._handlers.may_check(stranger_id, exhausted)
+    await asyncio.gather(*(node.store(KEY, "here", TTL_S, subkey=swarm.endpoint_of(node).peer_id)
+                           for node in (friend, stranger)))  # fmt: skip
+    assert friend_id in held_by(holder)
+    assert stranger_id not in held_by(holder)
+
+
+async def test_a_holder_makes_a_reader_check_so_many_changed_records(swarm: Swarm) -> None:
+    """It shows them all; the reader takes random ones of strangers, keeps what it knows of the others, and takes all of
+    the peers that it has met."""
+    attacker = await swarm.add(host=ATTACKER)
+    reader = await swarm.add(client_mode=True)
+    hold_all(swarm, attacker, signed(1))
+    began = asyncio.get_running_loop().time()
+    first = await values(reader, KEY)
+    assert AT_ONCE <= len(first) <= most_since(began)
+
+    met = {identity.peer_id for identity in IDENTITIES[:50]}
+    reader.met["run"] = met.__contains__
+    hold_all(swarm, attacker, signed(2))
+    second = await values(reader, KEY)
+    changed = {subkey for subkey, value in second.items() if value == 2}
+    assert met <= changed
+    assert len(changed - met) <= most_since(began) - AT_ONCE
+    assert first.keys() <= second.keys(), "their last records count until they expire"
+
+
+async def test_forged_records_of_a_peer_that_was_met_are_checked_once(swarm: Swarm) -> None:
+    await swarm.add(host=ATTACKER)
+    reader, endpoint = await swarm.add(client_mode=True), swarm.endpoints[0]
+    friend_id = IDENTITIES[0].peer_id
+    reader.met["run"] = {friend_id}.__contains__
+    true = signed(1)[0]
+    forged = [msgspec.structs.replace(true, sequence=number) for number in range(2, 500)]
+    assert reader._handlers.may_check(endpoint.peer_id, forged * 100)
+
+    async def show(remote: str, request: FindRequest) -> FindResponse:
+        return FindResponse([], [AgedRecord(record, 0.0) for record in forged])
+
+    endpoint.unhandle(FIND)
+    endpoint.handle(FIND, show)
+    assert await reader.get(KEY) == {}
+    assert reader.refusals[Reason.BAD_SIGNATURE] == 1
+
+
+async def test_a_newcomer_is_read_while_a_holder_shows_a_thousand_changes_at_each_look(swarm: Swarm) -> None:
+    attacker = await swarm.add(host=ATTACKER)
+    honest = await swarm.add(host="127.0.1.1")
+    reader = await swarm.add(client_mode=True)
+    hold_all(swarm, attacker, signed(1))
+    await reader.get(KEY)
+    newcomer = await swarm.add(host="127.0.2.1")
+    newcomer_id = swarm.endpoint_of(newcomer).peer_id
+    await newcomer.store(KEY, "here", TTL_S, subkey=newcomer_id)
+    assert newcomer_id in held_by(honest)
+    for number in (2, 3):
+        hold_all(swarm, attacker, signed(number))
+        assert (await values(reader, KEY)).get(newcomer_id) == "here"
