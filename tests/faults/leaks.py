@@ -60,7 +60,7 @@ def kept() -> Kept:
     """As of now."""
     gc.collect()
     vectors = sum(type(thing) is torch.Tensor and thing.numel() == NUMEL for thing in gc.get_objects())
-    return Kept(psutil.Process().num_fds(), len(asyncio.all_tasks()), vectors, _memory_mb())
+    return Kept(psutil.Process().num_fds(), len(asyncio.all_tasks()), vectors, memory_mb())
 
 
 class _MallInfo(ctypes.Structure):
@@ -72,7 +72,8 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
-def _memory_mb() -> float:
+def memory_mb() -> float:
+    """What the C library has given out, where it says so; else all memory of the process."""
     look = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if look is None:
         return psutil.Process().memory_info().rss / 1e6

@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -31,6 +32,7 @@ from manyhands.base.identity import PeerId
 from manyhands.transport import Listener, Stream, TlsTransport, certificate, tcp, tls
 from manyhands.transport.admission import ListenLimits
 from tests import tls_contexts
+from tests.faults.leaks import memory_mb
 from tests.network import LOOPBACK, identity_of
 
 SERVER, CLIENT = identity_of(0), identity_of(1)
@@ -258,6 +260,18 @@ async def test_what_the_maker_of_pieces_raises_comes_out(kind: str) -> None:
     async with stream_pair(kind) as (here, _), time_limit(20.0, "sending pieces"):
         with pytest.raises(ValueError, match="no more"):
             await here.send_each(pieces())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc says how much memory it has given out")
+async def test_a_long_message_leaves_no_memory_behind_at_an_idle_stream() -> None:
+    data = random_bytes(1 << 20)
+    async with stream_pair() as (here, there):
+        before_mb = memory_mb()
+        for one, other in ((here, there), (there, here)):
+            sending = asyncio.create_task(one.send(data))
+            assert await read(other, len(data)) == data
+            await sending
+        assert memory_mb() - before_mb < 0.25
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.5  # when the system has no sockets left
 
-READ_BYTES = 1 << 16
+READ_BYTES = 1 << 14
+"""Received at a time. OpenSSL keeps as much memory for each session as has ever waited in it, in each direction."""
 
 
 class TlsListener:

@@ -136,7 +136,7 @@ class TlsStream(Piecewise):
     def _write(self, plaintext: memoryview) -> None:
         self._check_open()
         try:
-            for chunk in chunks_of([plaintext]):
+            for chunk in chunks_of([plaintext], SCRATCH_BYTES):  # the session keeps memory for the longest
                 self._session.write(chunk)
                 self._take_ciphertext(len(chunk))
         except TlsFailed as error:
