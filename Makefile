@@ -20,8 +20,9 @@ install: $(VENV)/.installed  ## make .venv and install manyhands into it, with i
 demo: $(VENV)/.installed  ## train one ALBERT on several peers of this machine (ARGS='--peers 3 --steps 8')
 	$(VENV)/bin/manyhands demo $(ARGS)
 
-test: check  ## all checks, then the tests, two at a time (ARGS='-k address' picks some, ARGS='-n 0' is one by one)
-	$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
+# Three tests at a time keep two cores busy: half of the time of a test is waiting.
+test: check  ## all checks, then the tests, three at a time (ARGS='-k address' picks some, ARGS='-n 0' is one by one)
+	$(PY) -m pytest -q -n 3 --dist worksteal $(ARGS)
 
 test-long: $(VENV)/.dev  ## whole programs (tutorials, examples, torchrun, the demo) and the longest simulations
 	$(PY) -m pytest -q -n 2 --dist worksteal -m 'long and not sweep' $(ARGS)
