@@ -48,7 +48,7 @@ More cost more calls; fewer leave too little to overlap."""
 MIN_CHUNK_NUMEL = 1 << 18
 """Smaller chunks are not worth the calls."""
 
-MANY_TO_ONE = 16
+MANY_TO_ONE = 8
 """Members for each reducer, above which chunks are smaller: a reducer holds a few of each member at once."""
 
 
