@@ -131,12 +131,21 @@ def test_a_chunk_has_whole_units(numel: int, unit: int, most: int, expected: int
 
 
 @pytest.mark.parametrize(
-    ("num_members", "num_reducers", "most"), [(16, 16, 1 << 18), (17, 1, 246_724), (257, 1, 16_321), (256, 16, 1 << 18)]
+    ("num_members", "num_reducers", "numel", "most"),
+    [
+        (16, 16, 1 << 22, 1 << 18),
+        (128, 16, 1 << 22, 1 << 18),
+        (256, 16, 1 << 22, 1 << 17),
+        (17, 1, 1 << 22, 246_724),
+        (257, 1, 1 << 22, 16_321),
+        (257, 1, 100_000, 8160),
+    ],
 )
-def test_one_reducer_of_many_members_holds_little_of_each(num_members: int, num_reducers: int, most: int) -> None:
-    """A reducer has three chunks of each member in memory."""
+def test_one_reducer_of_many_members_holds_little_of_each(
+    num_members: int, num_reducers: int, numel: int, most: int
+) -> None:
     group = group_of(num_members, clients=range(num_reducers, num_members))
-    partition = Partition(group, range(num_members), slice(0, 1 << 22), plan_of([(1 << 22,)], NONE))
+    partition = Partition(group, range(num_members), slice(0, numel), plan_of([(numel,)], NONE))
     chunks = [chunk for of_one in partition.chunks for chunk in of_one]
     assert max(chunk.stop - chunk.start for chunk in chunks) == most
-    assert sum(chunk.stop - chunk.start for chunk in chunks) == 1 << 22
+    assert sum(chunk.stop - chunk.start for chunk in chunks) == numel

@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.allreduce.norms import Norms
-from manyhands.averaging.allreduce.partition import MANY_TO_ONE, Partition
+from manyhands.averaging.allreduce.partition import Partition
 from manyhands.averaging.codecs import BadEncoding, Feedbacks, Gathered, NotFinite, is_finite, square_of
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.base.errors import RoundAborted
@@ -78,7 +78,7 @@ class SpanReducer:
         self._places = partition.mean_places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
         room = whole_lines(max((place.stop - place.start for place in partition.places[rank]), default=0))
-        self._is_crowded = len(senders) > MANY_TO_ONE
+        self._is_crowded = len(senders) > MANY_SENDERS
         num_rooms = min(1 if self._is_crowded else QUEUED_CHUNKS, len(self.chunks))
         self._rooms = memory.vector(len(senders) * num_rooms * room, torch.uint8).view(len(senders) * num_rooms, room)
         self.inboxes = {
@@ -324,8 +324,10 @@ def _numel(part: slice) -> int:
 
 
 QUEUED_CHUNKS = 3
-"""Limit of the chunks of one sender in memory: one arriving, one being reduced, and one between them. With more than
-:data:`MANY_TO_ONE` senders it is one each, and further chunks wait in the system's buffers."""
+"""Limit of the chunks of one sender in memory: one arriving, one being reduced, and one between them."""
+
+MANY_SENDERS = 16
+"""Above this number of senders it is one chunk each, and further ones wait in the system's buffers."""
 
 
 class Inbox:
