@@ -107,6 +107,7 @@ class Trainer:
         self.peer = peer
         self.model = new_model(seed)
         self._generator = torch.Generator().manual_seed(seed)
+        settings: dict[str, Any] = {"averaging": AVERAGING, "progress": FAST} | options
         inner = make(self.model) if make is not None else torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.optimizer = manyhands.Optimizer(
             inner,
@@ -114,7 +115,7 @@ class Trainer:
             run_id=run_id,
             target_batch_size=target_batch_size,
             batch_size_per_step=BATCH_SIZE,
-            **{"averaging": AVERAGING, "progress": FAST} | options,
+            **settings,
         )
 
     def train_batch(self) -> None:

@@ -114,10 +114,10 @@ def _observe(case: Case, victim: int, pipes: dict[int, Connection]) -> Outcome:
         ready = wait(list(waiting), timeout=END_S)
         if not ready:
             return Outcome(case, END_S, f"{len(waiting)} members hang")
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            reports.append(pipe.recv())
-            del waiting[pipe]
+        for end in ready:
+            assert isinstance(end, Connection)
+            reports.append(end.recv())
+            del waiting[end]
     seconds = max(report.time for report in reports) - fault_s
     if aborted := [report.reason for report in reports if not report.digest]:
         return Outcome(case, seconds, f"{len(aborted)} do not hold the mean: {aborted[0]}")

@@ -60,7 +60,7 @@ def train(trainer: Trainer, until: Callable[[], object], batch_s: float = BATCH_
     while not until():
         assert time.monotonic() < deadline, f"it did not come about: {trainer.optimizer.statistics}"
         time.sleep(batch_s)
-        quadratic(trainer.model).backward()  # type: ignore[no-untyped-call]
+        quadratic(trainer.model).backward()
         began = time.monotonic()
         trainer.optimizer.step()
         longest_s = max(longest_s, time.monotonic() - began)

@@ -55,7 +55,7 @@ from manyhands.optim.run.progress import ProgressLog, ProgressRecord, next_refre
 from manyhands.optim.run.progress_reader import Observed, View
 from manyhands.optim.state.download import check_of
 from manyhands.optim.state.state import capture, hyper_parameters_of, restore, specs_of
-from tests.fuzz.target import REMOTE, ByteStream, Target, decoded, finish
+from tests.fuzz.target import REMOTE, Target, decoded, finish, stream_of
 from tests.network import identity_of
 from tests.unit.optim.fake_dht import FakeDht
 
@@ -220,7 +220,7 @@ def _run_manifests(data: bytes) -> None:
 
 
 def _state(data: bytes) -> None:
-    header, answer = finish(receive_header(ByteStream(data)))
+    header, answer = finish(receive_header(stream_of(data)))
     recent_rounds = answer.recent_rounds
     company = PartitionDetector()
     company.follow(recent_rounds)

@@ -6,13 +6,14 @@ import time
 import tracemalloc
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.rpc.frames import UNREADABLE
+from manyhands.transport import Stream
 
 MAX_CPU_S = 1.0
 """For one input of at most 1 MiB, on a slow machine; most take microseconds."""
@@ -108,6 +109,11 @@ class ByteStream:
             raise PeerLost(self.remote, "connection closed")
         taken, self._left = bytes(self._left[:4096]), self._left[4096:]
         return taken
+
+
+def stream_of(data: bytes) -> Stream:
+    """A stream on which some bytes arrive."""
+    return cast("Stream", ByteStream(data))
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:

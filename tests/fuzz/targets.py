@@ -14,7 +14,7 @@ from manyhands.rpc.frames import Frame, FrameReader, Hello, Welcome, encode_fram
 from manyhands.transport.certificate import leaf_certificate, peer_id_of_certificate
 from tests.fuzz import access_targets, codec_targets, dht_targets, monitor_targets, reach_targets, run_targets
 from tests.fuzz.files import IDENTITY_FILES, load_identity
-from tests.fuzz.target import REMOTE, ByteStream, Target, finish
+from tests.fuzz.target import REMOTE, Target, finish, stream_of
 from tests.network import identity_of
 from tests.unit.rpc.test_frames import GOLDEN
 
@@ -72,7 +72,7 @@ def _frames(data: bytes) -> None:
 
 def _frames_one_by_one(data: bytes) -> tuple[list[Frame], Exception]:
     frames: list[Frame] = []
-    stream = ByteStream(data)
+    stream = stream_of(data)
     while True:
         try:
             frames.append(finish(receive_frame(stream)))
@@ -93,7 +93,7 @@ def _frames_in_pieces(data: bytes) -> tuple[list[Frame], Exception | None]:
 
 
 def _hello(data: bytes) -> None:
-    frame = finish(receive_frame(ByteStream(data)))
+    frame = finish(receive_frame(stream_of(data)))
     if isinstance(frame, (Hello, Welcome)):
         known = seen_from_outside(OWN_ID, frame.addresses, "203.0.113.7")
         assert len(known) <= 9

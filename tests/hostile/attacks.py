@@ -49,6 +49,7 @@ from manyhands.base.identity import Identity
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.issuing import Issuer
 from manyhands.dht.messages import StoreOutcome
+from manyhands.optim.accumulator import Contribution
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
@@ -112,7 +113,7 @@ class Attacker:
     def manifest(self) -> RunManifest:
         signed = self.run(read_manifest(self.peer.dht, RUN_ID))
         assert signed is not None
-        return signed.manifest  # type: ignore[no-any-return]
+        return signed.manifest
 
     async def honest(self, presence: Presence) -> dict[str, ProgressRecord]:
         """The records of the run, by peer id."""
@@ -147,7 +148,7 @@ def state_at(position: Position, samples: int, spoil: Spoil) -> State:
     """A state of the run's model after some steps of its own, and what is wrong with it; its digest is right."""
     model = new_model()
     replica = Replica(adam(model), None)
-    loss_of(model, torch.Generator()).backward()  # type: ignore[no-untyped-call]
+    loss_of(model, torch.Generator()).backward()
     replica.optimizer.step()
     state = replica.capture()
     scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
@@ -214,20 +215,21 @@ def as_a_member(change: Callable[[torch.Tensor, float], tuple[torch.Tensor, floa
     def attack(attacker: Attacker) -> None:
         model = new_model()
         optimizer = joined(attacker.peer, model)
-        collaboration = optimizer._collaboration
-        average = collaboration.average
+        step_rounds = optimizer._collaboration.step_rounds
+        average = step_rounds.average
         is_attacking = threading.Event()
 
-        async def averaged(mean_N: torch.Tensor, weight: float) -> Any:
+        async def averaged(contribution: Contribution) -> Any:
             if is_attacking.is_set():
-                mean_N, weight = change(mean_N.clone(), weight)
-            return await average(mean_N, weight)
+                mean_N, weight = change(contribution.mean_N.clone(), contribution.weight)
+                contribution = dataclasses.replace(contribution, mean_N=mean_N, weight=weight, refill=None)
+            return await average(contribution)
 
-        collaboration.average = averaged  # type: ignore[method-assign]
+        step_rounds.average = averaged  # type: ignore[method-assign]
         generator = torch.Generator().manual_seed(99)
         while True:
             time.sleep(BATCH_S)
-            loss_of(model, generator).backward()  # type: ignore[no-untyped-call]
+            loss_of(model, generator).backward()
             with contextlib.suppress(Exception):  # whatever becomes of it here
                 optimizer.step()
             optimizer.zero_grad()

@@ -64,7 +64,7 @@ def main(host: str, *initial_peers: str) -> None:
             time.sleep(BATCH_S)
             step = optimizer.global_step
             loss = loss_of(model, generator)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             began = time.monotonic()
             optimizer.step()
             longest_s = max(longest_s, time.monotonic() - began)
