@@ -440,7 +440,13 @@ ATTACKS: dict[str, Attack] = {
     "nodes that swallow the key": swallow_the_key,
     "manifests that unpack": manifests_that_unpack,
 }
-UNSIGNED = {"nodes that swallow the key", "slow downloads", "manifests that unpack"}
+UNSIGNED = {
+    "slow downloads",
+    "a place and nobody comes",
+    "a leader that never closes",
+    "nodes that swallow the key",
+    "manifests that unpack",
+}
 """What these send carries no signature that anybody could show."""
 
 if __name__ == "__main__":
