@@ -17,6 +17,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId, public_key_of
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)")
 _EXAMPLE = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW… or HOST:PORT"
 _LISTEN_EXAMPLE = "/ip4/0.0.0.0/tcp/31337, 0.0.0.0:31337 or 31337"
@@ -79,6 +80,7 @@ class Address:
         """
         try:
             ip = ipaddress.ip_address(host)
+            _check_zone(ip)
         except ValueError:
             return cls(_checked_name(host, host, "dns"), host, port, peer_id)
         return cls(f"ip{ip.version}", str(ip), port, peer_id)
@@ -153,6 +155,7 @@ def _parse_multiaddr(text: str) -> Address:
     if protocol in ("ip4", "ip6"):
         try:
             ip = ipaddress.IPv4Address(host) if protocol == "ip4" else ipaddress.IPv6Address(host)
+            _check_zone(ip)
         except ValueError:
             raise ConfigError(f"in address {text!r}, {host!r} is not an IPv{protocol[2]} address") from None
         host = str(ip)
@@ -176,6 +179,13 @@ def _parse_host_port(text: str, example: str) -> Address:
     if not separator or not host:
         raise ConfigError(f"cannot read address {text!r}; write it like {example}")
     return Address.of(host, _checked_port(text, port))
+
+
+def _check_zone(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> None:
+    """Raise ``ValueError`` if the zone of an address cannot be the name or number of an interface (RFC 4007)."""
+    zone = ip.scope_id if isinstance(ip, ipaddress.IPv6Address) else None
+    if zone is not None and not _ZONE.fullmatch(zone):
+        raise ValueError(f"there is no interface {zone!r}")
 
 
 def _checked_port(text: str, port: str) -> int:

@@ -94,6 +94,8 @@ def test_other_spellings(text: str, multiaddr: str) -> None:
         ("/ip4/::1/tcp/80", "'::1' is not an IPv4 address"),
         ("/ip4/203.0.113.007/tcp/80", "'203.0.113.007' is not an IPv4 address"),
         ("/ip6/203.0.113.7/tcp/80", "'203.0.113.7' is not an IPv6 address"),
+        ("/ip6/fe80::1%" + "e" * 16 + "/tcp/80", "is not an IPv6 address"),
+        ("[fe80::1%e\n0]:80", "is not a host name"),
         ("/dns4//tcp/80", "'' is not a host name"),
         ("/unix/socket/tcp/80", "begins with /unix; /ip4, /ip6, /dns, /dns4 and /dns6 are understood"),
         ("/ip4/203.0.113.7/tcp/x", "'x' is not a port"),
