@@ -19,6 +19,7 @@ from tests.simulation import explore
 from tests.simulation.explore import Outcome, run_seed
 from tests.simulation.scenarios import SCENARIOS, Scenario
 from tests.simulation.seed_processes import SeedProcesses
+from tests.sweeps import few_of
 
 NUM_SEEDS = {name: 20 if name == "rpc" else 1 for name in SCENARIOS}
 """`make sim` runs hundreds."""
@@ -43,6 +44,13 @@ def test_seeds_hold_and_one_is_replayed_event_by_event(name: str, tmp_path: Path
     assert replayed.digest == outcomes[0].digest
     events = [line for line in (tmp_path / "log").read_text().splitlines() if not re.match(r"\S+ log: ", line)]
     assert len([line for line in events if re.match(r"\d+\.\d{6} ", line)]) == replayed.num_events
+
+
+@pytest.mark.parametrize(("name", "seed"), few_of([("rounds", seed) for seed in (1520, 1904, 1643, 625, 629)], 2))
+def test_seeds_that_failed_once_hold(name: str, seed: int) -> None:
+    """In these, peers that a fault had hit avoided each other in turn, for longer each time."""
+    outcome = run_seed(name, seed)
+    assert not outcome.error, outcome.report()
 
 
 def breaking(seed: int) -> Scenario:

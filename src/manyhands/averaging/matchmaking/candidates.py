@@ -12,8 +12,9 @@ its values were too large in three rounds                      it gets no place 
 A peer that is not waited for still gets a place if it comes by itself. A round without blame ends the first penalty.
 Ten such rounds cancel one round with values that were too large.
 
-A leader does not wait for a peer that refuses its call because it avoids the leader. It blames that peer only if the
-refusal comes late. So two honest peers do not avoid each other in turn.
+A leader does not wait for a peer that refuses its call because it avoids the leader, nor for one that follows a leader
+which this one avoids. It blames such a peer only if the answer comes late. So honest peers do not avoid each other in
+turn.
 
 The first penalty begins with the time that the peer has cost here, because it may be innocent: a broken link between
 two honest peers looks the same at both ends. So after a short fault both go on together after a short time.

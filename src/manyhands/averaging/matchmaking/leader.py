@@ -76,7 +76,9 @@ class PendingGroup:
     Attributes:
         joined: the peers that have come.
         reserved: peers that hold places until their values are there, and until when.
-        absent: peers that said last that they do not come: they avoid this one, or are at a later round of the grid.
+        absent: peers that said last that they do not come: they avoid this one, or follow a leader that this one avoids,
+            or are at a later round of the grid.
+        is_passed_over: whether one of them has another leader for one of the first two reasons.
         due_since: when the first member had its values; infinite before that.
         deadline: when the group closes with the members it has; infinite until a member has its values.
         leader_due: how long the most patient member waits for the leader itself; None if there is none.
@@ -95,6 +97,7 @@ class PendingGroup:
         self.joined: dict[PeerId, Member] = {}
         self.reserved: dict[PeerId, float] = {}
         self.absent: set[PeerId] = set()
+        self.is_passed_over = False
         self.seen: set[bytes] = set()
         self.hearsay: dict[bytes, float] = {}
         self.changed = asyncio.Event()
@@ -349,6 +352,8 @@ class GroupLeader:
         if self._is_late(pending):
             self._view.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
         if len(pending.joined) == 1:
+            if pending.is_passed_over and not late:
+                return Refused(own_id, AVOIDED, "the others avoid this peer, or follow a leader that this one avoids")
             if not late:
                 return NobodyThere(self._view.with_refusals("no other peer can be reached"))
             reason = (
@@ -463,11 +468,7 @@ class GroupLeader:
             except Overruled:  # tell the peers that came here; they look for themselves
                 pending.close(strange_part(self._endpoint.peer_id))
         elif refusal.code == AVOIDED:
-            if peer_id not in pending.absent and self._is_late(pending):
-                self._view.note_in_vain([peer_id])
-            pending.absent.add(peer_id)
-            if pending.joined.keys() == {self._endpoint.peer_id} and self._view.is_heeded(peer_id):
-                pending.close(refusal)  # nobody comes, so this peer goes to another leader
+            self._does_not_come(peer_id, pending)
         elif refusal.code == BEHIND and pending.position.group_key:
             pending.absent.add(peer_id)  # its group is done with this round of the grid; others may not be
         elif refusal.code == BEHIND and peer_id in self._view.expected():
@@ -476,9 +477,18 @@ class GroupLeader:
 
     def _heard(self, peer_id: PeerId, response: InviteResponse, pending: PendingGroup) -> None:
         """Handle an invited peer's answer: it comes, or names the leader it follows."""
-        pending.absent.discard(peer_id)
         leader = response.leader
-        is_better = bool(leader) and leader < self._endpoint.peer_id and leader not in self.shunned
-        if is_better and self._view.is_heeded(leader):
+        if not leader or leader >= self._endpoint.peer_id or leader in self.shunned:
+            pending.absent.discard(peer_id)
+        elif self._view.is_heeded(leader):
             self._endpoint.learn(leader, readable_addresses(response.leader_addresses))
             pending.close(self.redirect(leader))
+        else:
+            self._does_not_come(peer_id, pending)
+
+    def _does_not_come(self, peer_id: PeerId, pending: PendingGroup) -> None:
+        """Do not wait for a peer that avoids this one, or follows a leader that this one avoids."""
+        if peer_id not in pending.absent and self._is_late(pending):
+            self._view.note_in_vain([peer_id])
+        pending.absent.add(peer_id)
+        pending.is_passed_over = True
