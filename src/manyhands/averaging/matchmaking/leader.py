@@ -76,7 +76,7 @@ class PendingGroup:
     Attributes:
         joined: the peers that have come.
         reserved: peers that hold places until their values are there, and until when.
-        absent: peers that said last that they do not come: they avoid this one, or follow a leader that this one avoids,
+        absent: peers that said last that they do not come: they avoid this one, follow a leader that this one avoids,
             or are at a later round of the grid.
         is_passed_over: whether one of them has another leader for one of the first two reasons.
         due_since: when the first member had its values; infinite before that.
