@@ -8,6 +8,7 @@ import pytest
 
 from manyhands.rpc.pace import MAX_PACE, IntervalSampler, MonitorInterval, Pace
 from manyhands.transport.api import Delivery
+from tests.sweeps import few_of
 
 MB = 10**6
 LINE = 12 * MB
@@ -61,7 +62,7 @@ def test_there_is_no_pace_before_a_stretch_has_shown_one() -> None:
     assert pace.bytes_per_s == pytest.approx(5.25 * MB)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", few_of(range(5), 2))
 @pytest.mark.parametrize("drops", [0.0, 0.3, 1.0])
 def test_a_pace_stays_about_what_the_line_carries(drops: float, seed: int) -> None:
     line = Line(seed, drops=drops)
@@ -71,7 +72,7 @@ def test_a_pace_stays_about_what_the_line_carries(drops: float, seed: int) -> No
         assert pace_of(line) < 1.15 * LINE
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", few_of(range(5), 2))
 @pytest.mark.parametrize("factor", [0.05, 0.3, 0.8])
 def test_a_pace_follows_a_line_that_gets_slower(factor: float, seed: int) -> None:
     line = Line(seed)
@@ -81,7 +82,7 @@ def test_a_pace_follows_a_line_that_gets_slower(factor: float, seed: int) -> Non
     assert factor * LINE * 0.95 < pace_of(line) < factor * LINE * 1.15
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", few_of(range(5), 2))
 @pytest.mark.parametrize("factor", [1.3, 3.0, 20.0])
 def test_a_pace_follows_a_line_that_gets_faster(factor: float, seed: int) -> None:
     line = Line(seed)
@@ -91,7 +92,7 @@ def test_a_pace_follows_a_line_that_gets_faster(factor: float, seed: int) -> Non
     assert factor * LINE * 0.95 < pace_of(line) < factor * LINE * 1.15
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", few_of(range(5), 2))
 def test_a_first_stretch_that_was_slow_since_others_were_is_made_up_for(seed: int) -> None:
     line = Line(seed)
     line.others = LINE / 4
@@ -122,7 +123,7 @@ def test_bursts_that_wait_for_others_do_not_lower_a_pace() -> None:
     assert line.interval() > 0.93 * LINE
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", few_of(range(5), 2))
 def test_members_that_get_on_together_all_find_their_lines(seed: int) -> None:
     """The slowest pace holds all up, and the first interval has shown all of them too little."""
     rng = random.Random(seed)
@@ -136,7 +137,7 @@ def test_members_that_get_on_together_all_find_their_lines(seed: int) -> None:
     assert together == LINE
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", few_of(range(5), 2))
 @pytest.mark.parametrize("chance", [0.001, 0.01, 0.03, 0.1])
 def test_losses_by_chance_do_not_lower_a_pace_for_long(chance: float, seed: int) -> None:
     line = Line(seed)
@@ -148,7 +149,7 @@ def test_losses_by_chance_do_not_lower_a_pace_for_long(chance: float, seed: int)
     assert min(rates) > 0.75 * (1 - chance) * LINE
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", few_of(range(20), 3))
 def test_losses_that_come_and_go_do_not_lower_a_pace_without_end(seed: int) -> None:
     line = Line(seed)
     rng = random.Random(seed)
