@@ -29,6 +29,13 @@ POINTS: list[dict[str, float]] = [
 ]
 
 
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first import of wandb can take longer than a monitor that ends waits for its curves."""
+    monkeypatch.setattr(curves, "CLOSE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(curves, "FINISH_TIMEOUT_S", 50.0)
+
+
 def draw(*sinks: Sink) -> None:
     drawn = Curves({f"sink {number}": sink for number, sink in enumerate(sinks)})
     for event in EVENTS:
@@ -47,6 +54,7 @@ def test_tensorboard_has_the_five_fields_and_those_of_evaluators(
     assert f"tensorboard --logdir {folder}" in caplog.text
 
 
+@pytest.mark.usefixtures("slow_machine")
 def test_wandb_without_a_key_writes_an_offline_run_and_says_so_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,10 +95,12 @@ def test_trackio_has_the_points_and_says_in_one_line_how_to_see_them(
 
 WITH_TRACKIO = """
 import logging, sys
+from manyhands.monitor import curves
 from manyhands.monitor.curves import Curves, TrackioSink
 from manyhands.monitor.events import HeldoutSeen, StepMade
 logging.basicConfig(format="%(message)s")
 logging.getLogger("manyhands").setLevel(logging.INFO)
+curves.CLOSE_TIMEOUT_S = 50.0  # imports of a machine that has much else to do
 drawn = Curves({"Trackio": TrackioSink("my demo", "run", "run-1")})
 for event in (StepMade(7, 4.5, 3, 256, 12.5), StepMade(8, 4.25, 2, 272, 13.5), HeldoutSeen(7, 5.5, 0.25, 0.5)):
     drawn.add(event)
@@ -172,8 +182,10 @@ WITHOUT_TORCH = """
 import sys
 from pathlib import Path
 import manyhands.cli.monitor_command
+from manyhands.monitor import curves
 from manyhands.monitor.curves import Curves, TensorBoardSink, WandbSink
 from manyhands.monitor.events import StepMade
+curves.CLOSE_TIMEOUT_S = curves.FINISH_TIMEOUT_S = 50.0  # imports of a machine that has much else to do
 drawn = Curves({"wandb": WandbSink("demo", "run", "offline"), "TensorBoard": TensorBoardSink(Path("curves"), "run")})
 drawn.add(StepMade(7, 4.5, 3, 256, 12.5))
 drawn.close()
