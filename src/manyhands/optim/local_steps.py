@@ -193,6 +193,9 @@ class LocalReplica(Replica):
         if (self.position.step + 1) % self.num_fragments == 0:
             super()._advance_schedule(has_stepped=False)  # this peer may have made no inner step
 
+    def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
+        return self._agreed_options  # the schedule is of the inner optimizer
+
     def capture(self) -> State:
         return self._capture(functools.partial(self._begin_capture, self.inner))
 
@@ -202,10 +205,9 @@ class LocalReplica(Replica):
         The inner statistics are taken from the donor if this peer has made no step yet.
         """
         outer, inner = split_inner(state, specs_of(self.inner), len(self.extra_specs))
-        if inner is not None:
-            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-            if fault := fault_of(inner, self.inner, self._agreed_inner_options, schedule):
-                raise ValueError(f"its inner optimizer cannot be used: {fault}")
+        options = self._agreed_inner_options if self._schedule is None else self._schedule.options_in(outer)
+        if inner is not None and (fault := fault_of(inner, self.inner, options)):
+            raise ValueError(f"its inner optimizer cannot be used: {fault}")
         before = [agreed.detach().clone() for agreed in self._parameters]
         has_steps = [not torch.equal(own, was.to(own)) for own, was in zip(self._own, before, strict=True)]
         is_new = not self.inner.state and not any(has_steps)  # SGD without momentum has no statistics

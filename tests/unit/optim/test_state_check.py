@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import torch.optim.lr_scheduler as schedules
+from transformers import get_linear_schedule_with_warmup
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import State, StateHeader, sealed, state_of
+from manyhands.base.errors import ConfigError
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.state.state import Scalars
-from manyhands.optim.step.replica import Replica
+from manyhands.optim.step.replica import Replica, SchedulerMaker
 
 Spoil = Callable[[Scalars, list[torch.Tensor]], None]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -26,19 +30,42 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "LAMB": lambda params: Lamb(params, lr=0.1),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
 }
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], schedules.LRScheduler]] = {
+    "linear": lambda inner: schedules.LinearLR(inner, 0.5, total_iters=10),
+    "lambda": lambda inner: schedules.LambdaLR(inner, lambda step: 1 / (1 + step)),
+    "multiplicative": lambda inner: schedules.MultiplicativeLR(inner, lambda step: 0.9),
+    "steps": lambda inner: schedules.MultiStepLR(inner, [2, 4]),
+    "exponential": lambda inner: schedules.ExponentialLR(inner, 0.9),
+    "cosine": lambda inner: schedules.CosineAnnealingLR(inner, T_max=5),
+    "warm restarts": lambda inner: schedules.CosineAnnealingWarmRestarts(inner, T_0=3, T_mult=2),
+    "polynomial": lambda inner: schedules.PolynomialLR(inner, 10),
+    "one cycle": lambda inner: schedules.OneCycleLR(inner, 0.2, total_steps=20),
+    "cyclic": lambda inner: schedules.CyclicLR(inner, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+    "one after the other": lambda inner: schedules.SequentialLR(
+        inner, [schedules.LinearLR(inner, 0.1, total_iters=3), schedules.CosineAnnealingLR(inner, 5)], [3]
+    ),
+    "chained": lambda inner: schedules.ChainedScheduler(
+        [schedules.ConstantLR(inner, 0.1, total_iters=3), schedules.ExponentialLR(inner, 0.9)]
+    ),
+    "of transformers": lambda inner: get_linear_schedule_with_warmup(inner, 3, 10),
+}
 
 
-def replica_of(kind: str, *, num_steps: int = 1, is_scheduled: bool = False) -> Replica:
+def replica_of(
+    kind: str, *, num_steps: int = 1, is_scheduled: bool = False, schedule: SchedulerMaker | None = None
+) -> Replica:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    schedule = (lambda inner: torch.optim.lr_scheduler.LinearLR(inner, 0.5, total_iters=10)) if is_scheduled else None
+    if is_scheduled:
+        schedule = SCHEDULES["linear"]
     replica = Replica(optimizer, schedule)
     for _ in range(num_steps):
         model(torch.ones(4, 3)).square().mean().backward()
         optimizer.step()
         if replica.scheduler is not None:
             replica.scheduler.step()
+    replica.position = Position(num_steps, b"there")
     return replica
 
 
@@ -74,12 +101,15 @@ def as_it_is(scalars: Scalars, tensors: list[torch.Tensor]) -> None:
     pass
 
 
+def in_schedule(name: str, value: Any) -> Spoil:
+    def spoil(scalars: Scalars, tensors: list[torch.Tensor]) -> None:
+        scalars.scheduler[name] = value
+
+    return spoil
+
+
 def no_schedule(scalars: Scalars, tensors: list[torch.Tensor]) -> None:
-    scalars.scheduler["last_epoch"] = math.nan
-
-
-def another_begin(scalars: Scalars, tensors: list[torch.Tensor]) -> None:
-    scalars.scheduler["base_lrs"] = [100.0]
+    scalars.scheduler.clear()
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -90,6 +120,18 @@ def test_a_good_state_is_taken_over(kind: str, is_scheduled: bool, num_steps: in
     here = replica_of(kind, num_steps=0, is_scheduled=is_scheduled)
     here.restore(there.capture())
     assert here.capture().header.digest == there.capture().header.digest
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("num_steps", [0, 1, 9])
+def test_the_options_that_a_schedule_drives_are_what_it_makes_of_them(name: str, num_steps: int) -> None:
+    there = replica_of("Adam", num_steps=num_steps, schedule=SCHEDULES[name])
+    here = replica_of("Adam", num_steps=3, schedule=SCHEDULES[name])
+    here.restore(there.capture())
+    assert here.capture().header.digest == there.capture().header.digest
+    lr = there.optimizer.param_groups[0]["lr"]
+    with pytest.raises(ValueError, match="its option 'lr' is"):
+        here.restore(spoilt(there, with_option("lr", lr + 0.01), position=there.position))
 
 
 FAULTS: dict[str, tuple[Spoil, str]] = {
@@ -126,20 +168,44 @@ def test_a_statistic_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (with_option("lr", math.nan), "its option 'lr' is nan, which no schedule gives"),
-        (with_option("lr", -1.0), "which no schedule gives"),
-        (with_option("lr", 1e9), "which no schedule gives"),
-        (with_option("betas", [1.5, 0.9]), "below 1"),
+        (with_option("lr", math.nan), "its option 'lr' is nan, and 0.055"),
+        (with_option("weight_decay", 1e4), "its option 'weight_decay' is 10000.0, and 0 in the run"),
+        (with_option("betas", [0.0, 0.0]), "its option 'betas' is"),
         (with_option("eps", 1.0), "its option 'eps' is 1.0"),
-        (no_schedule, "its schedule has nan where a number is due"),
-        (another_begin, "its schedule begins at"),
+        (no_schedule, "its schedule does not say how often it has moved"),
+        (in_schedule("last_epoch", math.nan), "its schedule does not say how often it has moved"),
+        (in_schedule("last_epoch", 10**8), "its schedule has moved 100000000 times in 1 global steps"),
+        (in_schedule("base_lrs", [100.0]), "its schedule is not what that of the run is after 1 steps"),
+        (in_schedule("end_factor", 1e6), "its schedule is not what that of the run is after 1 steps"),
+        (in_schedule("more", 1), "its schedule is not what that of the run is after 1 steps"),
     ],
 )
-def test_a_schedule_drives_some_options_within_bounds(spoil: Spoil, words: str) -> None:
+def test_a_schedule_is_what_it_becomes_by_itself(spoil: Spoil, words: str) -> None:
     there, here = replica_of("Adam", is_scheduled=True), replica_of("Adam", is_scheduled=True)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (its words are looked at)
         here.restore(spoilt(there, spoil))
     assert words in str(caught.value)
+
+
+def test_a_parameter_without_statistics_where_this_peer_has_some() -> None:
+    there, here = replica_of("Adam"), replica_of("Adam", num_steps=2)
+    state = there.capture()
+    header = msgspec.structs.replace(state.header, tensors=state.header.tensors[:5])
+    with pytest.raises(ValueError, match="statistic 'exp_avg' of parameter 1 is not there"):
+        here.restore(state_of(header, state.tensors[:5]))
+
+
+class Held(schedules.LambdaLR):
+    """A schedule of a user's own, which cannot be copied."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.lock = threading.Lock()
+        super().__init__(optimizer, lambda step: 1.0)
+
+
+def test_a_schedule_that_cannot_be_copied_is_refused_at_the_begin() -> None:
+    with pytest.raises(ConfigError, match="the schedule Held cannot be copied"):
+        replica_of("Adam", schedule=Held)
 
 
 @pytest.mark.parametrize("fields", [{"position": Position(2**53, b"there")}, {"lineage_samples": 2**53}])

@@ -16,13 +16,11 @@ from manyhands.averaging.state.content import State
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.flat import are_finite
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.state.schedule import is_close
 from manyhands.optim.state.state import LOCAL_OPTIONS, Scalars, checked_scalars, parameters_of, restore, specs_of
 
 MAX_STEP = 10**9
 MAX_LINEAGE_SAMPLES = 2**50
-MAX_LEARNING_RATE = 1e4
-SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas", "weight_decay"})
-"""Options that torch's schedules drive, or users' own code by name."""
 
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _STATISTICS: dict[type[torch.optim.Optimizer], set[str]] = {
@@ -41,7 +39,6 @@ def fault_of(
     state: State,
     optimizer: torch.optim.Optimizer,
     options: Sequence[Mapping[str, Any]],
-    schedule: Mapping[str, Any],
     extra: Sequence[ParameterSpec] = (),
 ) -> str:
     """Why a state must not be loaded, in words; empty if it may.
@@ -51,8 +48,7 @@ def fault_of(
 
     Args:
         optimizer: of this peer; not changed.
-        options: of each parameter group, as agreed at the beginning of the run.
-        schedule: state of this peer's own; empty without one.
+        options: of each parameter group, which the state must have.
         extra: tensors beside the parameters.
     Raises:
         ValueError: the state does not have the shapes of this optimizer.
@@ -61,9 +57,7 @@ def fault_of(
     if header.position.step > MAX_STEP or header.lineage_samples > MAX_LINEAGE_SAMPLES:
         return f"global step {header.position.step} with {header.lineage_samples} samples cannot be"
     scalars = checked_scalars(header, specs_of(optimizer), len(optimizer.param_groups), extra)
-    if fault := _fault_of_options(scalars.groups, options, is_scheduled=bool(schedule)):
-        return fault
-    if fault := _fault_of_schedule(scalars.scheduler, schedule):
+    if fault := _fault_of_options(scalars.groups, options):
         return fault
     if not are_finite([tensor for tensor in state.tensors if tensor.is_floating_point()]):
         return "it has values that are not finite"
@@ -72,39 +66,13 @@ def fault_of(
     return _fault_of_a_step(state, optimizer, extra)
 
 
-def _fault_of_options(
-    sent: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]], *, is_scheduled: bool
-) -> str:
-    for theirs, agreed in zip(sent, options, strict=True):
-        for name in sorted(theirs.keys() | agreed.keys()):
-            value, own = theirs.get(name), agreed.get(name)
+def _fault_of_options(sent: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> str:
+    for theirs, due in zip(sent, options, strict=True):
+        for name in sorted(theirs.keys() | due.keys()):
+            value, own = theirs.get(name), due.get(name)
             is_own_affair = name in LOCAL_OPTIONS or name == "param_names" or (name == "initial_lr" and own is None)
-            if is_own_affair or _plain(value) == _plain(own):
-                continue
-            if not (is_scheduled and name in SCHEDULED):
+            if not is_own_affair and not is_close(value, own):
                 return f"its option {name!r} is {value!r}, and {own!r} in the run"
-            numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
-            if not all(isinstance(one, (int, float)) and 0 <= one <= MAX_LEARNING_RATE for one in numbers):
-                return f"its option {name!r} is {value!r}, which no schedule gives"
-            if name in ("momentum", "betas") and not all(one < 1 for one in numbers):
-                return f"its option {name!r} is {value!r}; below 1 is possible"
-    return ""
-
-
-def _fault_of_schedule(sent: Any, own: Any) -> str:
-    """Check the schedule: constants must equal this peer's, and counters and rates must be numbers."""
-    if isinstance(own, Mapping) and isinstance(sent, Mapping):
-        for name in sent.keys() & own.keys():
-            if name == "base_lrs" and _plain(sent[name]) != _plain(own[name]):
-                return f"its schedule begins at {sent[name]!r}, and at {own[name]!r} in the run"
-            if fault := _fault_of_schedule(sent[name], own[name]):
-                return fault
-    elif isinstance(own, (list, tuple)) and isinstance(sent, (list, tuple)):
-        for one, other in zip(sent, own, strict=False):
-            if fault := _fault_of_schedule(one, other):
-                return fault
-    elif isinstance(own, (int, float)) and not (isinstance(sent, (int, float)) and abs(sent) <= MAX_STEP):
-        return f"its schedule has {sent!r} where a number is due"
     return ""
 
 
@@ -116,6 +84,9 @@ def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.
     for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
         owner, _, name = spec.name.partition(".")
         found.setdefault(int(owner), {})[name] = tensor
+    for index, parameter in enumerate(parameters if found else ()):  # the run may not have changed any yet
+        if optimizer.state.get(parameter):
+            found.setdefault(index, {})
     for index in sorted(found):
         values = found[index]
         if missing := due - values.keys() - _OPTIONAL:
@@ -162,8 +133,3 @@ def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer, extra: Sequ
     except Exception as error:  # noqa: BLE001 (whatever an optimizer makes of values that are not its own)
         return f"a step from it fails ({type(error).__name__}: {error})"
     return "" if are_finite(parameters_of(rehearsed)) else "a step from it leads to values that are not finite"
-
-
-def _plain(value: Any) -> Any:
-    """Convert tuples to lists, as in a state that was sent, for comparison."""
-    return list(value) if isinstance(value, tuple) else value

@@ -29,6 +29,7 @@ from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.serializable import is_plain, merged, plain_part
 from manyhands.optim.state.check import fault_of
+from manyhands.optim.state.schedule import ScheduleAtBegin
 from manyhands.optim.state.state import (
     Capture,
     digest_of_parameters,
@@ -89,6 +90,7 @@ class Replica:
             raise ConfigError(
                 "ReduceLROnPlateau follows each peer's own loss; give a schedule by global step, LambdaLR say"
             )
+        self._schedule = ScheduleAtBegin(self.scheduler) if self.scheduler is not None else None
         self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
         self._max_grad_norm = max_grad_norm
         self._parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
@@ -238,8 +240,7 @@ class Replica:
         self.show()
 
     def _restore(self, state: State) -> None:
-        schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-        if fault := fault_of(state, self.optimizer, self._agreed_options, schedule, self.extra_specs):
+        if fault := fault_of(state, self.optimizer, self._options_due(state), self.extra_specs):
             raise ValueError(fault)
         self._num_changes += 1
         self._set_schedule(restore(state, self.optimizer, self.extra_specs))
@@ -249,6 +250,10 @@ class Replica:
         self.position = state.header.position
         self.lineage_samples = state.header.lineage_samples
         self.origin = state.header.origin
+
+    def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
+        """The options of the parameter groups that a state must have; raises ``ValueError`` if its schedule is bad."""
+        return self._agreed_options if self._schedule is None else self._schedule.options_in(state)
 
     @contextmanager
     def agreed_in_model(self) -> Iterator[None]:
