@@ -96,7 +96,7 @@ async def committed(peers: Sequence[Peer], within_s: float = 10.0) -> list[Commi
         assert torch.equal(result.averaged_N, results[0].averaged_N)
     mean = torch.stack([peer.values_N for peer in peers]).mean(dim=0)
     torch.testing.assert_close(results[0].averaged_N, mean)
-    assert results[0].num_members == len(peers)
+    assert len(results[0].manifest.members) == len(peers)
     return list(results)
 
 
@@ -149,7 +149,7 @@ async def test_a_leader_that_is_called_leaves_nobody_out_whom_it_has_not_heard_o
         calling = start([caller])
         await joining.wait()
         results = await outcomes([*calling, *start([leader, third])])
-        assert [result.num_members for result in results] == [3, 3, 3]
+        assert [len(result.manifest.members) for result in results] == [3, 3, 3]
 
 
 async def test_two_would_be_leaders_settle_on_the_lower_at_once() -> None:
@@ -160,7 +160,7 @@ async def test_two_would_be_leaders_settle_on_the_lower_at_once() -> None:
         waiting = start([middle])
         await until(lambda: middle.averager._matchmaker._group_leader.pending)
         results = await outcomes([*waiting, *start([low, high])])
-        assert [result.num_members for result in results] == [3, 3, 3]
+        assert [len(result.manifest.members) for result in results] == [3, 3, 3]
 
 
 async def test_a_peer_that_knows_nobody_comes_to_the_round_that_it_is_invited_to() -> None:
@@ -174,7 +174,7 @@ async def test_a_peer_that_knows_nobody_comes_to_the_round_that_it_is_invited_to
         waiting = start([high])
         await until(lambda: low.roster.num_calls)
         results = await outcomes([*waiting, *start([low])])
-        assert [result.num_members for result in results] == [2, 2]
+        assert [len(result.manifest.members) for result in results] == [2, 2]
 
 
 async def test_who_comes_while_the_leader_still_applies_the_last_round_is_not_sent_away() -> None:
@@ -187,7 +187,7 @@ async def test_who_comes_while_the_leader_still_applies_the_last_round_is_not_se
         assert not early[0].done()
         leader.roster.at = fast.roster.at
         results = await outcomes([*early, *start([leader])])
-        assert [result.num_members for result in results] == [2, 2]
+        assert [len(result.manifest.members) for result in results] == [2, 2]
         assert fast.roster.missing == []
 
 
@@ -208,7 +208,7 @@ async def test_a_peer_whose_leader_is_dead_leads_those_who_have_come_to_it() -> 
         waiting = start([early])
         await until(lambda: leader.roster.num_calls)
         results = await outcomes([*waiting, *start([leader])], 5.0)
-        assert [result.num_members for result in results] == [2, 2]
+        assert [len(result.manifest.members) for result in results] == [2, 2]
 
 
 async def test_a_leader_that_is_left_behind_hears_it_from_whom_it_invites() -> None:
@@ -240,7 +240,7 @@ async def test_a_leader_whose_training_loop_does_not_come_is_left_out_of_the_nex
     async with averagers(3, config=config) as members:
         _, *others = by_id(members)
         results = await outcomes(start(others), 5.0)
-        assert [result.num_members for result in results] == [2, 2]
+        assert [len(result.manifest.members) for result in results] == [2, 2]
         assert results[0].matchmaking_s < 0.6, "it is waited for once, not by each leader in turn"
 
 
@@ -428,7 +428,7 @@ async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
         await has_result.wait()
         await victim.kill()
         results = await outcomes(tasks, 5.0)
-        assert all(result.num_members == 4 for result in results), "its values are in the mean"
+        assert all(len(result.manifest.members) == 4 for result in results), "its values are in the mean"
         await end(dying)
 
 

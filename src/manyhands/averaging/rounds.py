@@ -91,10 +91,6 @@ class CommittedRound:
     blamed: tuple[PeerId, ...] = ()
     is_outsized: bool = False
 
-    @property
-    def num_members(self) -> int:
-        return len(self.manifest.members)
-
 
 class RoundRunner:
     """Averages flat vectors with the other peers of one run.
