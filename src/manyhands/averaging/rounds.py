@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import functools
 import logging
 import math
@@ -41,15 +40,6 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
-
-
-class Phase(enum.Enum):
-    """Of a member's round."""
-
-    JOINING = "joining"
-    FORMED = "formed"
-    VOTING = "voting"
-    CONCLUDED = "concluded"
 
 
 @dataclass
@@ -106,7 +96,6 @@ class RoundRunner:
 
     Attributes:
         memory: that only rounds need; free it while there is none.
-        on_phase: called when this peer enters a phase of its round.
         on_means: called with what a round has committed, and the means as sent, before anybody changes these.
     """
 
@@ -145,16 +134,11 @@ class RoundRunner:
         self._tasks = TaskOwner("rounds")
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
         self._streams = PartnerStreams(own, config, self._tasks)
-        self.on_phase: list[Callable[[Phase], None]] = []
         self.on_means: list[Callable[[RoundManifest, Means], Awaitable[None]]] = []
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
         """Whether this peer is in a group's round, or may still be placed there by the leader's answer."""
         return self._agreement.is_in(group_id) or self._matchmaker.follows(leader)
-
-    def _enter(self, phase: Phase) -> None:
-        for notify in self.on_phase:
-            notify(phase)
 
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
         """Drop the error feedback: this peer no longer has the values that it belongs to.
@@ -246,7 +230,6 @@ class RoundRunner:
 
     async def _find_group(self, weight: float, gather_s: float | None) -> Group:
         started, timeout_s = self._loop.time(), self._left_s()
-        self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
                 group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
@@ -256,7 +239,6 @@ class RoundRunner:
             self._meter.matchmaking_s += self._loop.time() - started
         self._ends_at = min(self._deadline, self._loop.time() + (group.time_left_s or math.inf))
         self._bandwidth.begin_round(self._ends_at - self._loop.time())
-        self._enter(Phase.FORMED)
         return limited(group, self._limits) if self._limits is not None else group
 
     async def _commit(self, recovery: Recovery) -> CommittedRound:
@@ -278,7 +260,6 @@ class RoundRunner:
                 if verdict.order is None:
                     break
                 order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
-            self._enter(Phase.CONCLUDED)
             others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
             struck = {group.members[number].peer_id for number in recovery.struck} & set(verdict.blamed)
             manifest, candidates = verdict.manifest, self._matchmaker.candidates
@@ -320,7 +301,6 @@ class RoundRunner:
 
     async def _vote(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
         began = self._loop.time()
-        self._enter(Phase.VOTING)
         try:
             return await self._agreement.conclude(group, vote, voting_s)
         finally:
