@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from manyhands.averaging.codecs import Codec, Plan, Segment
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.base.identity import PeerId
 
@@ -34,3 +35,8 @@ def group_of(
     ]
     leader = next(member.peer_id for member in members if not member.is_client) if members else peer(0)
     return Group(b"group", leader, AT, members, min_span_numel)
+
+
+def plan_in(codec: Codec, numel: int) -> Plan:
+    """All values in one codec, however few they are."""
+    return Plan([Segment(0, numel, codec)])

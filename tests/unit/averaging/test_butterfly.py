@@ -11,7 +11,7 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.codecs import INT8, NONE, Codec, NotFinite, Plan, plan_of
 from manyhands.base.errors import RoundAborted
 from manyhands.transport import Stream
-from tests.unit.averaging.groups import group_of
+from tests.unit.averaging.groups import group_of, plan_in
 
 
 def exact(numel: int) -> Plan:
@@ -55,7 +55,7 @@ def test_of_a_small_vector_everybody_talks_to_the_few_that_reduce_it(
 
 @pytest.mark.parametrize("codec", [NONE, INT8])
 async def test_own_values_that_are_not_finite_never_leave(codec: Codec) -> None:
-    plan = plan_of([(1, 2)], codec, exact_below_numel=0)
+    plan = plan_in(codec, 2)
     butterfly = Butterfly(group_of(1), 0, torch.tensor([1.0, float("inf")]), plan)
 
     async def connect(rank: int) -> Stream:
@@ -66,7 +66,7 @@ async def test_own_values_that_are_not_finite_never_leave(codec: Codec) -> None:
 
 
 def test_own_values_that_cannot_be_encoded_are_not_sent() -> None:
-    plan = plan_of([(1, 2)], INT8, exact_below_numel=0)
+    plan = plan_in(INT8, 2)
 
     async def butterfly() -> Butterfly:
         return Butterfly(group_of(2), 0, torch.tensor([1.0, float("nan")]), plan)
