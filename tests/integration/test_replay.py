@@ -41,7 +41,7 @@ PLENTY = 10**9
 
 
 def plan_of_code(code: int) -> Plan:
-    return plan_of(SHAPES, codec_of_code(code))
+    return plan_of(SHAPES, codec_of_code(code, ""))
 
 
 class Donor:

@@ -20,7 +20,7 @@ from manyhands.averaging.codecs import (
 )
 from manyhands.averaging.codecs.registry import codec_named, codec_of_code
 from manyhands.base.errors import ConfigError
-from tests.unit.averaging.groups import group_of, plan_in
+from tests.unit.averaging.groups import butterfly_of, group_of, plan_in
 
 
 def encoded_by(codec: Sparse, values: torch.Tensor) -> torch.Tensor:
@@ -179,7 +179,7 @@ def passed_on(change: str) -> Butterfly:
 
     async def receive() -> Butterfly:
         values_N = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-        butterfly = Butterfly(group_of(2), 0, values_N, plan)
+        butterfly = butterfly_of(group_of(2), 0, values_N, plan)
         gathered = Gathered(plan, [1.0, 1.0])
         (sent,) = [bytes(part) for part in list(butterfly._encoded_values(1))]
         (chunk,), rooms = butterfly.partition.chunks[1], butterfly._rooms_for_encoded(1)

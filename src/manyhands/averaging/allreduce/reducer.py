@@ -38,7 +38,7 @@ class SpanReducer:
         averaged_N: receives the means; may be the memory of ``flat_N``, this member's values.
         encoded: memory for the means as sent, uint8; with an exact codec that of the means themselves.
         feedbacks: the codec error of earlier rounds; None for no error feedback.
-        norms: measures the members' values as they arrive.
+        norms: measures the members' values as they arrive; None if they are not measured.
 
     Attributes:
         inboxes: incoming chunks of each other member with a weight, by rank.
@@ -55,8 +55,8 @@ class SpanReducer:
         averaged_N: torch.Tensor,
         encoded: torch.Tensor,
         memory: Memory,
-        feedbacks: Feedbacks | None = None,
-        norms: Norms | None = None,
+        feedbacks: Feedbacks | None,
+        norms: Norms | None,
     ) -> None:
         self.chunks = partition.chunks[rank]
         self.presents: list[list[int]] = []
