@@ -22,7 +22,7 @@ class Phase(enum.Enum):
 def on_phase(runner: RoundRunner, notify: Callable[[Phase], None]) -> None:
     """Call ``notify`` whenever a peer enters a phase of its round."""
     find_group, conclude = runner._find_group, runner._agreement.conclude
-    candidates = runner._matchmaker.candidates
+    candidates = runner.matchmaker.candidates
     note_round = candidates.note_round
 
     async def find(weight: float, gather_s: float | None) -> Group:

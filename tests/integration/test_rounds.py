@@ -158,7 +158,7 @@ async def test_two_would_be_leaders_settle_on_the_lower_at_once() -> None:
         for peer, other in ((middle, high), (high, middle)):
             peer.roster.others = {other.peer_id: False}
         waiting = start([middle])
-        await until(lambda: middle.averager._matchmaker._group_leader.pending)
+        await until(lambda: middle.averager.matchmaker._group_leader.pending)
         results = await outcomes([*waiting, *start([low, high])])
         assert [len(result.manifest.members) for result in results] == [3, 3, 3]
 
@@ -170,7 +170,7 @@ async def test_a_peer_that_knows_nobody_comes_to_the_round_that_it_is_invited_to
         high.endpoint._book._known.pop(low.peer_id)  # it leads, as it cannot reach the lower one,
         await low.endpoint.connect(high.endpoint.addresses[0])  # until that one has dialled it
         low.endpoint._book._known.clear()
-        high.averager._matchmaker._choose_leader = lambda *_: high.peer_id  # type: ignore[method-assign]
+        high.averager.matchmaker._choose_leader = lambda *_: high.peer_id  # type: ignore[method-assign]
         waiting = start([high])
         await until(lambda: low.roster.num_calls)
         results = await outcomes([*waiting, *start([low])])
@@ -253,7 +253,7 @@ async def test_a_member_that_asks_twice_has_one_place() -> None:
         await until(lambda: leader.roster.num_calls == 2)
         calls[0].cancel()
         await turns(50)  # the cancellation arrives
-        leading = asyncio.ensure_future(leader.averager._matchmaker.find_group(1.0, 0))
+        leading = asyncio.ensure_future(leader.averager.matchmaker.find_group(1.0, 0))
         async with time_limit(5.0, "waiting for the group"):
             response, group = await calls[1], await leading
         assert response.group == group
@@ -264,7 +264,7 @@ async def test_a_peer_that_leaves_the_run_lets_nobody_wait() -> None:
     async with averagers(3, config=PATIENT) as members:
         leader, member, _ = by_id(members)
         tasks = start([leader])
-        await until(lambda: leader.averager._matchmaker._group_leader.pending)
+        await until(lambda: leader.averager.matchmaker._group_leader.pending)
         request = JoinRequest(b"same", START, Member(member.peer_id, [], False, 1.0))
         call = asyncio.ensure_future(member.run.call(leader.peer_id, JOIN, request, 10.0))
         await until(lambda: leader.roster.num_calls)
@@ -538,9 +538,9 @@ async def test_failed_rounds_leave_nothing_behind() -> None:
             assert averager._streams._awaited == {}
             assert averager._agreement._rounds == {}
             assert len(averager._agreement._verdicts) <= 16
-            assert averager._matchmaker._group_leader.pending is None
+            assert averager.matchmaker._group_leader.pending is None
             assert len(peer.endpoint.on_lost) == num_listeners
-            assert len(averager._tasks) == len(averager._matchmaker._tasks) == 0
+            assert len(averager._tasks) == len(averager.matchmaker._tasks) == 0
         await committed(peers)
 
 
@@ -796,7 +796,7 @@ async def test_join_requests_that_make_no_sense_are_refused() -> None:
         await client.endpoint.connect(caller.endpoint.addresses[0])
         with pytest.raises(Refused, match="leads no group"):
             await caller.run.call(client.peer_id, JOIN, good, 2.0)
-        assert leader.averager._matchmaker._group_leader.pending is None
+        assert leader.averager.matchmaker._group_leader.pending is None
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
@@ -851,7 +851,7 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
     async with averagers(3, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
         liar, *others = by_id(members)
         groups: list[Group] = []
-        join = liar.averager._matchmaker._reception._on_join
+        join = liar.averager.matchmaker._reception._on_join
 
         async def remember(remote: PeerId, request: JoinRequest) -> JoinResponse:
             response = await join(remote, request)

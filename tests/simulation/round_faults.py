@@ -144,14 +144,14 @@ class RoundWorld:
         runner = RoundRunner(endpoint, "simulated", b"", roster, config, self.world.rng(f"round of {host.name}"))
         on_phase(runner, lambda phase: self._entered(host.name, phase))
         self.runners[host.name] = runner
-        find_group = runner._matchmaker.find_group
+        find_group = runner.matchmaker.find_group
 
         async def find_and_note(*arguments: Any) -> Group:
             group = await find_group(*arguments)
             self.group_sizes.setdefault(host.name, len(group.members))
             return group
 
-        runner._matchmaker.find_group = find_and_note  # type: ignore[method-assign]
+        runner.matchmaker.find_group = find_and_note  # type: ignore[method-assign]
         if host.name in self.stuck:
             get_stuck(runner, self.stuck[host.name])
         try:

@@ -95,6 +95,7 @@ class RoundRunner:
         ConfigError: this endpoint has a runner for this run.
 
     Attributes:
+        matchmaker: finds the groups; it may hold a place before the values are there.
         memory: that only rounds need; free it while there is none.
         on_means: called with what a round has committed, and the means as sent, before anybody changes these.
     """
@@ -114,7 +115,7 @@ class RoundRunner:
         self._config = config
         self._limits = limits
         try:
-            self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
+            self.matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
         except ConfigError as error:  # the endpoint already serves this run's methods
             raise ConfigError(
                 f"this peer averages under run id {run_id!r} already, for an Optimizer or another Averager; close that "
@@ -138,7 +139,7 @@ class RoundRunner:
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
         """Whether this peer is in a group's round, or may still be placed there by the leader's answer."""
-        return self._agreement.is_in(group_id) or self._matchmaker.follows(leader)
+        return self._agreement.is_in(group_id) or self.matchmaker.follows(leader)
 
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
         """Drop the error feedback: this peer no longer has the values that it belongs to.
@@ -149,20 +150,8 @@ class RoundRunner:
         if not (keeps_unsent and self._config.is_sparse):
             self._feedbacks.clear()
 
-    async def hold_place(self) -> None:
-        """Hold a place in the next round's group until this is cancelled or the peer's lineage changes.
-
-        :meth:`average` then joins that group with the values and their weight.
-        """
-        await self._matchmaker.hold_place()
-
-    @property
-    def on_called_ahead(self) -> list[Callable[[], None]]:
-        """Callbacks for when another peer begins to form the group of a future round."""
-        return self._matchmaker.on_called_ahead
-
     async def close(self) -> None:
-        await self._matchmaker.close()
+        await self.matchmaker.close()
         await self._agreement.close()
         self._fetching.close()
         self._probing.close()
@@ -232,7 +221,7 @@ class RoundRunner:
         started, timeout_s = self._loop.time(), self._left_s()
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
+                group = await self.matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
@@ -249,7 +238,7 @@ class RoundRunner:
         """
         group, rank = recovery.group, recovery.rank
         async with AsyncExitStack() as held:
-            held.enter_context(self._matchmaker.in_round(group))
+            held.enter_context(self.matchmaker.in_round(group))
             await held.enter_async_context(self._agreement.of(group))
             held.enter_context(self._fetching.of(recovery))
             order, limit_s = recovery.everything, self._left_s()
@@ -262,7 +251,7 @@ class RoundRunner:
                 order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
             others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
             struck = {group.members[number].peer_id for number in recovery.struck} & set(verdict.blamed)
-            manifest, candidates = verdict.manifest, self._matchmaker.candidates
+            manifest, candidates = verdict.manifest, self.matchmaker.candidates
             candidates.note_round(others, verdict.blamed, struck, is_committed=manifest is not None)
             if manifest is None:
                 if not any(member.weight > 0 for member in group.members):
