@@ -85,6 +85,7 @@ class PendingGroup:
         ends_at: end of the leader's time for the round.
         seen: clients that are connected to a member, by short id.
         hearsay: peers that only members know, by short id, and until when they are waited for.
+        ask_again_at: when an expected peer is invited again: it may have joined another group since it was asked.
         answer: to all waiting members, once the group closes.
     """
 
@@ -100,10 +101,10 @@ class PendingGroup:
         self.is_passed_over = False
         self.seen: set[bytes] = set()
         self.hearsay: dict[bytes, float] = {}
+        self.ask_again_at: dict[PeerId, float] = {}
         self.changed = asyncio.Event()
         self.answer: asyncio.Future[JoinResponse] = loop.create_future()
         self.answer.add_done_callback(lambda answer: answer.exception())  # waiting members get it, if any
-        self._ask_again_at: dict[PeerId, float] = {}
 
     async def wait_with(self, member: Member) -> JoinResponse:
         """Give a peer its place, and wait for the outcome; raises why there is no group here."""
@@ -118,7 +119,7 @@ class PendingGroup:
 
     def _let_out(self, peer_id: PeerId) -> None:
         del self.joined[peer_id]
-        self._ask_again_at.pop(peer_id, None)
+        self.ask_again_at.pop(peer_id, None)
         self.changed.set()
 
     def let_go(self, peer_id: PeerId) -> bool:
@@ -133,7 +134,7 @@ class PendingGroup:
         """A member's values are there: set the deadline, and call the peers that hold places."""
         if self.deadline == math.inf:
             self.deadline, self.due_since = deadline, asyncio.get_running_loop().time()
-            self._ask_again_at.clear()
+            self.ask_again_at.clear()
 
     def left_s(self, leader: PeerId) -> float:
         """Seconds until the group must close."""
@@ -144,19 +145,10 @@ class PendingGroup:
 
     def have_places(self, now: float) -> set[PeerId]:
         """Peers that have come or still hold a place."""
-        self.reserved = {peer_id: until for peer_id, until in self.reserved.items() if until > now}
-        return self.joined.keys() | self.reserved.keys()
+        return self.joined.keys() | {peer_id for peer_id, until in self.reserved.items() if until > now}
 
     def waits_for_hearsay(self, now: float) -> bool:
-        self.hearsay = {short: until for short, until in self.hearsay.items() if until > now}
-        return bool(self.hearsay)
-
-    def is_to_be_asked(self, peer_id: PeerId, now: float) -> bool:
-        """Whether it is time to invite a peer; one that did not come may have joined another group since."""
-        if now < self._ask_again_at.get(peer_id, now):
-            return False
-        self._ask_again_at[peer_id] = now + ASK_AGAIN_S
-        return True
+        return any(until > now for until in self.hearsay.values())
 
     def close(self, answer: JoinResponse | Exception) -> None:
         """Answer all waiting members; only the first answer counts."""
@@ -401,9 +393,9 @@ class GroupLeader:
 
     def _with_places(self, pending: PendingGroup) -> set[PeerId]:
         """The peers that have come, and those with places that are still waited for."""
-        now, own = asyncio.get_running_loop().time(), {self._endpoint.peer_id}
-        heeded = {peer_id for peer_id in pending.have_places(now) - own if self._view.is_heeded(peer_id)}
-        return pending.joined.keys() | heeded | (pending.reserved.keys() & own)
+        have_places, own_id = pending.have_places(asyncio.get_running_loop().time()), self._endpoint.peer_id
+        heeded = {peer_id for peer_id in have_places if peer_id == own_id or self._view.is_heeded(peer_id)}
+        return pending.joined.keys() | heeded
 
     def _without_lost_clients(self, pending: PendingGroup) -> Mapping[PeerId, bool]:
         """The expected peers, without clients that no peer here is connected to."""
@@ -433,11 +425,12 @@ class GroupLeader:
     ) -> None:
         """Invite the expected peers, which also shows which of them are gone."""
         now, is_early = asyncio.get_running_loop().time(), pending.deadline == math.inf
+        have_come = pending.have_places(now) if is_early else pending.joined.keys()
         for peer_id, is_client in expected.items():
             is_reachable = not is_client or self._endpoint.is_connected(peer_id)
-            has_come = peer_id in pending.joined or (is_early and peer_id in pending.reserved)
-            if not is_reachable or has_come or not pending.is_to_be_asked(peer_id, now):
+            if not is_reachable or peer_id in have_come or now < pending.ask_again_at.get(peer_id, now):
                 continue
+            pending.ask_again_at[peer_id] = now + ASK_AGAIN_S
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
             request = InviteRequest(pending.position, self._run_fingerprint, is_early, self._roster.recent_rounds())
