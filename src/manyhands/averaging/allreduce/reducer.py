@@ -302,7 +302,11 @@ class SpanReducer:
             except BadEncoding as error:
                 return rank, f"cannot be decoded: {error}"
             self._squares[rank] += square
-        if not self._is_exact or self._is_finite(mean):  # a codec refuses what is not finite
+        if not self._is_exact:
+            return None  # a codec refuses what is not finite
+        if self._norms is not None:
+            self._square = square_of(mean)
+        if self._is_finite(mean):
             return None
         for rank in present:
             if rank != self._rank and not is_finite(received[rank].view(own.dtype)):
@@ -312,11 +316,8 @@ class SpanReducer:
         return None
 
     def _is_finite(self, mean: torch.Tensor) -> bool:
-        """Whether all values of a mean are finite, judged by its square, which the norms need anyway."""
-        if self._norms is None:
-            return is_finite(mean)
-        self._square = square_of(mean)
-        return math.isfinite(self._square)
+        """Whether all values of a mean are finite, judged by its square, if the norms need that anyway."""
+        return math.isfinite(self._square) if self._norms is not None else is_finite(mean)
 
 
 def _numel(part: slice) -> int:
