@@ -236,7 +236,7 @@ class PartnerStreams:
         before = 0, 0
         while True:
             name = name or await self._next_name(remote, stream)
-            if not await self._is_kept_after(name, remote, stream, before):
+            if not await self._serve_round(name, remote, stream, before):
                 return
             name, before = b"", (stream.bytes_sent, stream.bytes_received)
 
@@ -256,8 +256,8 @@ class PartnerStreams:
             if self._unnamed.get(remote) is stream:
                 del self._unnamed[remote]
 
-    async def _is_kept_after(self, name: bytes, remote: PeerId, stream: Stream, before: tuple[int, int]) -> bool:
-        """Give a stream to a round; returns whether another round may follow on it."""
+    async def _serve_round(self, name: bytes, remote: PeerId, stream: Stream, before: tuple[int, int]) -> bool:
+        """Give a stream to a round until that ends; returns whether another round may follow on it."""
         key = (name, remote)
         if name in self._ended:
             return False
