@@ -851,7 +851,7 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
     async with averagers(3, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
         liar, *others = by_id(members)
         groups: list[Group] = []
-        join = liar.averager.matchmaker._reception._on_join
+        join = liar.averager.matchmaker._handlers._on_join
 
         async def remember(remote: PeerId, request: JoinRequest) -> JoinResponse:
             response = await join(remote, request)

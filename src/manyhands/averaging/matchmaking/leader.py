@@ -173,15 +173,15 @@ class GroupLeader:
         self,
         endpoint: RunEndpoint,
         run_fingerprint: bytes,
-        view: Candidates,
+        candidates: Candidates,
         config: AveragingConfig,
         rng: random.Random,
         tasks: TaskOwner,
     ) -> None:
         self._endpoint = endpoint
         self._run_fingerprint = run_fingerprint
-        self._view = view
-        self._roster = view.roster
+        self._candidates = candidates
+        self._roster = candidates.roster
         self._config = config
         self._rng = rng
         self._tasks = tasks
@@ -259,7 +259,7 @@ class GroupLeader:
 
     def _note_hearsay(self, pending: PendingGroup, expects: bytes) -> None:
         until = asyncio.get_running_loop().time() + HEARSAY_S
-        for stranger in self._view.unheard_of(expects, self._endpoint.peer_id):
+        for stranger in self._candidates.unheard_of(expects, self._endpoint.peer_id):
             pending.hearsay[stranger] = until
 
     def send_to(self, leader: PeerId) -> None:
@@ -324,7 +324,7 @@ class GroupLeader:
         Raises:
             Overruled: the other one.
         """
-        self._view.report_missing(peer_id)
+        self._candidates.report_missing(peer_id)
         await self.look_again()
         if self._roster.is_overruled():
             raise Overruled("another part of the run goes on, whose state this peer has to load")
@@ -338,20 +338,20 @@ class GroupLeader:
             return RoundAborted("all peers that held places have gone")
         if own_id not in pending.joined:
             return self._not_here()
-        late = self._view.expected().keys() - pending.joined.keys() - pending.absent
+        late = self._candidates.expected().keys() - pending.joined.keys() - pending.absent
         for peer_id in late:
-            self._view.report_missing(peer_id)
+            self._candidates.report_missing(peer_id)
         if self._is_late(pending):
-            self._view.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
+            self._candidates.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
         if len(pending.joined) == 1:
             if pending.is_passed_over and not late:
                 return Refused(own_id, AVOIDED, "the others avoid this peer, or follow a leader that this one avoids")
             if not late:
-                return NobodyThere(self._view.with_refusals("no other peer can be reached"))
+                return NobodyThere(self._candidates.with_refusals("no other peer can be reached"))
             reason = (
                 f"none of the {len(late)} expected peers came" if len(late) > 1 else "the expected peer did not come"
             )
-            return RoundAborted(self._view.with_refusals(reason), sorted(late))
+            return RoundAborted(self._candidates.with_refusals(reason), sorted(late))
         members = [pending.joined[peer_id] for peer_id in sorted(pending.joined)]
         return JoinResponse(self._group(pending, members))
 
@@ -394,12 +394,12 @@ class GroupLeader:
     def _with_places(self, pending: PendingGroup) -> set[PeerId]:
         """The peers that have come, and those with places that are still waited for."""
         have_places, own_id = pending.have_places(asyncio.get_running_loop().time()), self._endpoint.peer_id
-        heeded = {peer_id for peer_id in have_places if peer_id == own_id or self._view.is_heeded(peer_id)}
+        heeded = {peer_id for peer_id in have_places if peer_id == own_id or self._candidates.is_heeded(peer_id)}
         return pending.joined.keys() | heeded
 
     def _without_lost_clients(self, pending: PendingGroup) -> Mapping[PeerId, bool]:
         """The expected peers, without clients that no peer here is connected to."""
-        expected = self._view.expected()
+        expected = self._candidates.expected()
         if asyncio.get_running_loop().time() < pending.began + CLIENT_S:
             return expected
         lost = [
@@ -412,8 +412,8 @@ class GroupLeader:
         ]
         for peer_id in lost:
             logger.info("peer %s is in client mode, is connected to nobody here, and is not waited for", peer_id)
-            self._view.report_missing(peer_id)
-        return self._view.expected() if lost else expected
+            self._candidates.report_missing(peer_id)
+        return self._candidates.expected() if lost else expected
 
     def _is_full(self, pending: PendingGroup) -> bool:
         """Whether a group of a grid has no place left; the last one is reserved for this peer."""
@@ -442,7 +442,7 @@ class GroupLeader:
             response = await self._endpoint.call(peer_id, INVITE, request, self._config.matchmaking_time_s)
         except Unavailable as error:
             logger.info("peer %s does not answer and is not waited for: %s", peer_id, error)
-            self._view.report_missing(peer_id)
+            self._candidates.report_missing(peer_id)
         except Refused as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
             await self._refused(peer_id, error, pending)
@@ -454,7 +454,7 @@ class GroupLeader:
 
     async def _refused(self, peer_id: PeerId, refusal: Refused, pending: PendingGroup) -> None:
         if refusal.code == OTHER_MANIFEST:
-            self._view.note_refusal(peer_id, refusal)
+            self._candidates.note_refusal(peer_id, refusal)
         elif refusal.code == OTHER_PART:
             try:
                 await self.told_apart(peer_id)
@@ -464,8 +464,8 @@ class GroupLeader:
             self._does_not_come(peer_id, pending)
         elif refusal.code == BEHIND and pending.position.group_key:
             pending.absent.add(peer_id)  # its group is done with this round of the grid; others may not be
-        elif refusal.code == BEHIND and peer_id in self._view.expected():
-            self._view.note_ahead(peer_id)
+        elif refusal.code == BEHIND and peer_id in self._candidates.expected():
+            self._candidates.note_ahead(peer_id)
             pending.close(Refused(self._endpoint.peer_id, TOLD_BEHIND, refusal.message))
 
     def _heard(self, peer_id: PeerId, response: InviteResponse, pending: PendingGroup) -> None:
@@ -473,7 +473,7 @@ class GroupLeader:
         leader = response.leader
         if not leader or leader >= self._endpoint.peer_id or leader in self.shunned:
             pending.absent.discard(peer_id)
-        elif self._view.is_heeded(leader):
+        elif self._candidates.is_heeded(leader):
             self._endpoint.learn(leader, readable_addresses(response.leader_addresses))
             pending.close(self.redirect(leader))
         else:
@@ -482,6 +482,6 @@ class GroupLeader:
     def _does_not_come(self, peer_id: PeerId, pending: PendingGroup) -> None:
         """Do not wait for a peer that avoids this one, or follows a leader that this one avoids."""
         if peer_id not in pending.absent and self._is_late(pending):
-            self._view.note_in_vain([peer_id])
+            self._candidates.note_in_vain([peer_id])
         pending.absent.add(peer_id)
         pending.is_passed_over = True
