@@ -167,7 +167,7 @@ async def nothing(stream: Stream, means: Means) -> None:
 async def test_who_sends_something_else_or_nothing_is_passed_over(
     lie: Callable[[Stream, Means], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "STALLED_S", 0.2)
+    monkeypatch.setattr(recovery, "HOLDER_SILENT_S", 0.2)
     async with averagers(4, kind="tls", config=CONFIG) as members:
         runners = by_id(members)
         say_that_somebody_is_lost(runners)

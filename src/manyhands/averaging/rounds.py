@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from manyhands.averaging.allreduce.bandwidth import Exchange, RoundBandwidth
+from manyhands.averaging.allreduce.bandwidth import ExchangeFigures, RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
@@ -367,7 +367,7 @@ class RoundRunner:
             self._watchers.cancel(watching)
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
-            exchange = Exchange(
+            exchange = ExchangeFigures(
                 num_due=sum(map(butterfly.num_bytes_with, butterfly.partners)),
                 num_sent=sum(stream.bytes_sent for stream in streams.values()),
                 seconds=self._loop.time() - began,

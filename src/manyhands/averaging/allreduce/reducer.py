@@ -294,9 +294,9 @@ class SpanReducer:
         total, largest = sum(self._weights[rank] for rank in present), max(present, key=self._weights.__getitem__)
         for rank in present:
             share = self._weights[rank] / total
-            is_plain = rank == self._rank or self._is_exact
-            values = own if rank == self._rank else received[rank].view(own.dtype) if is_plain else received[rank]
-            add = self._plan.add_values if is_plain else self._plan.add
+            is_unencoded = rank == self._rank or self._is_exact
+            values = own if rank == self._rank else received[rank].view(own.dtype) if is_unencoded else received[rank]
+            add = self._plan.add_values if is_unencoded else self._plan.add
             try:
                 square = add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
             except BadEncoding as error:
@@ -346,7 +346,7 @@ class Inbox:
     def __init__(self, rooms: torch.Tensor) -> None:
         self.is_ended = False
         self._free = list(rooms)
-        self._lent: deque[torch.Tensor] = deque()
+        self._in_use: deque[torch.Tensor] = deque()
         self._full: deque[torch.Tensor] = deque()
 
     @property
@@ -356,8 +356,8 @@ class Inbox:
 
     def room(self, num_bytes: int) -> torch.Tensor:
         """Memory for the next chunk, uint8, shape [num_bytes]; requires :meth:`has_room`."""
-        self._lent.append(self._free.pop())  # the memory used last is in the processor's cache
-        return self._lent[-1][:num_bytes]
+        self._in_use.append(self._free.pop())  # the memory used last is in the processor's cache
+        return self._in_use[-1][:num_bytes]
 
     def put(self, encoded: torch.Tensor) -> None:
         """A chunk has arrived."""
@@ -374,4 +374,4 @@ class Inbox:
 
     def give_back(self) -> None:
         """Free the memory of the chunk that was taken last."""
-        self._free.append(self._lent.popleft())
+        self._free.append(self._in_use.popleft())

@@ -58,7 +58,7 @@ MIN_VOTING_S = 1.0
 """The least time that a leader waits for votes after its round's time is over."""
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
-STALLED_S = 3.0
+LAST_VOTE_S = 3.0
 """How long a member that answers but sent nothing may take to vote after all others have voted."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be dialled."""
@@ -332,7 +332,7 @@ class Agreement:
                 asked_at = now
             if not stalled:
                 stalled_at = now
-            if now - stalled_at >= STALLED_S:  # this leader may be one of them
+            if now - stalled_at >= LAST_VOTE_S:  # this leader may be one of them
                 for rank in stalled:
                     state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
             elif now - asked_at >= PROBE_S:  # no other member may need one that never came to this round

@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 MEANS_KIND = "averaging.means"
 OPENING_S = 2.0
 """Time to reach a holder before the next one is asked."""
-STALLED_S = 3.0
+HOLDER_SILENT_S = 3.0
 """A holder that sends nothing for this long is given up: there are others."""
 DIGEST_BYTES = 32  # of BLAKE3
 
 Refill = Callable[[], torch.Tensor]
 """Returns this member's values again, in memory of their own; may take a while."""
-Exchange = Callable[[Group, int, Butterfly, bytes], Awaitable[object]]
+RunExchange = Callable[[Group, int, Butterfly, bytes], Awaitable[object]]
 """Runs the butterfly of a group's member of this rank over its own streams, which these bytes identify."""
 
 OUTSIZED = "are too large, or not finite, beside those of the others"
@@ -80,7 +80,7 @@ class Recovery:
         rank: int,
         flat_N: torch.Tensor,
         plan: Plan,
-        exchange: Exchange,
+        exchange: RunExchange,
         *,
         memory: Memory,
         refill: Refill | None,
@@ -196,7 +196,7 @@ class Fetching:
         self._group: Group | None = None
         self._recovery: Recovery | None = None
         self._kept: dict[bytes, Means] = {}  # by digest
-        self._forgetting: asyncio.TimerHandle | None = None
+        self._forget_timer: asyncio.TimerHandle | None = None
         self._serving: set[PeerId] = set()
         endpoint.accept_bulk(MEANS_KIND, self._on_stream)
 
@@ -217,13 +217,13 @@ class Fetching:
     async def keep(self, means: Means, digest: bytes) -> None:
         """Copy a result for members that may still fetch it: the vector itself belongs to the caller."""
         self._kept[digest] = await run_to_end(means.copy)
-        self._forgetting = asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._forget)
+        self._forget_timer = asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._forget)
 
     def _forget(self) -> None:
         self._kept.clear()
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-            self._forgetting = None
+        if self._forget_timer is not None:
+            self._forget_timer.cancel()
+            self._forget_timer = None
 
     async def fetch(
         self, recovery: Recovery, manifest: RoundManifest, doubtful: Sequence[PeerId], timeout_s: float
@@ -267,7 +267,7 @@ class Fetching:
                 self._receive(stream, recovery, manifest),
                 lambda: stream.bytes_received,
                 at_least=1,
-                within_s=STALLED_S,
+                within_s=HOLDER_SILENT_S,
                 phase=f"waiting for the means that peer {peer_id} holds",
             )
         finally:
