@@ -146,13 +146,13 @@ async def test_a_copy_is_kept_if_somebody_was_lost_until_the_next_round() -> Non
 
 
 async def wrong_means(stream: Stream, means: Means) -> None:
-    await stream.send(bytes([means.is_again]), *means.digests())
+    await stream.send(bytes([means.spans_ballots]), *means.digests())
     await stream.receive_into(memoryview(bytearray(len(means.pieces))))
     await stream.send(bytes_of(torch.zeros(NUMEL)))
 
 
 async def wrong_digests(stream: Stream, means: Means) -> None:
-    await stream.send(bytes([means.is_again]), bytes(32 * len(means.pieces)))
+    await stream.send(bytes([means.spans_ballots]), bytes(32 * len(means.pieces)))
 
 
 async def another_kind(stream: Stream, means: Means) -> None:

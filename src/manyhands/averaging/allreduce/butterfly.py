@@ -128,7 +128,7 @@ class Butterfly:
 
     def digest(self) -> bytes:
         """BLAKE3 of the digests of all spans, in order of ranks, of the means as sent. Nothing may be missing."""
-        return digest_of_all(False, [self._hashers[rank].digest() for rank in sorted(self._hashers)])
+        return digest_of_all([self._hashers[rank].digest() for rank in sorted(self._hashers)], spans_ballots=False)
 
     def means(self) -> Means:
         """The means as sent, by reducer, as far as they have come; call it once the butterfly has ended."""

@@ -25,7 +25,7 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
-from manyhands.averaging.allreduce.means import Contributions, Means, again, digest_of, digest_of_all
+from manyhands.averaging.allreduce.means import Contributions, Means, across_ballots, digest_of, digest_of_all
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.commit.limits import MemberLimits, witnessed
 from manyhands.averaging.config import AveragingConfig
@@ -130,7 +130,7 @@ class Recovery:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, InvalidContribution):  # its own values: no stream carries them
                 own_fault = [Accusation(self.rank, reason, is_violation=True)]
-        means = self._first if order.ballot == 0 and self._first is not None else again(self._mean_N)
+        means = self._first if order.ballot == 0 and self._first is not None else across_ballots(self._mean_N)
         for chunk, reducer, present in butterfly.held():
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
         outsized = self._find_outsized(butterfly, order.members)
@@ -141,8 +141,10 @@ class Recovery:
             vote.reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
             vote.missing = (0, numel) if outsized else missing
             return vote
-        is_again = order.ballot > 0  # a part of it came before, so that no butterfly has seen it all
-        vote.digest = digest_of_all(True, await run_to_end(means.digests)) if is_again else butterfly.digest()
+        if order.ballot > 0:  # a part of it came before, so that no butterfly has seen it all
+            vote.digest = digest_of_all(await run_to_end(means.digests), spans_ballots=True)
+        else:
+            vote.digest = butterfly.digest()
         vote.parts = self._contributions.parts()
         self.results[vote.digest] = means
         return vote
@@ -161,13 +163,13 @@ class Recovery:
             for rank in sorted(found)
         ]
 
-    def incomplete(self, is_again: bool) -> Means | None:
+    def incomplete(self, spans_ballots: bool) -> Means | None:
         """The parts that this member has of a result that it does not hold.
 
         Args:
-            is_again: whether it was averaged in more than one ballot.
+            spans_ballots: whether it was averaged in more than one ballot.
         """
-        return again(self._mean_N) if is_again else self._first
+        return across_ballots(self._mean_N) if spans_ballots else self._first
 
 
 def stream_id(group: Group, ballot: int) -> bytes:
@@ -276,13 +278,13 @@ class Fetching:
     async def _receive(self, stream: Stream, recovery: Recovery, manifest: RoundManifest) -> Means:
         kind = bytearray(1)
         await stream.receive_into(memoryview(kind))
-        means = recovery.incomplete(is_again=bool(kind[0]))
+        means = recovery.incomplete(spans_ballots=bool(kind[0]))
         if means is None:
             raise ProtocolViolation(stream.remote, "a result of an unknown kind")
         table = bytearray(DIGEST_BYTES * len(means.pieces))
         await _receive_all(stream, memoryview(table))
         digests = [bytes(table[at : at + DIGEST_BYTES]) for at in range(0, len(table), DIGEST_BYTES)]
-        if digest_of_all(means.is_again, digests) != manifest.digest:
+        if digest_of_all(digests, spans_ballots=means.spans_ballots) != manifest.digest:
             raise ProtocolViolation(stream.remote, "the digests are not those of what was committed")
         own = await run_to_end(means.digests)
         wanted = [mine != committed for mine, committed in zip(own, digests, strict=True)]
@@ -320,7 +322,7 @@ class Fetching:
 
     async def _send(self, stream: Stream, means: Means) -> None:
         digests = await run_to_end(means.digests)
-        await stream.send(bytes([means.is_again]), *digests)
+        await stream.send(bytes([means.spans_ballots]), *digests)
         wanted = bytearray(len(means.pieces))
         await _receive_all(stream, memoryview(wanted))
         for piece, is_wanted in zip(means.pieces, wanted, strict=True):
