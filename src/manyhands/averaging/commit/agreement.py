@@ -32,7 +32,6 @@ from manyhands.averaging.commit.votes import VoteCount, checked
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
-    NOBODY,
     VOTE,
     Group,
     Verdict,
@@ -283,8 +282,7 @@ class Agreement:
             await asyncio.gather(calling, return_exceptions=True)
 
     async def _probe_leader(self, state: VotingState) -> None:
-        timeout_s = self._answer_time_s(state, state.leader)
-        await self._endpoint.call(state.group.leader, ASK_VERDICT, VerdictQuery(NOBODY), timeout_s)
+        await self._endpoint.ping(state.group.leader, self._answer_time_s(state, state.leader))
 
     async def _in_doubt(self, state: VotingState, reason: str) -> Verdict:
         """After the loss of the leader, ask all other members until one knows the verdict or none can get it."""

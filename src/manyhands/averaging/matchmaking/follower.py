@@ -38,7 +38,6 @@ from manyhands.averaging.matchmaking.candidates import Candidates, Roster, short
 from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers, MatchmakingState
 from manyhands.averaging.matchmaking.leader import HOLD_S, GroupLeader
 from manyhands.averaging.messages import (
-    ASK_VERDICT,
     JOIN,
     LEAVE,
     MAX_ADDRESSES,
@@ -51,7 +50,6 @@ from manyhands.averaging.messages import (
     LeaveRequest,
     Member,
     Position,
-    VerdictQuery,
     readable_addresses,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
@@ -275,7 +273,7 @@ class Matchmaker:
 
         async def reach(peer_id: PeerId) -> None:
             try:
-                await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(b""), self._gather_s)
+                await self._endpoint.ping(peer_id, self._gather_s)
             except Unavailable as error:
                 logger.info("peer %s cannot be reached either: %s", peer_id, error)
                 self.candidates.report_missing(peer_id)
