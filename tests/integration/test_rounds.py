@@ -434,7 +434,7 @@ async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
 
 def change_first_result(peer: Peer, change: Callable[[Recovery, Vote], None]) -> None:
     """Do something to what a peer holds, and to its vote, after it has averaged for the first time."""
-    make = peer.averager._recovery
+    make = peer.averager._new_recovery
 
     def make_changed(*arguments: Any) -> Recovery:
         recovery = make(*arguments)
@@ -449,7 +449,7 @@ def change_first_result(peer: Peer, change: Callable[[Recovery, Vote], None]) ->
         recovery.average = average_changed  # type: ignore[method-assign]
         return recovery
 
-    peer.averager._recovery = make_changed  # type: ignore[method-assign]
+    peer.averager._new_recovery = make_changed  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("has_another_result", [False, True])

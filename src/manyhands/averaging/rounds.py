@@ -131,7 +131,6 @@ class RoundRunner:
         self._ends_at = 0.0  # when the current round is over for this peer or for the leader
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
-        self._feedback: Feedbacks | None = None  # of the current round
         self._tasks = TaskOwner("rounds")
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
         self._streams = PartnerStreams(own, config, self._tasks)
@@ -197,19 +196,19 @@ class RoundRunner:
         self._deadline = started + min(timeout_s, self._config.averaging_timeout_s)
         group = await self._find_group(weight, gather_s)
         matchmaking_s = self._loop.time() - started
-        recovery = self._recovery(group, flat_N, shapes, refill, part)
+        recovery = self._new_recovery(group, flat_N, shapes, refill, part)
         try:
             committed = await self._commit(recovery)
-            if self._feedback is not None:
+            if recovery.feedbacks is not None:
                 is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
-                await run_to_end(functools.partial(self._feedback.commit, is_left_out=is_left_out))
+                await run_to_end(functools.partial(recovery.feedbacks.commit, is_left_out=is_left_out))
         except RoundAborted as error:
             if self._endpoint.peer_id in error.blamed:
                 self._bandwidth.lose_round()
             raise
         finally:
-            if self._feedback is not None:
-                self._feedback.abort()
+            if recovery.feedbacks is not None:
+                recovery.feedbacks.abort()
         seconds = self._loop.time() - started
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
@@ -295,7 +294,7 @@ class RoundRunner:
         finally:
             self._meter.vote_s += self._loop.time() - began
 
-    def _recovery(
+    def _new_recovery(
         self,
         group: Group,
         flat_N: torch.Tensor,
@@ -308,17 +307,16 @@ class RoundRunner:
         shapes = shapes if shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec, self._config.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
-        feedback = None
+        feedbacks = None
         if (self._config.error_feedback or plan.passes_on) and not plan.is_exact(0, plan.numel):
-            feedback = self._feedbacks.get(part)
-            if feedback is None or feedback.plan.segments != plan.segments:  # the first round, or another codec
-                self._feedbacks[part] = feedback = Feedbacks.of(plan)
+            feedbacks = self._feedbacks.get(part)
+            if feedbacks is None or feedbacks.plan.segments != plan.segments:  # the first round, or another codec
+                self._feedbacks[part] = feedbacks = Feedbacks.of(plan)
             if (weight := group.members[rank].weight) > 0 and not plan.passes_on:  # what is unsent is no small error
-                feedback.sent.share = weight / sum(member.weight for member in group.members)
-        self._feedback = feedback
+                feedbacks.sent.share = weight / sum(member.weight for member in group.members)
         return Recovery(
             group, rank, flat_N, plan, self._exchange,
-            refill=refill, memory=self.memory, feedbacks=feedback, limits=self._limits,
+            refill=refill, memory=self.memory, feedbacks=feedbacks, limits=self._limits,
         )  # fmt: skip
 
     def _left_s(self) -> float:

@@ -64,10 +64,10 @@ class Recovery:
     Args:
         rank: of this member, whose values are ``flat_N``.
         refill: returns the values again, if the means may overwrite them; without it they are never written.
-        feedbacks: the codec error of earlier rounds; None for no error feedback.
         limits: members that exceed them are left out; None for no limits.
 
     Attributes:
+        feedbacks: the codec error of earlier rounds; None for no error feedback.
         everything: the first ballot's order: all members average the whole vector.
         results: what this member holds as a whole, by digest.
         outsized: ranks of members whose values are too large beside those of the others.
@@ -95,8 +95,8 @@ class Recovery:
         self._refill = refill
         self._mean_N = flat_N if refill is not None else empty_vector(flat_N.numel(), flat_N.dtype)
         self._memory = memory
-        self._feedbacks = feedbacks
         self._limits = limits
+        self.feedbacks = feedbacks
         self.outsized: set[int] = set()
         self.struck: set[int] = set()
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
@@ -116,7 +116,7 @@ class Recovery:
         butterfly = Butterfly(
             self.group, self.rank, self._flat_N, self._plan,
             members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
-            feedbacks=self._feedbacks, is_measured=self._limits is not None,
+            feedbacks=self.feedbacks, is_measured=self._limits is not None,
         )  # fmt: skip
         if order.ballot == 0:
             self._first = butterfly.means()  # also if the others decide while this member still averages
