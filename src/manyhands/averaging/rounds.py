@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,16 +67,14 @@ class CommittedRound:
             this member lacks what most hold: it was left out, or could not fetch a part. It must load the others' state
             to follow them.
         manifest: the contributors and their weights.
-        seconds: from the call to the verdict.
-        matchmaking_s: the part of it that was spent looking for the group.
+        averaging_s: seconds from when the group had formed until this member held the mean, or knew that it does not.
         reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
         is_outsized: the others left out this peer's values, as they were too large beside theirs.
     """
 
     averaged_N: torch.Tensor | None
     manifest: RoundManifest
-    seconds: float
-    matchmaking_s: float
+    averaging_s: float
     reason: str = ""
     blamed: tuple[PeerId, ...] = ()
     is_outsized: bool = False
@@ -192,13 +190,12 @@ class RoundRunner:
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
         self._meter = meter if meter is not None else RoundMeter()
-        started = self._loop.time()
-        self._deadline = started + min(timeout_s, self._config.averaging_timeout_s)
+        self._deadline = self._loop.time() + min(timeout_s, self._config.averaging_timeout_s)
         group = await self._find_group(weight, gather_s)
-        matchmaking_s = self._loop.time() - started
+        formed_at = self._loop.time()
         recovery = self._new_recovery(group, flat_N, shapes, refill, part)
         try:
-            committed = await self._commit(recovery)
+            committed = await self._commit(recovery, formed_at)
             if recovery.feedbacks is not None:
                 is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
                 await run_to_end(functools.partial(recovery.feedbacks.commit, is_left_out=is_left_out))
@@ -209,12 +206,11 @@ class RoundRunner:
         finally:
             if recovery.feedbacks is not None:
                 recovery.feedbacks.abort()
-        seconds = self._loop.time() - started
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
-            self._bandwidth.end_round(seconds - matchmaking_s, is_whole=not committed.blamed)
-        return replace(committed, seconds=seconds, matchmaking_s=matchmaking_s)
+            self._bandwidth.end_round(committed.averaging_s, is_whole=not committed.blamed)
+        return committed
 
     async def _find_group(self, weight: float, gather_s: float | None) -> Group:
         started, timeout_s = self._loop.time(), self._left_s()
@@ -229,9 +225,11 @@ class RoundRunner:
         self._bandwidth.begin_round(self._ends_at - self._loop.time())
         return limited(group, self._limits) if self._limits is not None else group
 
-    async def _commit(self, recovery: Recovery) -> CommittedRound:
+    async def _commit(self, recovery: Recovery, formed_at: float) -> CommittedRound:
         """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
 
+        Args:
+            formed_at: loop time.
         Raises:
             RoundAborted: the round did not commit.
         """
@@ -267,7 +265,8 @@ class RoundRunner:
                 for tell in self.on_means:
                     await tell(manifest, means)
             averaged_N = means.averaged_N if means is not None else None
-            return CommittedRound(averaged_N, manifest, 0.0, 0.0, verdict.reason, tuple(verdict.blamed), is_outsized)
+            averaging_s, blamed = self._loop.time() - formed_at, tuple(verdict.blamed)
+            return CommittedRound(averaged_N, manifest, averaging_s, verdict.reason, blamed, is_outsized)
 
     async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
         """Average until done or until the round is decided; a decided round needs no further values."""

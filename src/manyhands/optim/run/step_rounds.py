@@ -268,7 +268,7 @@ class StepRounds:
             manifest,
             manifest.members,
             shares=shares,
-            averaging_s=committed.seconds - committed.matchmaking_s,
+            averaging_s=committed.averaging_s,
             is_left_out=weight > 0 and self._own_id not in shares,
             is_outsized=committed.is_outsized,
             disagreement=self._drift.disagreement(),
