@@ -25,9 +25,9 @@ from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 
 PROBE_S = 2.0
-"""A member that does not answer for this long is considered gone,"""
+"""A member that does not answer for this long is considered gone."""
 MAX_PROBE_S = 8.0
-"""or for this long on a slow link: then heartbeats end the connection anyway."""
+"""The same on a slow link. Soon after this time missing heartbeats end the connection anyway."""
 QUEUED_BYTES = 16 * 1024
 """Bytes of a round that may be queued before an answer."""
 
@@ -44,10 +44,10 @@ PACE_KNOWN_S = 5.0
 that would miss the end is given up, so that time is left to go on without it."""
 
 LAST_SHARE = 0.65
-"""After this share of a round's time a reducer that sends no means is given up, whatever it reports, if another reducer
-has all values, so that this one must have them as well:"""
+"""After this share of a round's time a reducer that sends no means is given up, whatever it reports, if it should have
+had all values by then: another reducer has had them for some time (``MARGIN``)."""
 MARGIN = 1.5
-"""it may take this factor longer, in proportion to its span."""
+"""How much longer than another reducer one may take, in proportion to the size of its span, as a factor."""
 
 
 class MovedQuery(msgspec.Struct):
