@@ -161,7 +161,7 @@ class MatchmakingHandlers:
         """Refuse a peer that gets no place, or has no record, after another look, as it may be new."""
         me = self._endpoint.peer_id
         if self._candidates.is_refused(remote):
-            raise Refused(me, REFUSED, "this peer has spoilt rounds, and gets no place in one for a while")
+            raise Refused(me, REFUSED, "your values were too large in three rounds; you get no place for a while")
         if not self._roster.is_known(remote):
             await self._group_leader.look_again(is_due=True)
             if not self._roster.is_known(remote):
