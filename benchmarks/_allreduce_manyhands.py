@@ -12,7 +12,7 @@ from manyhands import Peer
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.commit.limits import MemberLimits
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 
@@ -66,11 +66,12 @@ class System:
 
     def reduce(self, codec: str) -> tuple[float, float]:
         shapes = [(1, self._vector_N.numel())]  # one large matrix: all of it is encoded
-        averaging = self._rounds[codec].average(self._vector_N, 1.0, shapes=shapes, refill=self._again)
+        meter = RoundMeter()
+        averaging = self._rounds[codec].average(self._vector_N, 1.0, shapes=shapes, meter=meter, refill=self._again)
         result = self._peers[codec].run(averaging, TIMEOUT_S + 10.0, "averaging")
         self._rosters[codec].at = result.manifest.position.after(result.manifest)
         self._result_N = result.averaged_N
-        return result.seconds - result.matchmaking_s, result.matchmaking_s
+        return result.averaging_s, meter.matchmaking_s
 
     def result(self, codec: str) -> torch.Tensor:
         assert self._result_N is not None, "the others committed without this one"

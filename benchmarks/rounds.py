@@ -18,7 +18,7 @@ import torch
 from _roster import Everybody
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.identity import Identity
 from manyhands.rpc import Endpoint
@@ -36,15 +36,19 @@ async def measure(num_peers: int, numel: int, num_rounds: int) -> dict[str, floa
         roster = Everybody({other.peer_id: False for other in endpoints if other is not endpoint})
         averagers.append(RoundRunner(endpoint, "benchmark", b"", roster, AveragingConfig(), random.Random(0)))
     vector = torch.ones(numel)
-    results = [
-        await asyncio.gather(*(averager.average(vector, 1.0) for averager in averagers)) for _ in range(num_rounds + 1)
-    ]
+    seconds, forming = list[float](), list[float]()
+    for _ in range(num_rounds + 1):
+        meters = [RoundMeter() for _ in averagers]
+        results = await asyncio.gather(
+            *(averager.average(vector, 1.0, meter=meter) for averager, meter in zip(averagers, meters, strict=True))
+        )
+        forming.append(max(meter.matchmaking_s for meter in meters))
+        seconds.append(max(m.matchmaking_s + r.averaging_s for m, r in zip(meters, results, strict=True)))
     for averager in averagers:
         await averager.close()
     for endpoint in endpoints:
         await endpoint.close()
-    seconds = sorted(max(result.seconds for result in members) for members in results[1:])
-    forming = [max(result.matchmaking_s for result in members) for members in results[1:]]
+    seconds, forming = sorted(seconds[1:]), forming[1:]
     return {
         "peers": num_peers,
         "numel": numel,

@@ -14,12 +14,13 @@ from multiprocessing.connection import Connection
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.rounds import Phase, RoundRunner
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint
 from manyhands.transport import TlsTransport
+from tests.phases import on_phase
 from tests.swarm import FixedRoster
 
 NUMEL = 4_000_000
@@ -32,12 +33,6 @@ MAX_ATTEMPTS = 2
 PHASES = (
     "before", "joining", "formed", "first chunk sent", "half sent", "reducing", "before commit", "after commit",
 )  # fmt: skip
-OF_THE_ROUND = {
-    Phase.JOINING: "joining",
-    Phase.FORMED: "formed",
-    Phase.VOTING: "before commit",
-    Phase.CONCLUDED: "after commit",
-}
 SENT = {"first chunk sent": 0.1, "half sent": 0.7}
 RECEIVED = {"reducing": 0.5}
 
@@ -95,7 +90,7 @@ async def _run(number: int, phase: str, fault: signal.Signals | None, pipe: Conn
                 return
             await asyncio.sleep(POLL_S)
 
-    runner.on_phase.append(lambda entered: fail_in(OF_THE_ROUND[entered]))
+    on_phase(runner, lambda entered: fail_in(entered.value))
     fail_in("before")
     watching = asyncio.create_task(watch())
     reason = ""

@@ -73,7 +73,7 @@ def test_a_member_that_lost_the_result_loads_it_and_its_samples_count() -> None:
     with peers(3) as swarm:
         trainers = [Trainer(peer, "unlucky", 12) for peer in swarm]
         unlucky = max(trainers, key=lambda trainer: trainer.peer.peer_id)
-        make = averager_of(unlucky)._recovery
+        make = averager_of(unlucky)._new_recovery
 
         def make_losing(*arguments: Any) -> Recovery:
             recovery: Recovery = make(*arguments)
@@ -86,13 +86,13 @@ def test_a_member_that_lost_the_result_loads_it_and_its_samples_count() -> None:
                 return vote
 
             recovery.average = lose  # type: ignore[method-assign]
-            averager_of(unlucky)._recovery = make
+            averager_of(unlucky)._new_recovery = make
             return recovery
 
         async def fetch_in_vain(*_: object) -> None:
             """It could be had of a member that is still in the round, if there is one just then."""
 
-        averager_of(unlucky)._recovery = make_losing
+        averager_of(unlucky)._new_recovery = make_losing
         averager_of(unlucky)._fetching.fetch = fetch_in_vain  # type: ignore[method-assign]
 
         def train(trainer: Trainer) -> None:

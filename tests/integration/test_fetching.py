@@ -146,13 +146,13 @@ async def test_a_copy_is_kept_if_somebody_was_lost_until_the_next_round() -> Non
 
 
 async def wrong_means(stream: Stream, means: Means) -> None:
-    await stream.send(bytes([means.is_again]), *means.digests())
+    await stream.send(bytes([means.spans_ballots]), *means.digests())
     await stream.receive_into(memoryview(bytearray(len(means.pieces))))
     await stream.send(bytes_of(torch.zeros(NUMEL)))
 
 
 async def wrong_digests(stream: Stream, means: Means) -> None:
-    await stream.send(bytes([means.is_again]), bytes(32 * len(means.pieces)))
+    await stream.send(bytes([means.spans_ballots]), bytes(32 * len(means.pieces)))
 
 
 async def another_kind(stream: Stream, means: Means) -> None:
@@ -167,7 +167,7 @@ async def nothing(stream: Stream, means: Means) -> None:
 async def test_who_sends_something_else_or_nothing_is_passed_over(
     lie: Callable[[Stream, Means], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "STALLED_S", 0.2)
+    monkeypatch.setattr(recovery, "HOLDER_SILENT_S", 0.2)
     async with averagers(4, kind="tls", config=CONFIG) as members:
         runners = by_id(members)
         say_that_somebody_is_lost(runners)

@@ -337,5 +337,5 @@ async def test_who_was_left_out_is_expected_less() -> None:
             results = await asyncio.gather(
                 *(runner.average(values_of(0), 1.0, shapes=[SHAPE]) for runner, _, _ in honest)
             )
-        assert [result.num_members for result in results] == [3, 3, 3]
+        assert [len(result.manifest.members) for result in results] == [3, 3, 3]
         assert all(result.blamed == () for result in results)

@@ -33,7 +33,7 @@ def make(peer: manyhands.Peer, **options: Any) -> manyhands.Optimizer:
 def parts(optimizer: manyhands.Optimizer) -> dict[str, Any]:
     rounds: Any = optimizer._collaboration._rounds
     return {
-        "rounds": rounds, "matchmaker": rounds._matchmaker, "agreement": rounds._agreement, "streams": rounds._streams,
+        "rounds": rounds, "matchmaker": rounds.matchmaker, "agreement": rounds._agreement, "streams": rounds._streams,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.means import again, digest_of_all
+from manyhands.averaging.allreduce.means import across_ballots, digest_of_all
 from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
@@ -41,7 +41,7 @@ PLENTY = 10**9
 
 
 def plan_of_code(code: int) -> Plan:
-    return plan_of(SHAPES, codec_of_code(code))
+    return plan_of(SHAPES, codec_of_code(code, ""))
 
 
 class Donor:
@@ -155,7 +155,7 @@ async def test_a_newcomer_takes_no_more_at_a_time_than_it_has_memory_for() -> No
 def undecodable(kept: KeptStep, pieces: list[bytes]) -> tuple[KeptStep, list[bytes]]:
     """Scales that are not finite, and a digest of them."""
     pieces = [b"\xff" * len(piece) for piece in pieces]
-    digest = digest_of_all(False, [blake3(piece).digest() for piece in pieces])
+    digest = digest_of_all([blake3(piece).digest() for piece in pieces], spans_ballots=False)
     return msgspec.structs.replace(kept, manifest=msgspec.structs.replace(kept.manifest, digest=digest)), pieces
 
 
@@ -236,8 +236,9 @@ async def test_a_step_that_was_averaged_again_arrives_too() -> None:
     """Its pieces are plain, whatever the codec."""
     async with run() as (donors, newcomer):
         donor, mean_N = donors[0], torch.randn(NUMEL)
-        means = again(mean_N.clone())
-        manifest = RoundManifest(b"group", START, [donor.peer_id], [1.0], digest_of_all(True, means.digests()))
+        means = across_ballots(mean_N.clone())
+        digest = digest_of_all(means.digests(), spans_ballots=True)
+        manifest = RoundManifest(b"group", START, [donor.peer_id], [1.0], digest)
         with donor.server.following(newcomer.peer_id):
             await donor.keeper.add(manifest, means)
             means.averaged_N.zero_()

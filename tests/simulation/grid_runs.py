@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.rounds import Phase
 from manyhands.base.address import Address
 from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence
 from manyhands.testing import Host, World
 from manyhands.testing.blocking import SimPeer, run_blocking
+from tests.phases import Phase, on_phase
 from tests.simulation.worlds import join
 
 NUMEL = 32
@@ -147,7 +147,7 @@ def grid_run(seed: int, num_peers: int, max_group_size: int, p_fail: float) -> t
             elif phase is Phase.FORMED:
                 run.matchmaking_s.append(world.loop.time() - came_at)
 
-        optimizer._collaboration._rounds.on_phase.append(note)
+        on_phase(optimizer._collaboration._rounds, note)
 
     def fail() -> None:
         for name in names:

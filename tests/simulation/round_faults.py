@@ -17,12 +17,13 @@ import torch
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Group, SpanResult
-from manyhands.averaging.rounds import CommittedRound, Phase, RoundRunner
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
+from tests.phases import Phase, on_phase
 from tests.swarm import FixedRoster
 
 NUMEL = 60_000
@@ -41,11 +42,7 @@ ROLES = ("sender", "reducer", "leader", "client")
 PHASES = (
     "before", "joining", "formed", "first chunk sent", "half sent", "reducing", "before commit", "after commit",
 )  # fmt: skip
-OF_THE_ROUND = {
-    "formed": Phase.FORMED,
-    "before commit": Phase.VOTING,
-    "after commit": Phase.CONCLUDED,
-}
+OF_THE_ROUND = {phase.value: phase for phase in (Phase.FORMED, Phase.VOTING, Phase.CONCLUDED)}
 SENT = {"first chunk sent": 0.05, "half sent": 0.5}
 """Of what a member sends to reducers, in vectors."""
 RECEIVED = {"reducing": 0.5}
@@ -145,16 +142,16 @@ class RoundWorld:
         config = replace(self.config, bandwidth_mbit_s=says_mbit_s)
         roster = FixedRoster(others)
         runner = RoundRunner(endpoint, "simulated", b"", roster, config, self.world.rng(f"round of {host.name}"))
-        runner.on_phase.append(lambda phase: self._entered(host.name, phase))
+        on_phase(runner, lambda phase: self._entered(host.name, phase))
         self.runners[host.name] = runner
-        find_group = runner._matchmaker.find_group
+        find_group = runner.matchmaker.find_group
 
         async def find_and_note(*arguments: Any) -> Group:
             group = await find_group(*arguments)
             self.group_sizes.setdefault(host.name, len(group.members))
             return group
 
-        runner._matchmaker.find_group = find_and_note  # type: ignore[method-assign]
+        runner.matchmaker.find_group = find_and_note  # type: ignore[method-assign]
         if host.name in self.stuck:
             get_stuck(runner, self.stuck[host.name])
         try:

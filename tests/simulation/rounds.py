@@ -108,7 +108,7 @@ def start_rounds(world: World, names: list[str]) -> Commits:
         except RoundAborted:
             return
         commits.add(endpoint.peer_id, weight, result, values)
-        commits.times[endpoint.peer_id] = (world.loop.time(), result.num_members)
+        commits.times[endpoint.peer_id] = (world.loop.time(), len(result.manifest.members))
         roster.at = result.manifest.position.after(result.manifest)
 
     for name in names:

@@ -122,7 +122,7 @@ def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_af
         assert losses[member.name] < 1.2, "the loss at the begin is 1.3"
         # one reducer alone sees a single value, and might lie: that costs its sender its part in the round and no more
         refused = set() if kind == "one value" else {swarm.members["liar"].peer.peer_id}
-        assert set(rounds_of(member)._matchmaker.candidates._refused.known) == refused
+        assert set(rounds_of(member).matchmaker.candidates._refused.known) == refused
 
 
 # strangers

@@ -175,7 +175,7 @@ def test_a_peer_killed_in_the_midst_of_a_step(
         if member is not None and victim not in swarm.done and member.optimizer.global_step == 3:
             collaboration: Any = member.optimizer._collaboration
             rounds, assignment = collaboration._rounds, collaboration.step_rounds._assignment
-            parts = [rounds._matchmaker, rounds._agreement, member.optimizer._replica]
+            parts = [rounds.matchmaker, rounds._agreement, member.optimizer._replica]
             is_its = any(self is part for part in parts)
             if isinstance(self, Butterfly):
                 is_its = self._members[self._rank].peer_id == member.peer.peer_id

@@ -181,7 +181,7 @@ def test_a_peer_that_froze_in_a_phase_of_a_step(phase: str, rank: int, monkeypat
         if isinstance(part, Butterfly):
             return part._flat_N is not None and part._rank == rank
         rounds: Any = member.optimizer._collaboration._rounds
-        return part is rounds._matchmaker or part is rounds._agreement
+        return part is rounds.matchmaker or part is rounds._agreement
 
     monkeypatch.setattr(owner, method, freezing)
     start(marked, 100.0)

@@ -102,7 +102,7 @@ def test_a_peer_killed_in_any_phase(phase: str, rank: int, mode: str, monkeypatc
     def is_of(part: Any, member: Member) -> bool:
         collaboration: Any = member.optimizer._collaboration
         rounds, replica = collaboration._rounds, member.optimizer._replica
-        parts = [collaboration, rounds._matchmaker, rounds._agreement, replica]
+        parts = [collaboration, rounds.matchmaker, rounds._agreement, replica]
         if isinstance(part, Butterfly):
             return part._flat_N is not None and part._rank == rank
         return any(part is one for one in parts)

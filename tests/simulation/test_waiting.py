@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
@@ -67,15 +67,15 @@ def test_the_lead_says_when_the_group_is_looked_for_and_not_what_is_in_a_step(
     """Four peers compute 16 samples a second, in batches of 4."""
     sizes: list[float] = []
     ahead: list[int] = []
-    hold_place = RoundRunner.hold_place
+    hold_place = Matchmaker.hold_place
 
-    async def noted(self: RoundRunner) -> None:
-        assert isinstance(self._matchmaker._roster, GridAssignment)
+    async def noted(self: Matchmaker) -> None:
+        assert isinstance(self._roster, GridAssignment)
         if len(sizes) >= 2:  # the speeds are known by then
-            ahead.append(64 - self._matchmaker._roster._tracker.outlook.samples)
+            ahead.append(64 - self._roster._tracker.outlook.samples)
         await hold_place(self)
 
-    monkeypatch.setattr(RoundRunner, "hold_place", noted)
+    monkeypatch.setattr(Matchmaker, "hold_place", noted)
 
     def train(member: Member) -> None:
         together(4, member)

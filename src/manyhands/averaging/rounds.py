@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import functools
 import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from manyhands.averaging.allreduce.bandwidth import Exchange, RoundBandwidth
+from manyhands.averaging.allreduce.bandwidth import ExchangeFigures, RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
@@ -43,15 +42,6 @@ logger = logging.getLogger(__name__)
 BYTES_PER_MBIT = 125_000
 
 
-class Phase(enum.Enum):
-    """Of a member's round."""
-
-    JOINING = "joining"
-    FORMED = "formed"
-    VOTING = "voting"
-    CONCLUDED = "concluded"
-
-
 @dataclass
 class RoundMeter:
     """Adds up the costs of a peer's attempts at a round.
@@ -77,23 +67,17 @@ class CommittedRound:
             this member lacks what most hold: it was left out, or could not fetch a part. It must load the others' state
             to follow them.
         manifest: the contributors and their weights.
-        seconds: from the call to the verdict.
-        matchmaking_s: the part of it that was spent looking for the group.
+        averaging_s: seconds from when the group had formed until this member held the mean, or knew that it does not.
         reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
         is_outsized: the others left out this peer's values, as they were too large beside theirs.
     """
 
     averaged_N: torch.Tensor | None
     manifest: RoundManifest
-    seconds: float
-    matchmaking_s: float
+    averaging_s: float
     reason: str = ""
     blamed: tuple[PeerId, ...] = ()
     is_outsized: bool = False
-
-    @property
-    def num_members(self) -> int:
-        return len(self.manifest.members)
 
 
 class RoundRunner:
@@ -109,8 +93,8 @@ class RoundRunner:
         ConfigError: this endpoint has a runner for this run.
 
     Attributes:
+        matchmaker: finds the groups; it may hold a place before the values are there.
         memory: that only rounds need; free it while there is none.
-        on_phase: called when this peer enters a phase of its round.
         on_means: called with what a round has committed, and the means as sent, before anybody changes these.
     """
 
@@ -129,7 +113,7 @@ class RoundRunner:
         self._config = config
         self._limits = limits
         try:
-            self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
+            self.matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
         except ConfigError as error:  # the endpoint already serves this run's methods
             raise ConfigError(
                 f"this peer averages under run id {run_id!r} already, for an Optimizer or another Averager; close that "
@@ -145,20 +129,14 @@ class RoundRunner:
         self._ends_at = 0.0  # when the current round is over for this peer or for the leader
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
-        self._feedback: Feedbacks | None = None  # of the current round
         self._tasks = TaskOwner("rounds")
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
         self._streams = PartnerStreams(own, config, self._tasks)
-        self.on_phase: list[Callable[[Phase], None]] = []
         self.on_means: list[Callable[[RoundManifest, Means], Awaitable[None]]] = []
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
         """Whether this peer is in a group's round, or may still be placed there by the leader's answer."""
-        return self._agreement.is_in(group_id) or self._matchmaker.follows(leader)
-
-    def _enter(self, phase: Phase) -> None:
-        for notify in self.on_phase:
-            notify(phase)
+        return self._agreement.is_in(group_id) or self.matchmaker.follows(leader)
 
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
         """Drop the error feedback: this peer no longer has the values that it belongs to.
@@ -169,20 +147,8 @@ class RoundRunner:
         if not (keeps_unsent and self._config.is_sparse):
             self._feedbacks.clear()
 
-    async def hold_place(self) -> None:
-        """Hold a place in the next round's group until this is cancelled or the peer's lineage changes.
-
-        :meth:`average` then joins that group with the values and their weight.
-        """
-        await self._matchmaker.hold_place()
-
-    @property
-    def on_called_ahead(self) -> list[Callable[[], None]]:
-        """Callbacks for when another peer begins to form the group of a future round."""
-        return self._matchmaker.on_called_ahead
-
     async def close(self) -> None:
-        await self._matchmaker.close()
+        await self.matchmaker.close()
         await self._agreement.close()
         self._fetching.close()
         self._probing.close()
@@ -224,54 +190,52 @@ class RoundRunner:
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
         self._meter = meter if meter is not None else RoundMeter()
-        started = self._loop.time()
-        self._deadline = started + min(timeout_s, self._config.averaging_timeout_s)
+        self._deadline = self._loop.time() + min(timeout_s, self._config.averaging_timeout_s)
         group = await self._find_group(weight, gather_s)
-        matchmaking_s = self._loop.time() - started
-        recovery = self._recovery(group, flat_N, shapes, refill, part)
+        formed_at = self._loop.time()
+        recovery = self._new_recovery(group, flat_N, shapes, refill, part)
         try:
-            committed = await self._commit(recovery)
-            if self._feedback is not None:
+            committed = await self._commit(recovery, formed_at)
+            if recovery.feedbacks is not None:
                 is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
-                await run_to_end(functools.partial(self._feedback.commit, is_left_out=is_left_out))
+                await run_to_end(functools.partial(recovery.feedbacks.commit, is_left_out=is_left_out))
         except RoundAborted as error:
             if self._endpoint.peer_id in error.blamed:
                 self._bandwidth.lose_round()
             raise
         finally:
-            if self._feedback is not None:
-                self._feedback.abort()
-        seconds = self._loop.time() - started
+            if recovery.feedbacks is not None:
+                recovery.feedbacks.abort()
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
-            self._bandwidth.end_round(seconds - matchmaking_s, is_whole=not committed.blamed)
-        return replace(committed, seconds=seconds, matchmaking_s=matchmaking_s)
+            self._bandwidth.end_round(committed.averaging_s, is_whole=not committed.blamed)
+        return committed
 
     async def _find_group(self, weight: float, gather_s: float | None) -> Group:
         started, timeout_s = self._loop.time(), self._left_s()
-        self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
+                group = await self.matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
             self._meter.matchmaking_s += self._loop.time() - started
         self._ends_at = min(self._deadline, self._loop.time() + (group.time_left_s or math.inf))
         self._bandwidth.begin_round(self._ends_at - self._loop.time())
-        self._enter(Phase.FORMED)
         return limited(group, self._limits) if self._limits is not None else group
 
-    async def _commit(self, recovery: Recovery) -> CommittedRound:
+    async def _commit(self, recovery: Recovery, formed_at: float) -> CommittedRound:
         """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
 
+        Args:
+            formed_at: loop time.
         Raises:
             RoundAborted: the round did not commit.
         """
         group, rank = recovery.group, recovery.rank
         async with AsyncExitStack() as held:
-            held.enter_context(self._matchmaker.in_round(group))
+            held.enter_context(self.matchmaker.in_round(group))
             await held.enter_async_context(self._agreement.of(group))
             held.enter_context(self._fetching.of(recovery))
             order, limit_s = recovery.everything, self._left_s()
@@ -282,10 +246,9 @@ class RoundRunner:
                 if verdict.order is None:
                     break
                 order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
-            self._enter(Phase.CONCLUDED)
             others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
             struck = {group.members[number].peer_id for number in recovery.struck} & set(verdict.blamed)
-            manifest, candidates = verdict.manifest, self._matchmaker.candidates
+            manifest, candidates = verdict.manifest, self.matchmaker.candidates
             candidates.note_round(others, verdict.blamed, struck, is_committed=manifest is not None)
             if manifest is None:
                 if not any(member.weight > 0 for member in group.members):
@@ -302,7 +265,8 @@ class RoundRunner:
                 for tell in self.on_means:
                     await tell(manifest, means)
             averaged_N = means.averaged_N if means is not None else None
-            return CommittedRound(averaged_N, manifest, 0.0, 0.0, verdict.reason, tuple(verdict.blamed), is_outsized)
+            averaging_s, blamed = self._loop.time() - formed_at, tuple(verdict.blamed)
+            return CommittedRound(averaged_N, manifest, averaging_s, verdict.reason, blamed, is_outsized)
 
     async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
         """Average until done or until the round is decided; a decided round needs no further values."""
@@ -324,13 +288,12 @@ class RoundRunner:
 
     async def _vote(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
         began = self._loop.time()
-        self._enter(Phase.VOTING)
         try:
             return await self._agreement.conclude(group, vote, voting_s)
         finally:
             self._meter.vote_s += self._loop.time() - began
 
-    def _recovery(
+    def _new_recovery(
         self,
         group: Group,
         flat_N: torch.Tensor,
@@ -343,17 +306,16 @@ class RoundRunner:
         shapes = shapes if shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec, self._config.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
-        feedback = None
+        feedbacks = None
         if (self._config.error_feedback or plan.passes_on) and not plan.is_exact(0, plan.numel):
-            feedback = self._feedbacks.get(part)
-            if feedback is None or feedback.plan.segments != plan.segments:  # the first round, or another codec
-                self._feedbacks[part] = feedback = Feedbacks.of(plan)
+            feedbacks = self._feedbacks.get(part)
+            if feedbacks is None or feedbacks.plan.segments != plan.segments:  # the first round, or another codec
+                self._feedbacks[part] = feedbacks = Feedbacks.of(plan)
             if (weight := group.members[rank].weight) > 0 and not plan.passes_on:  # what is unsent is no small error
-                feedback.sent.share = weight / sum(member.weight for member in group.members)
-        self._feedback = feedback
+                feedbacks.sent.share = weight / sum(member.weight for member in group.members)
         return Recovery(
             group, rank, flat_N, plan, self._exchange,
-            refill=refill, memory=self.memory, feedbacks=feedback, limits=self._limits,
+            refill=refill, memory=self.memory, feedbacks=feedbacks, limits=self._limits,
         )  # fmt: skip
 
     def _left_s(self) -> float:
@@ -402,7 +364,7 @@ class RoundRunner:
             self._watchers.cancel(watching)
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
-            exchange = Exchange(
+            exchange = ExchangeFigures(
                 num_due=sum(map(butterfly.num_bytes_with, butterfly.partners)),
                 num_sent=sum(stream.bytes_sent for stream in streams.values()),
                 seconds=self._loop.time() - began,

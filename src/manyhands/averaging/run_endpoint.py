@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from manyhands.access.gate import RunGate
+from manyhands.averaging.messages import ASK_VERDICT, NOBODY, VerdictQuery
 from manyhands.base.address import Address
 from manyhands.base.errors import Refused, Unavailable
 from manyhands.base.identity import PeerId
@@ -86,6 +87,14 @@ class RunEndpoint:
             if refusal.code != "unknown_method":
                 raise
             raise Unavailable(f"peer {peer_id} takes no part in the run {self.run_id!r}") from refusal
+
+    async def ping(self, peer_id: PeerId, timeout_s: float) -> None:
+        """Check that a peer takes part in the run; this also opens a control connection, whose heartbeats go on.
+
+        Raises:
+            Unavailable, PeerError: as :meth:`call`.
+        """
+        await self.call(peer_id, ASK_VERDICT, VerdictQuery(NOBODY), timeout_s)
 
     def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
         self._endpoint.accept_bulk(self.name_of(kind), acceptor, self._gate.check)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.codecs import Codec, Plan, Segment
+from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.base.identity import PeerId
 
@@ -34,3 +39,17 @@ def group_of(
     ]
     leader = next(member.peer_id for member in members if not member.is_client) if members else peer(0)
     return Group(b"group", leader, AT, members, min_span_numel)
+
+
+def plan_in(codec: Codec, numel: int) -> Plan:
+    """All values in one codec, however few they are."""
+    return Plan([Segment(0, numel, codec)])
+
+
+def butterfly_of(group: Group, rank: int, flat_N: torch.Tensor, plan: Plan) -> Butterfly:
+    """A member's part in an all-reduce of all members, of the whole vector."""
+    return Butterfly(
+        group, rank, flat_N, plan,
+        members=range(len(group.members)), region=slice(0, flat_N.numel()), averaged_N=torch.empty_like(flat_N),
+        memory=Memory(), feedbacks=None, is_measured=False,
+    )  # fmt: skip

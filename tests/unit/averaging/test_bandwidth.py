@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from manyhands.averaging.allreduce.bandwidth import UNTESTED, Exchange, RoundBandwidth
+from manyhands.averaging.allreduce.bandwidth import UNTESTED, ExchangeFigures, RoundBandwidth
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import MAX_BANDWIDTH
 from manyhands.base.errors import ConfigError
@@ -18,7 +18,7 @@ ROUND_S = 30.0
 def add_round(bandwidth: RoundBandwidth, rate: float | None, *, num_bytes: int = 10 * MB, seconds: float = 1.0) -> None:
     """A whole round."""
     bandwidth.begin_round(ROUND_S)
-    exchange = Exchange(num_due=num_bytes, num_sent=num_bytes, seconds=0.9 * seconds, rate=rate)
+    exchange = ExchangeFigures(num_due=num_bytes, num_sent=num_bytes, seconds=0.9 * seconds, rate=rate)
     bandwidth.add_exchange(exchange)
     bandwidth.end_round(seconds, is_whole=True)
 
@@ -94,8 +94,8 @@ def broken(num_due: int, num_sent: int, seconds: float, *, declared: float | Non
     """After the exchange of a round in which somebody was too slow, as bytes and seconds."""
     bandwidth = RoundBandwidth(declared)
     bandwidth.begin_round(ROUND_S)
-    bandwidth.add_exchange(Exchange(num_due=num_due, num_sent=num_sent, seconds=seconds))
-    bandwidth.add_exchange(Exchange(num_due=1, num_sent=1, seconds=1.0))  # of what was reduced again
+    bandwidth.add_exchange(ExchangeFigures(num_due=num_due, num_sent=num_sent, seconds=seconds))
+    bandwidth.add_exchange(ExchangeFigures(num_due=1, num_sent=1, seconds=1.0))  # of what was reduced again
     return bandwidth
 
 
@@ -143,7 +143,7 @@ def test_a_round_in_which_somebody_died_shows_nothing() -> None:
 def test_a_group_that_formed_when_the_time_was_over_shows_nothing() -> None:
     bandwidth = RoundBandwidth(1e6)
     bandwidth.begin_round(-0.1)
-    bandwidth.add_exchange(Exchange(num_due=1_000_000, num_sent=0, seconds=0.1))
+    bandwidth.add_exchange(ExchangeFigures(num_due=1_000_000, num_sent=0, seconds=0.1))
     bandwidth.lose_round()
     assert bandwidth.bandwidth == 1_000_000
 

@@ -11,7 +11,7 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.codecs import INT8, NONE, Codec, NotFinite, Plan, plan_of
 from manyhands.base.errors import RoundAborted
 from manyhands.transport import Stream
-from tests.unit.averaging.groups import group_of
+from tests.unit.averaging.groups import butterfly_of, group_of, plan_in
 
 
 def exact(numel: int) -> Plan:
@@ -24,7 +24,7 @@ def test_partners_agree_and_nobody_is_left_out(num_members: int, clients: set[in
     group = group_of(num_members, clients=sorted(clients))
 
     async def partners() -> list[list[int]]:
-        return [Butterfly(group, rank, torch.zeros(numel), exact(numel)).partners for rank in range(num_members)]
+        return [butterfly_of(group, rank, torch.zeros(numel), exact(numel)).partners for rank in range(num_members)]
 
     by_rank = asyncio.run(partners())
     for rank, others in enumerate(by_rank):
@@ -43,7 +43,7 @@ def test_of_a_small_vector_everybody_talks_to_the_few_that_reduce_it(
     group = group_of(num_members, clients=sorted(clients), min_span_numel=min_span_numel)
 
     async def partners() -> list[list[int]]:
-        return [Butterfly(group, rank, torch.zeros(numel), exact(numel)).partners for rank in range(num_members)]
+        return [butterfly_of(group, rank, torch.zeros(numel), exact(numel)).partners for rank in range(num_members)]
 
     by_rank = asyncio.run(partners())
     num_reducers = max(1, min(num_members - len(clients), numel // min_span_numel)) if numel else 0
@@ -55,8 +55,8 @@ def test_of_a_small_vector_everybody_talks_to_the_few_that_reduce_it(
 
 @pytest.mark.parametrize("codec", [NONE, INT8])
 async def test_own_values_that_are_not_finite_never_leave(codec: Codec) -> None:
-    plan = plan_of([(1, 2)], codec, exact_below_numel=0)
-    butterfly = Butterfly(group_of(1), 0, torch.tensor([1.0, float("inf")]), plan)
+    plan = plan_in(codec, 2)
+    butterfly = butterfly_of(group_of(1), 0, torch.tensor([1.0, float("inf")]), plan)
 
     async def connect(rank: int) -> Stream:
         raise AssertionError("a group of one has no partners")
@@ -66,10 +66,10 @@ async def test_own_values_that_are_not_finite_never_leave(codec: Codec) -> None:
 
 
 def test_own_values_that_cannot_be_encoded_are_not_sent() -> None:
-    plan = plan_of([(1, 2)], INT8, exact_below_numel=0)
+    plan = plan_in(INT8, 2)
 
     async def butterfly() -> Butterfly:
-        return Butterfly(group_of(2), 0, torch.tensor([1.0, float("nan")]), plan)
+        return butterfly_of(group_of(2), 0, torch.tensor([1.0, float("nan")]), plan)
 
     with pytest.raises(NotFinite):
         list(asyncio.run(butterfly())._encoded_values(1))

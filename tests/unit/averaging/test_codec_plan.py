@@ -24,6 +24,7 @@ from manyhands.averaging.codecs import (
     plan_of,
 )
 from manyhands.base.errors import ConfigError
+from tests.unit.averaging.groups import plan_in
 
 SHAPES = [(100, 64), (100,), (100, 50), (50,), (5000,), (64, 64), (3, 3), (), (0, 7), (200, 200)]
 
@@ -46,11 +47,6 @@ def test_small_and_one_dimensional_tensors_stay_exact() -> None:
 
 def test_what_may_be_chosen() -> None:
     assert parts_of(plan_of(SHAPES, NONE)) == [(0, 60_656, "none")]
-    assert parts_of(plan_of(SHAPES, INT8, exact_below_numel=0)) == [(0, 60_656, "int8")]
-    assert parts_of(plan_of(SHAPES, INT8, exact_below_numel=30_000)) == [
-        (0, 20_656, "none"),
-        (20_656, 60_656, "int8"),
-    ]
     assert parts_of(plan_of(SHAPES, INT8, dtype=torch.float64)) == [(0, 60_656, "none_float64")]
     assert parts_of(plan_of([], INT8)) == []
     assert plan_of([(7, 0)], INT8).num_bytes(0, 0) == 0
@@ -143,7 +139,7 @@ def send(feedback: ErrorFeedback, plan: Plan, values: torch.Tensor, start: int =
 @pytest.mark.parametrize("codec", [FP16, INT8, INT4], ids=lambda codec: codec.name)
 def test_a_thousand_rounds_are_unbiased_with_feedback(codec: Codec) -> None:
     rounds = 1000
-    plan = plan_of([(24, 45)], codec, exact_below_numel=0)
+    plan = plan_in(codec, 1080)
     feedback = ErrorFeedback(plan)
     gradient = vector(plan.numel)
     out = torch.empty(plan.num_bytes(0, plan.numel), dtype=torch.uint8)
@@ -162,7 +158,7 @@ def test_a_thousand_rounds_are_unbiased_with_feedback(codec: Codec) -> None:
 
 
 def test_an_aborted_round_changes_nothing() -> None:
-    plan = plan_of([(20, 50)], INT4, exact_below_numel=0)
+    plan = plan_in(INT4, 1000)
     feedback, undisturbed = ErrorFeedback(plan), ErrorFeedback(plan)
     for seed in range(5):
         values = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
@@ -174,7 +170,7 @@ def test_an_aborted_round_changes_nothing() -> None:
 
 
 def test_a_slice_that_was_not_sent_keeps_its_residual() -> None:
-    plan = plan_of([(20, 50)], INT4, exact_below_numel=0)
+    plan = plan_in(INT4, 1000)
     feedback = ErrorFeedback(plan)
     values = vector(1000)
     send(feedback, plan, values)
@@ -191,7 +187,7 @@ def test_a_slice_that_was_not_sent_keeps_its_residual() -> None:
 
 def test_what_is_lost_counts_by_the_share_of_its_vector() -> None:
     """Over many rounds of any shares the sum of share times decoded is that of share times values."""
-    plan = plan_of([(20, 50)], INT4, exact_below_numel=0)
+    plan = plan_in(INT4, 1000)
     feedback = ErrorFeedback(plan)
     generator = torch.Generator().manual_seed(1)
     error, largest = torch.zeros(1000, dtype=torch.float64), 0.0
@@ -211,7 +207,7 @@ def test_what_is_lost_counts_by_the_share_of_its_vector() -> None:
 
 
 def test_a_tiny_share_sends_nothing_huge() -> None:
-    plan = plan_of([(20, 50)], INT4, exact_below_numel=0)
+    plan = plan_in(INT4, 1000)
     feedback = ErrorFeedback(plan)
     send(feedback, plan, vector(1000))
     feedback.commit()
@@ -223,7 +219,7 @@ def test_a_tiny_share_sends_nothing_huge() -> None:
 
 
 def test_bad_values_leave_the_residual_as_it_was() -> None:
-    plan = plan_of([(20, 50)], INT4, exact_below_numel=0)
+    plan = plan_in(INT4, 1000)
     feedback, undisturbed = ErrorFeedback(plan), ErrorFeedback(plan)
     with pytest.raises(NotFinite):
         send(feedback, plan, vector(1000).log())

@@ -216,12 +216,12 @@ def test_names_and_codes_stay() -> None:
         "int4": 5,
     }
     for name, codec in CODECS.items():
-        assert codec_of_code(codec.code) is codec
+        assert codec_of_code(codec.code, "") is codec
         assert codec_named(name) is codec
     with pytest.raises(ConfigError, match="codec 'zip' is unknown; one of none, fp16"):
         codec_named("zip")
     with pytest.raises(BadEncoding, match="no codec has code 99"):
-        codec_of_code(99)
+        codec_of_code(99, "")
 
 
 @names

@@ -33,7 +33,7 @@ def test_who_contributed_nothing_or_everything_is_not_cut() -> None:
 
 def test_a_result_says_it() -> None:
     manifest = group_of(4).manifest(b"digest", PARTS)
-    result = _result_of(StepOutcome(CommittedRound(torch.zeros(50), manifest, 1.0, 0.5)))
+    result = _result_of(StepOutcome(CommittedRound(torch.zeros(50), manifest, 0.5)))
     assert result.contributors == {peer(rank): 1.0 for rank in range(4)}
     assert result.cut == {peer(1): [(0, 30), (40, 50)], peer(3): [(10, 20)]}
     assert _result_of(StepOutcome()).cut == {}

@@ -52,13 +52,3 @@ def test_a_thread_waits_a_moment_itself_and_then_ends() -> None:
     assert not pieces.is_over
     assert list(pieces) == [TWO]
     assert pieces.is_over
-
-
-async def test_it_begins_when_it_may() -> None:
-    waker, may_begin = Waker(), [False]
-    waiting = asyncio.ensure_future(Pausing(iter([ONE]), waker, lambda: may_begin[0]).wait())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    may_begin[0] = True
-    waker.wake()
-    await asyncio.wait_for(waiting, 5.0)

@@ -51,7 +51,7 @@ def reduced(
     encoded = torch.empty(partition.num_bytes[OWN], dtype=torch.uint8)
     if codec is NONE:
         encoded = averaged_N.view(torch.uint8)
-    reducer = SpanReducer(partition, OWN, own_N, averaged_N, encoded, Memory())
+    reducer = SpanReducer(partition, OWN, own_N, averaged_N, encoded, Memory(), feedbacks=None, norms=None)
     blamed: set[int] = set()
 
     def blame(rank: int, reason: str) -> None:

@@ -105,7 +105,7 @@ def test_spans_of_whole_units_cover_the_vector_and_are_hardly_longer(
     numel: int, bandwidths: list[int], unit: int
 ) -> None:
     spans = owned_spans(numel, bandwidths, 1, b"seed")
-    rounded = in_whole_units(spans, unit)
+    rounded = in_whole_units(spans, unit, LEAST_UNITS)
     assert [span.start for span in rounded[1:]] == [span.stop for span in rounded[:-1]]
     assert (rounded[0].start, rounded[-1].stop) == (0, numel)
     for before, after in zip(spans, rounded, strict=True):

@@ -9,19 +9,18 @@ import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
 from manyhands.averaging.codecs import (
+    NONE,
     BadEncoding,
-    Chosen,
     ErrorFeedback,
     Gathered,
     NotFinite,
     Plan,
     Segment,
     Sparse,
-    plan_of,
 )
 from manyhands.averaging.codecs.registry import codec_named, codec_of_code
 from manyhands.base.errors import ConfigError
-from tests.unit.averaging.groups import group_of
+from tests.unit.averaging.groups import butterfly_of, group_of, plan_in
 
 
 def encoded_by(codec: Sparse, values: torch.Tensor) -> torch.Tensor:
@@ -161,7 +160,7 @@ def test_contributions_are_added_in_the_order_of_ranks_and_one_may_be_missing() 
 
 
 def test_a_tensor_that_is_not_averaged_is_that_of_the_largest_contributor() -> None:
-    plan = plan_of([(2, 64), Chosen((3,))], Sparse(top=8, chunk=64), exact_below_numel=100)
+    plan = Plan([Segment(0, 128, Sparse(top=8, chunk=64)), Segment(128, 131, NONE, is_chosen=True)])
     gathered, mean = Gathered(plan, [1.0, 0.0, 2.0, 5.0]), torch.empty(plan.numel)
     encoded, sent = torch.empty(gathered.num_bytes(0, plan.numel), dtype=torch.uint8), dict[int, torch.Tensor]()
     for rank in (0, 2, 3):
@@ -176,11 +175,11 @@ def test_a_tensor_that_is_not_averaged_is_that_of_the_largest_contributor() -> N
 def passed_on(change: str) -> Butterfly:
     """A member receives the means of another one's span, in which its own values may have been changed."""
     codec, numel = Sparse(top=4, chunk=64), 256
-    plan = plan_of([(numel, 1)], codec, exact_below_numel=0)
+    plan = plan_in(codec, numel)
 
     async def receive() -> Butterfly:
         values_N = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-        butterfly = Butterfly(group_of(2), 0, values_N, plan)
+        butterfly = butterfly_of(group_of(2), 0, values_N, plan)
         gathered = Gathered(plan, [1.0, 1.0])
         (sent,) = [bytes(part) for part in list(butterfly._encoded_values(1))]
         (chunk,), rooms = butterfly.partition.chunks[1], butterfly._rooms_for_encoded(1)

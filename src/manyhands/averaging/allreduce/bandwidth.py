@@ -29,13 +29,13 @@ SHORTEST_S = 1e-6
 """Minimum duration of a round, also by a clock that did not move meanwhile."""
 NUM_ROUNDS = 3
 """Rounds that count. Of two the better one: an estimate that is too high costs a round, one too low all later ones."""
-JUDGED_SHARE = 0.45
+UNJUDGED_SHARE = 0.45
 """Share of a round's time before which no slow member is given up: half of it, less the difference of the members'
 starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class ExchangeFigures:
     """What one exchange of values showed.
 
     Attributes:
@@ -69,9 +69,9 @@ class RoundBandwidth:
     def begin_round(self, round_s: float) -> None:
         """Begin a round with this time limit, as its group has formed; infinite for no limit."""
         self._round_s = max(round_s, 0.0)
-        self._exchange: Exchange | None = None
+        self._exchange: ExchangeFigures | None = None
 
-    def add_exchange(self, exchange: Exchange) -> None:
+    def add_exchange(self, exchange: ExchangeFigures) -> None:
         """Add an exchange. Of a round only the first counts, as it is that of the whole vector."""
         self._exchange = self._exchange or exchange
 
@@ -101,8 +101,8 @@ class RoundBandwidth:
         if not self._latest or statistics.median_high(self._latest) > most:
             self._restart(most)
 
-    def _was_judged(self, exchange: Exchange) -> bool:
-        return self._round_s > 0 and 0 < exchange.seconds >= JUDGED_SHARE * self._round_s
+    def _was_judged(self, exchange: ExchangeFigures) -> bool:
+        return self._round_s > 0 and 0 < exchange.seconds >= UNJUDGED_SHARE * self._round_s
 
     def _is_at_least(self, num_bytes: int, seconds: float) -> None:
         least = UNTESTED * num_bytes / max(seconds, SHORTEST_S)

@@ -32,7 +32,7 @@ from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.pausing import Condition, Pausing
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
 from manyhands.averaging.codecs import ABSENT, BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
-from manyhands.averaging.memory import Memory, bytes_of, empty_vector, whole_lines
+from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
@@ -64,8 +64,8 @@ class Butterfly:
         group: with at least one member that is not in client mode, and at least one positive weight.
         rank: of this member, whose values are ``flat_N``, of the plan's dtype, on the CPU.
         plan: how the vector is encoded; the same on all members.
-        members: ranks that take part; all by default.
-        region: the part to average; the whole vector by default.
+        members: ranks that take part.
+        region: the part to average.
         averaged_N: receives the means; only ``region`` is written. If it is ``flat_N``, the means of a chunk overwrite
             the values once its reducer has these.
         feedbacks: the codec error of earlier rounds; None for no error feedback.
@@ -86,20 +86,18 @@ class Butterfly:
         flat_N: torch.Tensor,
         plan: Plan,
         *,
-        members: Collection[int] | None = None,
-        region: slice | None = None,
-        averaged_N: torch.Tensor | None = None,
-        memory: Memory | None = None,
-        feedbacks: Feedbacks | None = None,
-        is_measured: bool = False,
+        members: Collection[int],
+        region: slice,
+        averaged_N: torch.Tensor,
+        memory: Memory,
+        feedbacks: Feedbacks | None,
+        is_measured: bool,
     ) -> None:
-        here = range(len(group.members)) if members is None else members
-        region = region if region is not None else slice(0, flat_N.numel())
-        self.averaged_N = empty_vector(flat_N.numel(), flat_N.dtype) if averaged_N is None else averaged_N
+        self.averaged_N = averaged_N
         self.faults: dict[int, Accusation] = {}
         self.wanted: dict[int, Wanted] = {}
         self.done_with: set[int] = set()
-        self._here = frozenset(here)
+        self._here = frozenset(members)
         self._members = group.members
         self._rank = rank
         self._flat_N = flat_N
@@ -114,7 +112,7 @@ class Butterfly:
         self._passed_on: dict[int, list[list[int]]] = {}  # by reducer, whose contributions are in each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
         self._records = Contributions(flat_N.numel(), len(group.members), contributors)
-        self._memory = memory if memory is not None else Memory()
+        self._memory = memory
         self._encoded = self._memory_of_means()
         self._norms = Norms(plan, self._weights) if is_measured else None
         self._norms_record = struct.Struct(f"<{len(group.members)}f")
@@ -130,7 +128,7 @@ class Butterfly:
 
     def digest(self) -> bytes:
         """BLAKE3 of the digests of all spans, in order of ranks, of the means as sent. Nothing may be missing."""
-        return digest_of_all(False, [self._hashers[rank].digest() for rank in sorted(self._hashers)])
+        return digest_of_all([self._hashers[rank].digest() for rank in sorted(self._hashers)], spans_ballots=False)
 
     def means(self) -> Means:
         """The means as sent, by reducer, as far as they have come; call it once the butterfly has ended."""

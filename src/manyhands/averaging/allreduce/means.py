@@ -17,7 +17,7 @@ from manyhands.averaging.messages import SpanResult
 
 PIECE_BYTES = 1 << 20
 MAX_PIECES = 1 << 12
-AGAIN = b"averaged again"
+ACROSS_BALLOTS = b"averaged again"
 """Precedes the digests of the pieces of a vector that was averaged in more than one ballot."""
 
 
@@ -27,8 +27,8 @@ class Means:
 
     Attributes:
         averaged_N: the vector.
-        is_again: whether parts of it came in different ballots. Then a piece is a plain part of the vector, else the
-            means of one reducer as sent.
+        spans_ballots: whether parts of it came in different ballots. Then a piece is a plain part of the vector, else
+            the means of one reducer as sent.
         pieces: their memory, uint8.
         decode: writes the vector from the pieces, where they are encoded.
         codec: code of the encoding, where there is one.
@@ -37,7 +37,7 @@ class Means:
     """
 
     averaged_N: torch.Tensor
-    is_again: bool
+    spans_ballots: bool
     pieces: Sequence[torch.Tensor]
     decode: Callable[[], None]
     codec: int = 0
@@ -46,7 +46,7 @@ class Means:
     def copy(self) -> Means:
         """A copy of the pieces, to send from."""
         pieces = [torch.empty_like(piece).copy_(piece) for piece in self.pieces]
-        return Means(torch.empty(0), self.is_again, pieces, lambda: None)
+        return Means(torch.empty(0), self.spans_ballots, pieces, lambda: None)
 
     def lasting(self) -> Means:
         """The same pieces, which nobody changes any more: those in the memory of the vector are copied."""
@@ -54,14 +54,14 @@ class Means:
         pieces = [
             piece.clone() if piece.untyped_storage().data_ptr() == own else piece.detach() for piece in self.pieces
         ]
-        return Means(torch.empty(0), self.is_again, pieces, lambda: None, self.codec, self.chunks)
+        return Means(torch.empty(0), self.spans_ballots, pieces, lambda: None, self.codec, self.chunks)
 
     def digests(self) -> list[bytes]:
         """BLAKE3 of each piece as it is now; reads all memory, so call it on a thread of its own."""
         return [digest_of(piece) for piece in self.pieces]
 
 
-def again(averaged_N: torch.Tensor) -> Means:
+def across_ballots(averaged_N: torch.Tensor) -> Means:
     """A vector that was averaged in more than one ballot."""
     whole = averaged_N.view(torch.uint8)
     piece_bytes = max(PIECE_BYTES, math.ceil(whole.numel() / MAX_PIECES))
@@ -74,9 +74,9 @@ def digest_of(piece: torch.Tensor) -> bytes:
     return blake3(bytes_of(piece) if piece.numel() else b"", max_threads=1).digest()
 
 
-def digest_of_all(is_again: bool, digests: Sequence[bytes]) -> bytes:
+def digest_of_all(digests: Sequence[bytes], *, spans_ballots: bool) -> bytes:
     """The digest that members vote for, over the digests of all pieces."""
-    return blake3((AGAIN if is_again else b"") + b"".join(digests)).digest()
+    return blake3((ACROSS_BALLOTS if spans_ballots else b"") + b"".join(digests)).digest()
 
 
 class BadContribution(Exception):

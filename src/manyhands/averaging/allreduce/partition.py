@@ -166,8 +166,8 @@ def whole_units(numel: int, unit: int, most: int) -> int:
     return next((up for up in (-(-numel // unit) * unit, numel // unit * unit) if 0 < up <= most), numel)
 
 
-def in_whole_units(spans: Sequence[slice], unit: int, least: int = LEAST_UNITS) -> list[slice]:
-    """The spans of a vector, with bounds at multiples of a unit, unless that changes one of them much.
+def in_whole_units(spans: Sequence[slice], unit: int, least: int) -> list[slice]:
+    """The spans of a vector, with bounds at multiples of a unit, unless one of them has fewer than ``least`` units.
 
     Slower code handles partial units, and the end of the vector has one in any case.
     """
@@ -177,8 +177,6 @@ def in_whole_units(spans: Sequence[slice], unit: int, least: int = LEAST_UNITS) 
     bounds = [0, *(span.stop // unit * unit if span.stop < numel else numel for span in spans)]
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
-
-NO_MINIMUM = Fraction(0)
 
 SAME = Fraction(1, 4)
 """A member that is faster than another one by no more than this share counts as equally fast."""
@@ -201,9 +199,7 @@ def leveled(bandwidths: Sequence[int]) -> list[int]:
     return levels
 
 
-def balanced_shares(
-    bandwidths: Sequence[int], candidates: Sequence[int], min_fraction: Fraction = NO_MINIMUM
-) -> list[int]:
+def balanced_shares(bandwidths: Sequence[int], candidates: Sequence[int], min_fraction: Fraction) -> list[int]:
     """Relative sizes of the spans, by rank; O(n log n).
 
     Args:

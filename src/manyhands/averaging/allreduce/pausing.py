@@ -21,19 +21,16 @@ class Pausing(Iterator[memoryview]):
     Args:
         source: yields pieces and conditions.
         waker: wakes when a condition may have begun to hold.
-        begins_when: the first condition.
 
     Attributes:
         is_over: whether the source has ended.
     """
 
-    def __init__(
-        self, source: Iterator[memoryview | Condition], waker: Waker, begins_when: Condition = lambda: True
-    ) -> None:
+    def __init__(self, source: Iterator[memoryview | Condition], waker: Waker) -> None:
         self.is_over = False
         self._source = source
         self._waker = waker
-        self._condition = begins_when
+        self._condition: Condition = lambda: True
 
     async def wait(self) -> None:
         """Wait until it can continue. Unbounded: use a timeout."""

@@ -38,7 +38,7 @@ class SpanReducer:
         averaged_N: receives the means; may be the memory of ``flat_N``, this member's values.
         encoded: memory for the means as sent, uint8; with an exact codec that of the means themselves.
         feedbacks: the codec error of earlier rounds; None for no error feedback.
-        norms: measures the members' values as they arrive.
+        norms: measures the members' values as they arrive; None if they are not measured.
 
     Attributes:
         inboxes: incoming chunks of each other member with a weight, by rank.
@@ -55,8 +55,8 @@ class SpanReducer:
         averaged_N: torch.Tensor,
         encoded: torch.Tensor,
         memory: Memory,
-        feedbacks: Feedbacks | None = None,
-        norms: Norms | None = None,
+        feedbacks: Feedbacks | None,
+        norms: Norms | None,
     ) -> None:
         self.chunks = partition.chunks[rank]
         self.presents: list[list[int]] = []
@@ -294,15 +294,19 @@ class SpanReducer:
         total, largest = sum(self._weights[rank] for rank in present), max(present, key=self._weights.__getitem__)
         for rank in present:
             share = self._weights[rank] / total
-            is_plain = rank == self._rank or self._is_exact
-            values = own if rank == self._rank else received[rank].view(own.dtype) if is_plain else received[rank]
-            add = self._plan.add_values if is_plain else self._plan.add
+            is_unencoded = rank == self._rank or self._is_exact
+            values = own if rank == self._rank else received[rank].view(own.dtype) if is_unencoded else received[rank]
+            add = self._plan.add_values if is_unencoded else self._plan.add
             try:
                 square = add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
             except BadEncoding as error:
                 return rank, f"cannot be decoded: {error}"
             self._squares[rank] += square
-        if not self._is_exact or self._is_finite(mean):  # a codec refuses what is not finite
+        if not self._is_exact:
+            return None  # a codec refuses what is not finite
+        if self._norms is not None:
+            self._square = square_of(mean)
+        if self._is_finite(mean):
             return None
         for rank in present:
             if rank != self._rank and not is_finite(received[rank].view(own.dtype)):
@@ -312,11 +316,8 @@ class SpanReducer:
         return None
 
     def _is_finite(self, mean: torch.Tensor) -> bool:
-        """Whether all values of a mean are finite, judged by its square, which the norms need anyway."""
-        if self._norms is None:
-            return is_finite(mean)
-        self._square = square_of(mean)
-        return math.isfinite(self._square)
+        """Whether all values of a mean are finite, judged by its square, if the norms need that anyway."""
+        return math.isfinite(self._square) if self._norms is not None else is_finite(mean)
 
 
 def _numel(part: slice) -> int:
@@ -345,7 +346,7 @@ class Inbox:
     def __init__(self, rooms: torch.Tensor) -> None:
         self.is_ended = False
         self._free = list(rooms)
-        self._lent: deque[torch.Tensor] = deque()
+        self._in_use: deque[torch.Tensor] = deque()
         self._full: deque[torch.Tensor] = deque()
 
     @property
@@ -355,8 +356,8 @@ class Inbox:
 
     def room(self, num_bytes: int) -> torch.Tensor:
         """Memory for the next chunk, uint8, shape [num_bytes]; requires :meth:`has_room`."""
-        self._lent.append(self._free.pop())  # the memory used last is in the processor's cache
-        return self._lent[-1][:num_bytes]
+        self._in_use.append(self._free.pop())  # the memory used last is in the processor's cache
+        return self._in_use[-1][:num_bytes]
 
     def put(self, encoded: torch.Tensor) -> None:
         """A chunk has arrived."""
@@ -373,4 +374,4 @@ class Inbox:
 
     def give_back(self) -> None:
         """Free the memory of the chunk that was taken last."""
-        self._free.append(self._lent.popleft())
+        self._free.append(self._in_use.popleft())

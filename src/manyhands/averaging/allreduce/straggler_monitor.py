@@ -25,9 +25,9 @@ from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 
 PROBE_S = 2.0
-"""A member that does not answer for this long is considered gone,"""
+"""A member that does not answer for this long is considered gone."""
 MAX_PROBE_S = 8.0
-"""or for this long on a slow link: then heartbeats end the connection anyway."""
+"""The same on a slow link. Soon after this time missing heartbeats end the connection anyway."""
 QUEUED_BYTES = 16 * 1024
 """Bytes of a round that may be queued before an answer."""
 
@@ -38,16 +38,16 @@ STILL_S = {Wanted.VALUES: 5.0, Wanted.MEANS: 10.0}
 """A member that answers but makes no progress in this round for this long is given up. A member that owes means may be
 waiting for another's values, so it gets time to find out that those do not come."""
 
-JUDGED_SHARE = 0.5
-JUDGED_S = 5.0
-"""After this share of a round's time, and at least ``JUDGED_S``, the pace of a member that owes values is known. One
+PACE_KNOWN_SHARE = 0.5
+PACE_KNOWN_S = 5.0
+"""After this share of a round's time, and at least so many seconds, the pace of a member that owes values is known. One
 that would miss the end is given up, so that time is left to go on without it."""
 
 LAST_SHARE = 0.65
-"""After this share of a round's time a reducer that sends no means is given up, whatever it reports, if another reducer
-has all values, so that this one must have them as well:"""
+"""After this share of a round's time a reducer that sends no means is given up, whatever it reports, if it should have
+had all values by then: another reducer has had them for some time (``MARGIN``)."""
 MARGIN = 1.5
-"""it may take this factor longer, in proportion to its span."""
+"""How much longer than another reducer one may take, in proportion to the size of its span, as a factor."""
 
 
 class MovedQuery(msgspec.Struct):
@@ -164,7 +164,7 @@ class StragglerMonitor:
         self._round_s = ends_at - self._since
         self._watched: dict[int, Watched] = {}
         self._come_at = {rank: self._since}  # upper bound of when this member, or another one, had all values
-        self._tasks = TaskOwner("patience")
+        self._tasks = TaskOwner("straggler monitor")
 
     async def watch(self) -> None:
         """Check the streams periodically, until cancelled."""
@@ -204,7 +204,7 @@ class StragglerMonitor:
     def _too_slow(self, rank: int, stream: Stream, member: Watched) -> float | None:
         """Seconds that a member needs for its values at its pace, if that is more than the round has."""
         passed_s = asyncio.get_running_loop().time() - self._since
-        if passed_s < max(JUDGED_S, JUDGED_SHARE * self._round_s) or member.owed_s < passed_s / 2:
+        if passed_s < max(PACE_KNOWN_S, PACE_KNOWN_SHARE * self._round_s) or member.owed_s < passed_s / 2:
             return None
         num_left = self._butterfly.num_bytes_with(rank) - stream.bytes_received
         left_s = num_left * member.owed_s / stream.bytes_received if stream.bytes_received else math.inf

@@ -20,16 +20,7 @@ from collections import deque
 import msgspec
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import (
-    ASK_VERDICT,
-    NAME_BYTES,
-    NOBODY,
-    STREAM_KIND,
-    Group,
-    Member,
-    StreamHeader,
-    VerdictQuery,
-)
+from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, StreamHeader
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, RoundAborted, Unavailable
@@ -145,8 +136,7 @@ class PartnerStreams:
     async def _make_sure_of(self, peer_id: PeerId) -> None:
         """Open a control connection to a partner: its heartbeats show both ends whether the other is alive."""
         if not self._endpoint.is_connected(peer_id):
-            query = VerdictQuery(NOBODY)
-            await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.stream_timeout_s)
+            await self._endpoint.ping(peer_id, self._config.stream_timeout_s)
 
     def lose(self, peer_id: PeerId) -> None:
         """Another member has lost a peer: without a connection to that peer, stop waiting for its stream."""
@@ -236,7 +226,7 @@ class PartnerStreams:
         before = 0, 0
         while True:
             name = name or await self._next_name(remote, stream)
-            if not await self._is_kept_after(name, remote, stream, before):
+            if not await self._serve_round(name, remote, stream, before):
                 return
             name, before = b"", (stream.bytes_sent, stream.bytes_received)
 
@@ -256,8 +246,8 @@ class PartnerStreams:
             if self._unnamed.get(remote) is stream:
                 del self._unnamed[remote]
 
-    async def _is_kept_after(self, name: bytes, remote: PeerId, stream: Stream, before: tuple[int, int]) -> bool:
-        """Give a stream to a round; returns whether another round may follow on it."""
+    async def _serve_round(self, name: bytes, remote: PeerId, stream: Stream, before: tuple[int, int]) -> bool:
+        """Give a stream to a round until that ends; returns whether another round may follow on it."""
         key = (name, remote)
         if name in self._ended:
             return False

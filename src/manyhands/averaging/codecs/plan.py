@@ -194,22 +194,15 @@ class Plan:
             offset = end
 
 
-def plan_of(
-    shapes: Sequence[Sequence[int]],
-    codec: Codec,
-    *,
-    dtype: torch.dtype = torch.float32,
-    exact_below_numel: int = EXACT_BELOW_NUMEL,
-) -> Plan:
+def plan_of(shapes: Sequence[Sequence[int]], codec: Codec, *, dtype: torch.dtype = torch.float32) -> Plan:
     """The plan of a vector of tensors with these shapes, in order.
 
-    Tensors with fewer than two dimensions or fewer than ``exact_below_numel`` elements are exact.
+    Tensors with fewer than two dimensions or fewer than ``EXACT_BELOW_NUMEL`` elements are exact.
 
     Args:
         shapes: a :class:`Chosen` one is not averaged.
         codec: of the others.
         dtype: of the flat vector: float32, or float64, which is always encoded exactly.
-        exact_below_numel: elements; 0 encodes everything with ``codec``, one dimension or not.
     Raises:
         ConfigError: the vector has another dtype.
     """
@@ -220,7 +213,7 @@ def plan_of(
     start = 0
     for shape in shapes:
         numel = math.prod(shape)
-        stays_exact = dtype == torch.float64 or numel < exact_below_numel or (exact_below_numel > 0 and len(shape) < 2)
+        stays_exact = dtype == torch.float64 or numel < EXACT_BELOW_NUMEL or len(shape) < 2
         segments.append(Segment(start, start + numel, exact if stays_exact else codec, isinstance(shape, Chosen)))
         start += numel
     return Plan(segments)

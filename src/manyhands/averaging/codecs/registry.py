@@ -34,7 +34,7 @@ def codec_named(name: str) -> Codec:
     return codec
 
 
-def codec_of_code(code: int, setting: str = "") -> Codec:
+def codec_of_code(code: int, setting: str) -> Codec:
     """The codec that a peer chose for a vector; no peer chooses that of float64, which follows from the vector.
 
     Args:

@@ -32,7 +32,6 @@ from manyhands.averaging.commit.votes import VoteCount, checked
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
-    NOBODY,
     VOTE,
     Group,
     Verdict,
@@ -58,7 +57,7 @@ MIN_VOTING_S = 1.0
 """The least time that a leader waits for votes after its round's time is over."""
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
-STALLED_S = 3.0
+LAST_VOTE_S = 3.0
 """How long a member that answers but sent nothing may take to vote after all others have voted."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be dialled."""
@@ -283,8 +282,7 @@ class Agreement:
             await asyncio.gather(calling, return_exceptions=True)
 
     async def _probe_leader(self, state: VotingState) -> None:
-        timeout_s = self._answer_time_s(state, state.leader)
-        await self._endpoint.call(state.group.leader, ASK_VERDICT, VerdictQuery(NOBODY), timeout_s)
+        await self._endpoint.ping(state.group.leader, self._answer_time_s(state, state.leader))
 
     async def _in_doubt(self, state: VotingState, reason: str) -> Verdict:
         """After the loss of the leader, ask all other members until one knows the verdict or none can get it."""
@@ -332,7 +330,7 @@ class Agreement:
                 asked_at = now
             if not stalled:
                 stalled_at = now
-            if now - stalled_at >= STALLED_S:  # this leader may be one of them
+            if now - stalled_at >= LAST_VOTE_S:  # this leader may be one of them
                 for rank in stalled:
                     state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
             elif now - asked_at >= PROBE_S:  # no other member may need one that never came to this round

@@ -25,7 +25,7 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
-from manyhands.averaging.allreduce.means import Contributions, Means, again, digest_of, digest_of_all
+from manyhands.averaging.allreduce.means import Contributions, Means, across_ballots, digest_of, digest_of_all
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.commit.limits import MemberLimits, witnessed
 from manyhands.averaging.config import AveragingConfig
@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 MEANS_KIND = "averaging.means"
 OPENING_S = 2.0
 """Time to reach a holder before the next one is asked."""
-STALLED_S = 3.0
+HOLDER_SILENT_S = 3.0
 """A holder that sends nothing for this long is given up: there are others."""
 DIGEST_BYTES = 32  # of BLAKE3
 
 Refill = Callable[[], torch.Tensor]
 """Returns this member's values again, in memory of their own; may take a while."""
-Exchange = Callable[[Group, int, Butterfly, bytes], Awaitable[object]]
+RunExchange = Callable[[Group, int, Butterfly, bytes], Awaitable[object]]
 """Runs the butterfly of a group's member of this rank over its own streams, which these bytes identify."""
 
 OUTSIZED = "are too large, or not finite, beside those of the others"
@@ -64,10 +64,10 @@ class Recovery:
     Args:
         rank: of this member, whose values are ``flat_N``.
         refill: returns the values again, if the means may overwrite them; without it they are never written.
-        feedbacks: the codec error of earlier rounds; None for no error feedback.
         limits: members that exceed them are left out; None for no limits.
 
     Attributes:
+        feedbacks: the codec error of earlier rounds; None for no error feedback.
         everything: the first ballot's order: all members average the whole vector.
         results: what this member holds as a whole, by digest.
         outsized: ranks of members whose values are too large beside those of the others.
@@ -80,7 +80,7 @@ class Recovery:
         rank: int,
         flat_N: torch.Tensor,
         plan: Plan,
-        exchange: Exchange,
+        exchange: RunExchange,
         *,
         memory: Memory,
         refill: Refill | None,
@@ -95,8 +95,8 @@ class Recovery:
         self._refill = refill
         self._mean_N = flat_N if refill is not None else empty_vector(flat_N.numel(), flat_N.dtype)
         self._memory = memory
-        self._feedbacks = feedbacks
         self._limits = limits
+        self.feedbacks = feedbacks
         self.outsized: set[int] = set()
         self.struck: set[int] = set()
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
@@ -116,7 +116,7 @@ class Recovery:
         butterfly = Butterfly(
             self.group, self.rank, self._flat_N, self._plan,
             members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
-            feedbacks=self._feedbacks, is_measured=self._limits is not None,
+            feedbacks=self.feedbacks, is_measured=self._limits is not None,
         )  # fmt: skip
         if order.ballot == 0:
             self._first = butterfly.means()  # also if the others decide while this member still averages
@@ -130,7 +130,7 @@ class Recovery:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, InvalidContribution):  # its own values: no stream carries them
                 own_fault = [Accusation(self.rank, reason, is_violation=True)]
-        means = self._first if order.ballot == 0 and self._first is not None else again(self._mean_N)
+        means = self._first if order.ballot == 0 and self._first is not None else across_ballots(self._mean_N)
         for chunk, reducer, present in butterfly.held():
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
         outsized = self._find_outsized(butterfly, order.members)
@@ -141,8 +141,10 @@ class Recovery:
             vote.reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
             vote.missing = (0, numel) if outsized else missing
             return vote
-        is_again = order.ballot > 0  # a part of it came before, so that no butterfly has seen it all
-        vote.digest = digest_of_all(True, await run_to_end(means.digests)) if is_again else butterfly.digest()
+        if order.ballot > 0:  # a part of it came before, so that no butterfly has seen it all
+            vote.digest = digest_of_all(await run_to_end(means.digests), spans_ballots=True)
+        else:
+            vote.digest = butterfly.digest()
         vote.parts = self._contributions.parts()
         self.results[vote.digest] = means
         return vote
@@ -161,13 +163,13 @@ class Recovery:
             for rank in sorted(found)
         ]
 
-    def incomplete(self, is_again: bool) -> Means | None:
+    def incomplete(self, spans_ballots: bool) -> Means | None:
         """The parts that this member has of a result that it does not hold.
 
         Args:
-            is_again: whether it was averaged in more than one ballot.
+            spans_ballots: whether it was averaged in more than one ballot.
         """
-        return again(self._mean_N) if is_again else self._first
+        return across_ballots(self._mean_N) if spans_ballots else self._first
 
 
 def stream_id(group: Group, ballot: int) -> bytes:
@@ -196,7 +198,7 @@ class Fetching:
         self._group: Group | None = None
         self._recovery: Recovery | None = None
         self._kept: dict[bytes, Means] = {}  # by digest
-        self._forgetting: asyncio.TimerHandle | None = None
+        self._forget_timer: asyncio.TimerHandle | None = None
         self._serving: set[PeerId] = set()
         endpoint.accept_bulk(MEANS_KIND, self._on_stream)
 
@@ -217,13 +219,13 @@ class Fetching:
     async def keep(self, means: Means, digest: bytes) -> None:
         """Copy a result for members that may still fetch it: the vector itself belongs to the caller."""
         self._kept[digest] = await run_to_end(means.copy)
-        self._forgetting = asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._forget)
+        self._forget_timer = asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._forget)
 
     def _forget(self) -> None:
         self._kept.clear()
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-            self._forgetting = None
+        if self._forget_timer is not None:
+            self._forget_timer.cancel()
+            self._forget_timer = None
 
     async def fetch(
         self, recovery: Recovery, manifest: RoundManifest, doubtful: Sequence[PeerId], timeout_s: float
@@ -267,7 +269,7 @@ class Fetching:
                 self._receive(stream, recovery, manifest),
                 lambda: stream.bytes_received,
                 at_least=1,
-                within_s=STALLED_S,
+                within_s=HOLDER_SILENT_S,
                 phase=f"waiting for the means that peer {peer_id} holds",
             )
         finally:
@@ -276,13 +278,13 @@ class Fetching:
     async def _receive(self, stream: Stream, recovery: Recovery, manifest: RoundManifest) -> Means:
         kind = bytearray(1)
         await stream.receive_into(memoryview(kind))
-        means = recovery.incomplete(is_again=bool(kind[0]))
+        means = recovery.incomplete(spans_ballots=bool(kind[0]))
         if means is None:
             raise ProtocolViolation(stream.remote, "a result of an unknown kind")
         table = bytearray(DIGEST_BYTES * len(means.pieces))
         await _receive_all(stream, memoryview(table))
         digests = [bytes(table[at : at + DIGEST_BYTES]) for at in range(0, len(table), DIGEST_BYTES)]
-        if digest_of_all(means.is_again, digests) != manifest.digest:
+        if digest_of_all(digests, spans_ballots=means.spans_ballots) != manifest.digest:
             raise ProtocolViolation(stream.remote, "the digests are not those of what was committed")
         own = await run_to_end(means.digests)
         wanted = [mine != committed for mine, committed in zip(own, digests, strict=True)]
@@ -320,7 +322,7 @@ class Fetching:
 
     async def _send(self, stream: Stream, means: Means) -> None:
         digests = await run_to_end(means.digests)
-        await stream.send(bytes([means.is_again]), *digests)
+        await stream.send(bytes([means.spans_ballots]), *digests)
         wanted = bytearray(len(means.pieces))
         await _receive_all(stream, memoryview(wanted))
         for piece, is_wanted in zip(means.pieces, wanted, strict=True):

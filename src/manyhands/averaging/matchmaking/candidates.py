@@ -170,7 +170,7 @@ class Candidates:
     def note_in_vain(self, peer_ids: Iterable[PeerId]) -> None:
         """These peers, or the groups they led, did not come within the longest wait."""
         for peer_id in peer_ids:
-            logger.info("peer %s was waited for in vain", peer_id)
+            logger.info("peer %s did not come to the round in time", peer_id)
             self._avoided.add(peer_id, num_free=1)
 
     def strike(self, peer_id: PeerId) -> float:

@@ -38,7 +38,6 @@ from manyhands.averaging.matchmaking.candidates import Candidates, Roster, short
 from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers, MatchmakingState
 from manyhands.averaging.matchmaking.leader import HOLD_S, GroupLeader
 from manyhands.averaging.messages import (
-    ASK_VERDICT,
     JOIN,
     LEAVE,
     MAX_ADDRESSES,
@@ -51,7 +50,6 @@ from manyhands.averaging.messages import (
     LeaveRequest,
     Member,
     Position,
-    VerdictQuery,
     readable_addresses,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
@@ -98,19 +96,19 @@ class Matchmaker:
         self._tasks = TaskOwner("matchmaking")
         self._group_leader = GroupLeader(endpoint, run_fingerprint, self.candidates, config, rng, self._tasks)
         self._state = MatchmakingState(endpoint, self.candidates)
-        self._reception = MatchmakingHandlers(
+        self._handlers = MatchmakingHandlers(
             endpoint, run_fingerprint, self.candidates, self._group_leader, self._state, config
         )
         self._gather_s = config.matchmaking_time_s
         self._ends_at = math.inf
         self._is_closed = False
         self._held: tuple[PeerId, Position] | None = None  # the last leader that held a place for this peer
-        self.on_called_ahead = self._reception.on_called_ahead
+        self.on_called_ahead = self._handlers.on_called_ahead
         endpoint.on_lost.append(self._on_lost)
 
     async def close(self) -> None:
         self._is_closed = True
-        self._reception.close()
+        self._handlers.close()
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
         await self._tasks.close()
@@ -275,7 +273,7 @@ class Matchmaker:
 
         async def reach(peer_id: PeerId) -> None:
             try:
-                await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(b""), self._gather_s)
+                await self._endpoint.ping(peer_id, self._gather_s)
             except Unavailable as error:
                 logger.info("peer %s cannot be reached either: %s", peer_id, error)
                 self.candidates.report_missing(peer_id)

@@ -50,9 +50,9 @@ class MatchmakingState:
         sought_at: when it last looked for a group (loop time); infinite during a search.
     """
 
-    def __init__(self, endpoint: RunEndpoint, view: Candidates) -> None:
+    def __init__(self, endpoint: RunEndpoint, candidates: Candidates) -> None:
         self._endpoint = endpoint
-        self._view = view
+        self._candidates = candidates
         self.following: PeerId | None = None
         self.busy_at: Position | None = None
         self.sought_at = -math.inf
@@ -86,14 +86,14 @@ class MatchmakingState:
     def invitation(self) -> PeerId | None:
         """The leader whose invitation this peer should follow, if any; each invitation counts once."""
         inviter, self._inviter = self._inviter, None
-        if inviter is None or inviter[1] != self._view.roster.position() or not self.is_led_by(inviter[0]):
+        if inviter is None or inviter[1] != self._candidates.roster.position() or not self.is_led_by(inviter[0]):
             return None
         return inviter[0]
 
     def is_led_by(self, inviter: PeerId) -> bool:
         """Whether this peer should follow its inviter rather than lead."""
         own_id = self._endpoint.peer_id
-        return self._endpoint.client_mode or inviter < own_id or inviter not in self._view.expected()
+        return self._endpoint.client_mode or inviter < own_id or inviter not in self._candidates.expected()
 
 
 class MatchmakingHandlers:
@@ -103,15 +103,15 @@ class MatchmakingHandlers:
         self,
         endpoint: RunEndpoint,
         run_fingerprint: bytes,
-        view: Candidates,
+        candidates: Candidates,
         group_leader: GroupLeader,
         state: MatchmakingState,
         config: AveragingConfig,
     ) -> None:
         self._endpoint = endpoint
         self._run_fingerprint = run_fingerprint
-        self._view = view
-        self._roster = view.roster
+        self._candidates = candidates
+        self._roster = candidates.roster
         self._group_leader = group_leader
         self._state = state
         self._config = config
@@ -139,7 +139,7 @@ class MatchmakingHandlers:
         await self._check_part(remote, request.recent_rounds)
         if request.position != self._roster.position():
             return InviteResponse()
-        if not self._view.is_heeded(remote):
+        if not self._candidates.is_heeded(remote):
             raise Refused(
                 me, AVOIDED, "your peer failed this one twice in a row, so this one follows others for a while"
             )
@@ -160,8 +160,8 @@ class MatchmakingHandlers:
     async def _check_known(self, remote: PeerId) -> None:
         """Refuse a peer that gets no place, or has no record, after another look, as it may be new."""
         me = self._endpoint.peer_id
-        if self._view.is_refused(remote):
-            raise Refused(me, REFUSED, "this peer has spoilt rounds, and gets no place in one for a while")
+        if self._candidates.is_refused(remote):
+            raise Refused(me, REFUSED, "your values were too large in three rounds; you get no place for a while")
         if not self._roster.is_known(remote):
             await self._group_leader.look_again(is_due=True)
             if not self._roster.is_known(remote):
@@ -215,8 +215,8 @@ class MatchmakingHandlers:
         try:
             check_join(me, is_client, self._run_fingerprint, here, remote, request)
         except Refused as refusal:
-            if refusal.code == OTHER_MANIFEST and remote in self._view.expected():
-                self._view.note_refusal(remote, refusal)  # it cannot come
+            if refusal.code == OTHER_MANIFEST and remote in self._candidates.expected():
+                self._candidates.note_refusal(remote, refusal)  # it cannot come
             raise
         await self._check_known(remote)
         await self._check_part(remote, request.recent_rounds)

@@ -85,6 +85,7 @@ class PendingGroup:
         ends_at: end of the leader's time for the round.
         seen: clients that are connected to a member, by short id.
         hearsay: peers that only members know, by short id, and until when they are waited for.
+        ask_again_at: when an expected peer is invited again: it may have joined another group since it was asked.
         answer: to all waiting members, once the group closes.
     """
 
@@ -100,10 +101,10 @@ class PendingGroup:
         self.is_passed_over = False
         self.seen: set[bytes] = set()
         self.hearsay: dict[bytes, float] = {}
+        self.ask_again_at: dict[PeerId, float] = {}
         self.changed = asyncio.Event()
         self.answer: asyncio.Future[JoinResponse] = loop.create_future()
         self.answer.add_done_callback(lambda answer: answer.exception())  # waiting members get it, if any
-        self._ask_again_at: dict[PeerId, float] = {}
 
     async def wait_with(self, member: Member) -> JoinResponse:
         """Give a peer its place, and wait for the outcome; raises why there is no group here."""
@@ -118,7 +119,7 @@ class PendingGroup:
 
     def _let_out(self, peer_id: PeerId) -> None:
         del self.joined[peer_id]
-        self._ask_again_at.pop(peer_id, None)
+        self.ask_again_at.pop(peer_id, None)
         self.changed.set()
 
     def let_go(self, peer_id: PeerId) -> bool:
@@ -133,7 +134,7 @@ class PendingGroup:
         """A member's values are there: set the deadline, and call the peers that hold places."""
         if self.deadline == math.inf:
             self.deadline, self.due_since = deadline, asyncio.get_running_loop().time()
-            self._ask_again_at.clear()
+            self.ask_again_at.clear()
 
     def left_s(self, leader: PeerId) -> float:
         """Seconds until the group must close."""
@@ -144,19 +145,10 @@ class PendingGroup:
 
     def have_places(self, now: float) -> set[PeerId]:
         """Peers that have come or still hold a place."""
-        self.reserved = {peer_id: until for peer_id, until in self.reserved.items() if until > now}
-        return self.joined.keys() | self.reserved.keys()
+        return self.joined.keys() | {peer_id for peer_id, until in self.reserved.items() if until > now}
 
     def waits_for_hearsay(self, now: float) -> bool:
-        self.hearsay = {short: until for short, until in self.hearsay.items() if until > now}
-        return bool(self.hearsay)
-
-    def is_to_be_asked(self, peer_id: PeerId, now: float) -> bool:
-        """Whether it is time to invite a peer; one that did not come may have joined another group since."""
-        if now < self._ask_again_at.get(peer_id, now):
-            return False
-        self._ask_again_at[peer_id] = now + ASK_AGAIN_S
-        return True
+        return any(until > now for until in self.hearsay.values())
 
     def close(self, answer: JoinResponse | Exception) -> None:
         """Answer all waiting members; only the first answer counts."""
@@ -181,15 +173,15 @@ class GroupLeader:
         self,
         endpoint: RunEndpoint,
         run_fingerprint: bytes,
-        view: Candidates,
+        candidates: Candidates,
         config: AveragingConfig,
         rng: random.Random,
         tasks: TaskOwner,
     ) -> None:
         self._endpoint = endpoint
         self._run_fingerprint = run_fingerprint
-        self._view = view
-        self._roster = view.roster
+        self._candidates = candidates
+        self._roster = candidates.roster
         self._config = config
         self._rng = rng
         self._tasks = tasks
@@ -267,7 +259,7 @@ class GroupLeader:
 
     def _note_hearsay(self, pending: PendingGroup, expects: bytes) -> None:
         until = asyncio.get_running_loop().time() + HEARSAY_S
-        for stranger in self._view.unheard_of(expects, self._endpoint.peer_id):
+        for stranger in self._candidates.unheard_of(expects, self._endpoint.peer_id):
             pending.hearsay[stranger] = until
 
     def send_to(self, leader: PeerId) -> None:
@@ -332,7 +324,7 @@ class GroupLeader:
         Raises:
             Overruled: the other one.
         """
-        self._view.report_missing(peer_id)
+        self._candidates.report_missing(peer_id)
         await self.look_again()
         if self._roster.is_overruled():
             raise Overruled("another part of the run goes on, whose state this peer has to load")
@@ -346,20 +338,20 @@ class GroupLeader:
             return RoundAborted("all peers that held places have gone")
         if own_id not in pending.joined:
             return self._not_here()
-        late = self._view.expected().keys() - pending.joined.keys() - pending.absent
+        late = self._candidates.expected().keys() - pending.joined.keys() - pending.absent
         for peer_id in late:
-            self._view.report_missing(peer_id)
+            self._candidates.report_missing(peer_id)
         if self._is_late(pending):
-            self._view.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
+            self._candidates.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
         if len(pending.joined) == 1:
             if pending.is_passed_over and not late:
                 return Refused(own_id, AVOIDED, "the others avoid this peer, or follow a leader that this one avoids")
             if not late:
-                return NobodyThere(self._view.with_refusals("no other peer can be reached"))
+                return NobodyThere(self._candidates.with_refusals("no other peer can be reached"))
             reason = (
                 f"none of the {len(late)} expected peers came" if len(late) > 1 else "the expected peer did not come"
             )
-            return RoundAborted(self._view.with_refusals(reason), sorted(late))
+            return RoundAborted(self._candidates.with_refusals(reason), sorted(late))
         members = [pending.joined[peer_id] for peer_id in sorted(pending.joined)]
         return JoinResponse(self._group(pending, members))
 
@@ -401,13 +393,13 @@ class GroupLeader:
 
     def _with_places(self, pending: PendingGroup) -> set[PeerId]:
         """The peers that have come, and those with places that are still waited for."""
-        now, own = asyncio.get_running_loop().time(), {self._endpoint.peer_id}
-        heeded = {peer_id for peer_id in pending.have_places(now) - own if self._view.is_heeded(peer_id)}
-        return pending.joined.keys() | heeded | (pending.reserved.keys() & own)
+        have_places, own_id = pending.have_places(asyncio.get_running_loop().time()), self._endpoint.peer_id
+        heeded = {peer_id for peer_id in have_places if peer_id == own_id or self._candidates.is_heeded(peer_id)}
+        return pending.joined.keys() | heeded
 
     def _without_lost_clients(self, pending: PendingGroup) -> Mapping[PeerId, bool]:
         """The expected peers, without clients that no peer here is connected to."""
-        expected = self._view.expected()
+        expected = self._candidates.expected()
         if asyncio.get_running_loop().time() < pending.began + CLIENT_S:
             return expected
         lost = [
@@ -420,8 +412,8 @@ class GroupLeader:
         ]
         for peer_id in lost:
             logger.info("peer %s is in client mode, is connected to nobody here, and is not waited for", peer_id)
-            self._view.report_missing(peer_id)
-        return self._view.expected() if lost else expected
+            self._candidates.report_missing(peer_id)
+        return self._candidates.expected() if lost else expected
 
     def _is_full(self, pending: PendingGroup) -> bool:
         """Whether a group of a grid has no place left; the last one is reserved for this peer."""
@@ -433,11 +425,12 @@ class GroupLeader:
     ) -> None:
         """Invite the expected peers, which also shows which of them are gone."""
         now, is_early = asyncio.get_running_loop().time(), pending.deadline == math.inf
+        have_come = pending.have_places(now) if is_early else pending.joined.keys()
         for peer_id, is_client in expected.items():
             is_reachable = not is_client or self._endpoint.is_connected(peer_id)
-            has_come = peer_id in pending.joined or (is_early and peer_id in pending.reserved)
-            if not is_reachable or has_come or not pending.is_to_be_asked(peer_id, now):
+            if not is_reachable or peer_id in have_come or now < pending.ask_again_at.get(peer_id, now):
                 continue
+            pending.ask_again_at[peer_id] = now + ASK_AGAIN_S
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
             request = InviteRequest(pending.position, self._run_fingerprint, is_early, self._roster.recent_rounds())
@@ -449,7 +442,7 @@ class GroupLeader:
             response = await self._endpoint.call(peer_id, INVITE, request, self._config.matchmaking_time_s)
         except Unavailable as error:
             logger.info("peer %s does not answer and is not waited for: %s", peer_id, error)
-            self._view.report_missing(peer_id)
+            self._candidates.report_missing(peer_id)
         except Refused as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
             await self._refused(peer_id, error, pending)
@@ -461,7 +454,7 @@ class GroupLeader:
 
     async def _refused(self, peer_id: PeerId, refusal: Refused, pending: PendingGroup) -> None:
         if refusal.code == OTHER_MANIFEST:
-            self._view.note_refusal(peer_id, refusal)
+            self._candidates.note_refusal(peer_id, refusal)
         elif refusal.code == OTHER_PART:
             try:
                 await self.told_apart(peer_id)
@@ -471,8 +464,8 @@ class GroupLeader:
             self._does_not_come(peer_id, pending)
         elif refusal.code == BEHIND and pending.position.group_key:
             pending.absent.add(peer_id)  # its group is done with this round of the grid; others may not be
-        elif refusal.code == BEHIND and peer_id in self._view.expected():
-            self._view.note_ahead(peer_id)
+        elif refusal.code == BEHIND and peer_id in self._candidates.expected():
+            self._candidates.note_ahead(peer_id)
             pending.close(Refused(self._endpoint.peer_id, TOLD_BEHIND, refusal.message))
 
     def _heard(self, peer_id: PeerId, response: InviteResponse, pending: PendingGroup) -> None:
@@ -480,7 +473,7 @@ class GroupLeader:
         leader = response.leader
         if not leader or leader >= self._endpoint.peer_id or leader in self.shunned:
             pending.absent.discard(peer_id)
-        elif self._view.is_heeded(leader):
+        elif self._candidates.is_heeded(leader):
             self._endpoint.learn(leader, readable_addresses(response.leader_addresses))
             pending.close(self.redirect(leader))
         else:
@@ -489,6 +482,6 @@ class GroupLeader:
     def _does_not_come(self, peer_id: PeerId, pending: PendingGroup) -> None:
         """Do not wait for a peer that avoids this one, or follows a leader that this one avoids."""
         if peer_id not in pending.absent and self._is_late(pending):
-            self._view.note_in_vain([peer_id])
+            self._candidates.note_in_vain([peer_id])
         pending.absent.add(peer_id)
         pending.is_passed_over = True

@@ -139,7 +139,7 @@ class Collaboration:
             )  # fmt: skip
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self.tasks.close)
-            look_ahead = LookAhead(self._rounds, self.tracker, self.tasks, self._batch_size_lead)
+            look_ahead = LookAhead(self._rounds.matchmaker, self.tracker, self.tasks, self._batch_size_lead)
             self.step_rounds = StepRounds(
                 presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self._local,
                 self.averaging,

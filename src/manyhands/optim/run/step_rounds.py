@@ -19,6 +19,7 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
+from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import State
@@ -118,9 +119,9 @@ class LookAhead:
     """
 
     def __init__(
-        self, rounds: RoundRunner, tracker: ProgressTracker, tasks: TaskOwner, batch_size_lead: int | None
+        self, matchmaker: Matchmaker, tracker: ProgressTracker, tasks: TaskOwner, batch_size_lead: int | None
     ) -> None:
-        self._rounds = rounds
+        self._matchmaker = matchmaker
         self._tracker = tracker
         self._tasks = tasks
         self._lead = batch_size_lead
@@ -128,7 +129,7 @@ class LookAhead:
         self._is_over = False  # an attempt at that step has begun
         self._timer: asyncio.TimerHandle | None = None
         self._search: asyncio.Task[None] | None = None
-        rounds.on_called_ahead.append(self._begin)
+        matchmaker.on_called_ahead.append(self._begin)
 
     def plan(self) -> None:
         """Schedule the search by what is known of the others now; call this on any news of them."""
@@ -151,7 +152,7 @@ class LookAhead:
     def _begin(self) -> None:
         """Begin: the time has come, or another peer predicts the target to be near."""
         if self._may_search():
-            self._search = self._tasks.spawn(self._rounds.hold_place(), name="looking for a group ahead of time")
+            self._search = self._tasks.spawn(self._matchmaker.hold_place(), name="looking for a group ahead of time")
 
     async def end(self) -> None:
         """End the search as an attempt begins, which takes the place that was found."""
@@ -267,7 +268,7 @@ class StepRounds:
             manifest,
             manifest.members,
             shares=shares,
-            averaging_s=committed.seconds - committed.matchmaking_s,
+            averaging_s=committed.averaging_s,
             is_left_out=weight > 0 and self._own_id not in shares,
             is_outsized=committed.is_outsized,
             disagreement=self._drift.disagreement(),

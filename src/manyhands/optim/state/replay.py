@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.allreduce.means import MAX_PIECES, Means, again, digest_of, digest_of_all
+from manyhands.averaging.allreduce.means import MAX_PIECES, Means, across_ballots, digest_of, digest_of_all
 from manyhands.averaging.codecs import BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest
@@ -128,7 +128,7 @@ class StepKeeper:
         if not self._server.followers(KEPT_S):
             self._forget()
             return
-        if manifest.position.group_key or not (means.is_again or means.chunks):  # a grid's, or no means were sent
+        if manifest.position.group_key or not (means.spans_ballots or means.chunks):  # a grid's, or no means were sent
             return
         try:
             lasting = await run_to_end(means.lasting)
@@ -136,7 +136,7 @@ class StepKeeper:
             self._forget()
             return
         stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
-        self._steps.append((KeptStep(manifest, means.codec, means.is_again, stops), lasting.pieces))
+        self._steps.append((KeptStep(manifest, means.codec, means.spans_ballots, stops), lasting.pieces))
         while sum(piece.numel() for _, pieces in self._steps for piece in pieces) > self._server.state_bytes:
             self._steps.popleft()
         self._look_again()
@@ -285,13 +285,13 @@ async def _receive_means(stream: Stream, kept: KeptStep, plan_of_code: Callable[
         plan = plan_of_code(kept.codec)
         chunks = [] if kept.is_again else _chunks_of(kept.stops, plan.numel)
         sizes = [sum(plan.num_bytes(chunk.start, chunk.stop) for chunk in of_piece) for of_piece in chunks]
-        plain = again(empty_vector(plan.numel, plan.dtype)).pieces if kept.is_again else []
+        plain = across_ballots(empty_vector(plan.numel, plan.dtype)).pieces if kept.is_again else []
         pieces = plain or [empty_vector(size, torch.uint8) for size in sizes]
         for piece in pieces:
             if piece.numel():
                 await _receive_into(stream, bytes_of(piece))
         digests = await run_to_end(lambda: [digest_of(piece) for piece in pieces])
-        if digest_of_all(kept.is_again, digests) != kept.manifest.digest:
+        if digest_of_all(digests, spans_ballots=kept.is_again) != kept.manifest.digest:
             raise ProtocolViolation(stream.remote, "sent means that are not what was committed")
         step = MissedStep(kept.manifest, plan, pieces, chunks)
         await run_to_end(step.mean)  # to know that it can be decoded: the donor may have made all of it up
