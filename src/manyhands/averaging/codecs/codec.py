@@ -158,7 +158,8 @@ class Codec(abc.ABC):
             rooms: the others' encoded values, uint8, shape [rooms, bytes of a room], of which only the first are used.
             which: in the order of addition, the room of each contribution, or -1 for ``own_N``.
             weights: of each.
-            mean_N, out: as the arguments of :meth:`requantize`.
+            mean_N: as the argument of :meth:`requantize`.
+            out: likewise.
             squares: float64, shape [contributions + 1]; to it are added an estimate of the sum of the squares of each
                 contribution's values, and an upper bound of that of the mean, as far as they are done.
         Returns:
