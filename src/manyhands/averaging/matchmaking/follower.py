@@ -173,7 +173,7 @@ class Matchmaker:
             try:
                 leader = await self._hold_with(leader, own, unreachable)
             except (Unavailable, PeerError, RoundAborted) as error:
-                logger.info("no place in a group yet: %s", error)
+                logger.debug("no place in a group yet: %s", error)  # it is looked for again when the step is due
                 leader = None
                 await asyncio.sleep(HOLD_AGAIN_S)
                 unreachable.clear()
@@ -232,10 +232,11 @@ class Matchmaker:
                 return await self._group_leader.reserve(leader)
             return await self._group_leader.lead(own, self._gather_s, self._ends_at)
         except (Unavailable, PeerError) as error:
-            logger.info("peer %s cannot lead this round: %s", leader, error)
             is_gone = isinstance(error, Unavailable)
             if is_early and not is_gone and not (isinstance(error, Refused) and error.code == OTHER_PART):
                 raise  # there may be a place later
+            reason = error.message if isinstance(error, Refused) else error  # which names the peer already
+            logger.info("peer %s cannot lead this round: %s", leader, reason)
             unreachable.add(leader)
             patience_s = self._config.matchmaking_time_s
             if leader != own.peer_id and not is_early and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):

@@ -444,7 +444,7 @@ class GroupLeader:
             logger.info("peer %s does not answer and is not waited for: %s", peer_id, error)
             self._candidates.report_missing(peer_id)
         except Refused as error:
-            logger.info("peer %s does not come to this round: %s", peer_id, error)
+            logger.info("peer %s does not come to this round: %s", peer_id, error.message)
             await self._refused(peer_id, error, pending)
         except PeerError as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
