@@ -13,6 +13,7 @@ Source: Douillard et al., DiLoCo, arXiv:2311.08105; Douillard et al., Streaming 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,7 +69,7 @@ class LocalSteps:
         overlap_steps: go on with up to so many inner steps while the average is computed.
         sparse: send only the largest changes; the rest is kept and added to the next ones (SparseLoCo).
     Raises:
-        ConfigError: a number is out of bounds.
+        ConfigError: a value cannot be used.
     """
 
     outer: Callable[[Any], torch.optim.Optimizer] | None = None
@@ -77,15 +78,16 @@ class LocalSteps:
     sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
-        if self.fragments < 1:
-            raise ConfigError(f"fragments={self.fragments} must be at least 1; for example 4")
-        if self.overlap_steps < 0:
-            raise ConfigError(f"overlap_steps={self.overlap_steps} must be at least 0; for example 5")
-        if self.outer is not None and not callable(self.outer):
-            raise ConfigError(
-                f"outer={self.outer!r} must be a function that makes an optimizer from parameters; for example "
-                "lambda params: torch.optim.SGD(params, lr=1.0)"
-            )
+        for name, number, least, example in (("fragments", self.fragments, 1, 4),
+                                             ("overlap_steps", self.overlap_steps, 0, 5)):  # fmt: skip
+            if not isinstance(number, int):
+                raise ConfigError(f"{name}={number!r} must be a whole number; for example {example}")
+            if number < least:
+                raise ConfigError(f"{name}={number} must be at least {least}; for example {example}")
+        if self.sparse is not None and not isinstance(self.sparse, Sparse):
+            raise ConfigError(f"sparse={self.sparse!r} must be made by manyhands.Sparse; for example Sparse(top=64)")
+        if self.outer is not None:
+            _check_outer(self.outer)
 
     def make_outer(self, params: Any) -> torch.optim.Optimizer:
         """The outer optimizer of these parameters or groups."""
@@ -428,6 +430,21 @@ class InnerSteps(Accumulator):
     def _count(self, samples: int, since_step: int) -> None:
         self.since_step = min(self.since_step, since_step) if self.samples else since_step
         self.samples += samples
+
+
+def _check_outer(outer: Any) -> None:
+    works = "lambda params: torch.optim.SGD(params, lr=1.0)"
+    if isinstance(outer, type):
+        raise ConfigError(f"outer={outer.__name__} is a class, whose own lr would be used; write {works}")
+    if not callable(outer):
+        raise ConfigError(
+            f"outer is of type {type(outer).__name__} and must be a function that makes an optimizer from parameters; "
+            f"for example {works}"
+        )
+    try:
+        inspect.signature(outer).bind([])
+    except (TypeError, ValueError):
+        raise ConfigError(f"outer must take one argument, the parameters; for example {works}") from None
 
 
 def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
