@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 KEPT_SHARE = 0.5
 """Of a peer's own parameters, where the average arrives after further inner steps (arXiv:2501.18512, section 3.2)."""
 MANY_STEPS = 500
-"""Inner steps from one average to the next, above which published runs lose much of their quality."""
+"""Inner steps from one average to the next, as DiLoCo chose them between traffic and quality."""
 OUTER = "outer"
 """Key of the outer optimizer's state in a checkpoint."""
 AGREED = "agreed"
@@ -327,6 +327,7 @@ class InnerSteps(Accumulator):
         self._replica = replica
         self._spare_N: torch.Tensor | None = None
         self._num_steps = 0
+        self._num_between = 0  # inner steps from one average of a fragment to the next
         self._frozen_at = 0  # inner steps when the last contribution was made
         self._averaged_at: int | None = None  # likewise, of the last one whose step was made
         self._out: tuple[int, float] | None = None  # the fragment of a contribution, and the weight behind it
@@ -370,7 +371,6 @@ class InnerSteps(Accumulator):
         return contribution
 
     def _plan_overlap(self) -> None:
-        """Also tells the user once what the number of inner steps from one average to the next means."""
         replica, allowed = self._replica, self._replica.overlap_steps
         num_steps = self._num_steps - (self._averaged_at or 0)
         is_whole = self._averaged_at is not None  # a newcomer has made a part of them
@@ -380,13 +380,18 @@ class InnerSteps(Accumulator):
                 "overlap_steps=%d is cut to %d, the inner steps from one average to the next", allowed, num_steps
             )
         self._must_end_at = self._num_steps + max(min(allowed, num_steps), 1)
-        if num_steps * replica.num_fragments > MANY_STEPS and "many" not in self._has_told:
-            self._has_told.add("many")
-            logger.warning(
-                "%d inner steps from one average to the next: published runs lose quality above %d "
-                "(docs/how-to/local-steps.md); a smaller target_batch_size makes them fewer",
-                num_steps * replica.num_fragments, MANY_STEPS,
-            )  # fmt: skip
+        self._num_between = num_steps * replica.num_fragments
+
+    def advice(self) -> str:
+        """What so many inner steps before an average with other peers mean, once; mostly empty."""
+        if self._num_between <= MANY_STEPS or "many" in self._has_told:
+            return ""
+        self._has_told.add("many")
+        return (
+            f"This peer made {self._num_between} inner steps from one average to the next, more than the {MANY_STEPS} "
+            "that DiLoCo chose. Its perplexity was 2.9% higher with 1000 than with 50 (arXiv:2311.08105). A smaller "
+            "target_batch_size makes them fewer"
+        )
 
     @property
     def must_wait(self) -> bool:
