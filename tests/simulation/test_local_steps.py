@@ -301,7 +301,7 @@ def test_many_inner_steps_are_named_where_a_peer_averages_with_others(
 @pytest.mark.parametrize(
     ("mine", "message"),
     [
-        (None, "local_steps is None here, outer SGD"),
+        (None, "local_steps is not set here, outer SGD"),
         (LocalSteps(outer=plain_averaging), r"local_steps is outer SGD\(lr=1.0\), 1 fragment, overlap_steps=0 here"),
         (LocalSteps(nesterov, overlap_steps=3), "1 fragment, overlap_steps=3 here, outer SGD"),
         (LocalSteps(nesterov, fragments=2), "2 fragments, overlap_steps=0 here"),
