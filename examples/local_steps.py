@@ -14,7 +14,7 @@ with manyhands.Peer(initial_peers=sys.argv[1:]) as peer:
         torch.optim.AdamW(model.parameters(), lr=1e-3),
         peer=peer,
         run_id="local-steps",
-        target_batch_size=16384,  # two peers with batches of 32 make 256 steps each from one average to the next
+        target_batch_size=8192,  # two peers with batches of 32 make 128 steps each from one average to the next
         batch_size_per_step=32,
         local_steps=manyhands.LocalSteps(),
     )

@@ -74,5 +74,5 @@ def test_a_target_below_one_batch_of_every_trainer_is_one_line(tmp_path: Path) -
         with running(*join, "--batch-size", "8") as second:
             assert second.wait(60) == USAGE
         line = second.output.strip().splitlines()[-1]
-        assert "target_batch_size=12 is below one batch of 8 for each of the 2 peers" in line
-        assert "batch_size_per_step=6 here" in line
+        assert "target_batch_size=12 is below one batch of 8 samples for each of the 2 peers" in line
+        assert "batches of 6 here" in line

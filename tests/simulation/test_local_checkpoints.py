@@ -129,27 +129,53 @@ def test_all_peers_resume_with_both_optimizers(tmp_path: Path) -> None:
     assert ends["resumed"] == ends["whole"]
 
 
-def test_a_target_below_one_batch_of_every_peer_is_refused() -> None:
+TWO_PEERS = (
+    "target_batch_size=10 is below one batch of 6 samples for each of the 2 peers: local steps need at least one of "
+    "every peer between two averages; for example batches of 5 here, or a run with target_batch_size=1200"
+)
+ONE_PEER = (
+    "target_batch_size=10 is below one batch of 12 samples: local steps need at least one of every peer between two "
+    "averages; for example batches of 10 here, or a run with target_batch_size=1200"
+)
+
+
+def join_with(batch_size: int, *, is_given_to_step: bool) -> None:
+    """A second peer joins a run with a target of 10 samples."""
+
     def program(member: Member) -> None:
         for number in range(30):
             member.step(loss_of(member, number))
             member.check_samples()
 
     def late(member: Member) -> None:
-        raise AssertionError("it joined")
-
-    logging.getLogger("manyhands").setLevel(logging.WARNING)
-    swarm = Swarm()
+        assert is_given_to_step, "it joined"
+        member.step(loss_of(member, 0), batch_size=0)  # adds nothing
+        for number in range(3):
+            member.step(loss_of(member, number), batch_size=batch_size)
 
     def inner(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.05)
 
-    swarm.start("p0", new_model, inner, program, **{**SETTINGS, "target_batch_size": 10})
-    options = {**SETTINGS, "target_batch_size": 10, "batch_size_per_step": 6}
+    logging.getLogger("manyhands").setLevel(logging.WARNING)
+    swarm, options = Swarm(), {**SETTINGS, "target_batch_size": 10}
+    swarm.start("p0", new_model, inner, program, **options)
+    options["batch_size_per_step"] = None if is_given_to_step else batch_size
     swarm.start("p1", new_model, inner, late, begins_s=5.0, **options)
+    swarm.run()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "is_given_to_step", "message"), [(6, False, TWO_PEERS), (12, False, ONE_PEER), (12, True, ONE_PEER)]
+)
+def test_a_target_below_one_batch_of_every_peer_is_refused(
+    batch_size: int, is_given_to_step: bool, message: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
-        swarm.run()
-    assert str(raised.value) == (
-        "target_batch_size=10 is below one batch of 6 for each of the 2 peers: local steps need at least one of every "
-        "peer between two averages; for example batch_size_per_step=5 here, or a run with target_batch_size=1200"
-    )
+        join_with(batch_size, is_given_to_step=is_given_to_step)
+    assert str(raised.value) == message
+
+
+def test_if_batches_may_differ_that_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """The other peer's may be small enough."""
+    join_with(6, is_given_to_step=True)
+    assert [record.message for record in caplog.records if "target_batch_size" in record.message] == [TWO_PEERS]

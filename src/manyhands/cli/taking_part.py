@@ -264,6 +264,13 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
     if not is_recipe(facts):
         recipe = AlbertRecipe(**given_data.settings_of(given) | dict(given))
         check_memory(run_id, recipe, recipe.vocab_size)
+        if recipe.local_steps and not {"target_batch_size", "learning_rate"} <= given.keys():
+            logger.warning(
+                "Local steps with --target-batch-size %d and --learning-rate %g. The defaults suit synchronous steps: "
+                "the trial stops at batches of a 64th of the target, and steps with small batches need a smaller rate. "
+                "docs/how-to/local-steps.md advises --target-batch-size 8192 --learning-rate 0.003",
+                recipe.target_batch_size, recipe.learning_rate,
+            )  # fmt: skip
         return recipe
     try:
         found = _checked(run_id, adopted(run_id, facts, given))

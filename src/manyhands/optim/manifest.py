@@ -133,7 +133,7 @@ def _shown(value: object) -> str:
 
 
 def _shown_fact(manifest: RunManifest, key: str) -> str:
-    return readable(str(manifest.extra.get(key)))
+    return readable(manifest.extra.get(key, "not set"))
 
 
 class ManifestKeeper:

@@ -125,6 +125,10 @@ class Optimizer(OptimizerWrapper):
         averaging: AveragingConfig | None = None,
         progress: ProgressConfig | None = None,
     ) -> None:
+        if local_steps is not None and not isinstance(local_steps, LocalSteps):
+            raise ConfigError(
+                f"local_steps={local_steps!r} must be made by manyhands.LocalSteps; for example LocalSteps(fragments=4)"
+            )
         self._options = options = Options(
             run_id=run_id, target_batch_size=target_batch_size, batch_size_per_step=batch_size_per_step,
             batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
@@ -186,9 +190,10 @@ class Optimizer(OptimizerWrapper):
         )  # fmt: skip
         self._membership = BlockingRunClient(peer, self._collaboration, self._replica)
         self.statistics.states_loaded += self._membership.join()
-        if local_steps is not None and (fault := options.fault_with(self.num_peers)):
+        if local_steps is not None and (fault := options.fault_with(self.num_peers, batch_size_per_step or 0)):
             self._membership.leave()
             raise ConfigError(fault)
+        self._must_check_target = local_steps is not None and batch_size_per_step is None
         self._held = HeldBatches(self._replica.model_parameters)
         self._collaboration.on_leaving = self._on_leaving
         self._show()
@@ -257,9 +262,9 @@ class Optimizer(OptimizerWrapper):
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
             weight: the number of items that the loss is a mean over, if these are not samples: tokens, say.
         Raises:
-            ConfigError: no batch size was given; a parameter that was frozen when this was made requires grad;
-                something other than ``scheduler`` has changed an option of the groups, such as the learning rate; or
-                accelerate accumulates gradients as well.
+            ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
+                that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
+                option of the groups, such as the learning rate; or accelerate accumulates gradients as well.
         """
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
@@ -356,6 +361,8 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
+        if self._must_check_target:
+            self._check_target(samples)
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
         self._speed.count(samples, self.peer.time())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
@@ -363,6 +370,14 @@ class Optimizer(OptimizerWrapper):
         with uninterrupted():
             self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
         return self._local is None
+
+    def _check_target(self, batch_size: int) -> None:
+        """Compare the target of local steps with this peer's first batch; those of others may be smaller."""
+        if fault := self._options.fault_with(1, batch_size):
+            raise ConfigError(fault)
+        self._must_check_target = False
+        if fault := self._options.fault_with(self.num_peers, batch_size):
+            logger.warning("%s", fault)
 
     # global steps
 
@@ -470,7 +485,8 @@ class Optimizer(OptimizerWrapper):
         logger.info("Optimizer step: done! Step %d, %s", self.global_step, self.statistics.summary())
         if outcome.manifest is not None:
             speed = self._collaboration.tracker.progress.samples_per_second
-            if advice := self._advice.after_step(speed, outcome.averaging_s):
+            of_local = self._local.advice() if self._local is not None else ""
+            for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
         if error is not None:  # during a background step, or while reporting it
             self._membership.moved(step)

@@ -14,6 +14,7 @@ from manyhands.averaging.state.content import DTYPES_OF_STATES
 from manyhands.averaging.tensor_list import DTYPES, overlaps_itself
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.text import counted
 from manyhands.optim.state.state import hyper_parameters_of, names_of, parameters_of
 
 Delay = Literal["optimizer", "gradients"]
@@ -67,29 +68,31 @@ class Options:
             raise ConfigError("an auxiliary peer has no batches: leave batch_size_per_step out")
 
     def _check_local(self) -> None:
-        target, batch, num_fragments = self.target_batch_size, self.batch_size_per_step or 1, self.num_fragments or 1
+        target, num_fragments = self.target_batch_size, self.num_fragments or 1
         if self.delay is not None:
             raise ConfigError(
                 f"delay={self.delay!r} is for synchronous steps; with local_steps write "
                 "LocalSteps(overlap_steps=5) instead, which goes on training while the average is computed"
             )
-        if target < max(batch, num_fragments):
+        if target < num_fragments:
             raise ConfigError(
-                f"target_batch_size={target} is below one batch of {batch} or the number of fragments, "
-                f"{num_fragments}: local steps need at least one between two averages; for example "
-                f"{100 * max(batch, num_fragments)}"
+                f"target_batch_size={target} is below the number of fragments, {num_fragments}: each is averaged once "
+                f"in the target; for example {100 * num_fragments}"
             )
+        if fault := self.fault_with(1, self.batch_size_per_step or 1):
+            raise ConfigError(fault)
 
-    def fault_with(self, num_peers: int) -> str:
-        """Why so many peers cannot make local steps with this target; empty if they can."""
-        target, batch = self.target_batch_size, self.batch_size_per_step
-        if batch is None or target >= num_peers * batch:
+    def fault_with(self, num_peers: int, batch_size: int) -> str:
+        """Why so many peers cannot make local steps with this target and batches like these; empty if they can."""
+        target = self.target_batch_size
+        if target >= num_peers * batch_size:
             return ""
-        smaller = f"batch_size_per_step={target // num_peers} here, or " if target >= num_peers else ""
+        each = f" for each of the {num_peers} peers" if num_peers > 1 else ""
+        smaller = f"batches of {target // num_peers} here, or " if target >= num_peers else ""
         return (
-            f"target_batch_size={target} is below one batch of {batch} for each of the {num_peers} peers: local steps "
-            f"need at least one of every peer between two averages; for example {smaller}a run with "
-            f"target_batch_size={100 * num_peers * batch}"
+            f"target_batch_size={target} is below one batch of {counted(batch_size, 'sample')}{each}: local steps need "
+            f"at least one of every peer between two averages; for example {smaller}a run with "
+            f"target_batch_size={100 * num_peers * batch_size}"
         )
 
     @property

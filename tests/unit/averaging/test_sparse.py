@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -120,11 +122,15 @@ def test_bytes_that_no_encoder_writes_are_refused(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"top": 0}, {"top": 5000}, {"chunk": 1}, {"bits": 0}, {"bits": 5}, {"decay": 0.0}, {"decay": 1.5}]
-)
-def test_numbers_out_of_bounds_are_refused(options: dict[str, float]) -> None:
+    "options",
+    [
+        {"top": 0}, {"top": 5000}, {"chunk": 1}, {"bits": 0}, {"bits": 5}, {"decay": 0.0}, {"decay": 1.5},
+        {"top": 2.5}, {"top": "64"}, {"chunk": 512.5}, {"bits": 1.5}, {"decay": "0.9"}, {"decay": math.nan},
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_used_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="for example"):
-        Sparse(**options)  # type: ignore[arg-type]
+        Sparse(**options)
 
 
 def test_a_name_brings_its_numbers() -> None:

@@ -61,7 +61,7 @@ def published(manifest: RunManifest) -> bytes:
         (changed(scheduler="StepLR()"), "scheduler is '' here, 'StepLR()' in the run"),
         (changed(frozen=["bias"]), "frozen is [] here, ['bias'] in the run"),
         (changed(extra={"tokenizer": "xyz"}), "tokenizer is abc here, xyz in the run"),
-        (changed(extra={}), "tokenizer is abc here, None in the run"),
+        (changed(extra={}), "tokenizer is abc here, not set in the run"),
         (
             changed(tensors=[ParameterSpec("weight", (9, 5), "float32"), MANIFEST.tensors[1]]),
             "tensor weight has shape [8, 5] here, [9, 5] in the run",

@@ -103,6 +103,8 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
         for name in shared
         if name in given and given[name] != shared[name]
     ]
+    if given.get(_LOCAL_STEPS) and not shared[_LOCAL_STEPS]:
+        differences[-1] += ", which has synchronous steps: leave --local-steps out"
     if differences:
         raise ManifestMismatch(run_id, differences)
     return run
