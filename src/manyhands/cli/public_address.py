@@ -56,8 +56,12 @@ def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> Publi
             "manyhands doctor --initial-peers %s:%d on a machine elsewhere", found.port, found.host, found.host,
             found.port,
         )  # fmt: skip
-    peer.announce([Address.of(found.host, found.port), *local])
+    peer.run(_announce_beside_local(peer, Address.of(found.host, found.port)), START_TIMEOUT_S, "announcing an address")
     return found
+
+
+async def _announce_beside_local(peer: Peer, address: Address) -> None:
+    peer.endpoint.announce([address], with_local=True)
 
 
 async def _ask_peers(peer: Peer) -> None:

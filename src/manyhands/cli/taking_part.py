@@ -84,7 +84,7 @@ def require_albert() -> None:
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "tokenizers", "psutil")):
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "tokenizers")):
         raise MissingExtra("the ALBERT recipe", "albert")
 
 
