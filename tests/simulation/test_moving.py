@@ -11,6 +11,7 @@ from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.rpc import Endpoint
+from manyhands.rpc.endpoint import LOOK_PERIOD_S
 from manyhands.testing import Host, World, at
 from tests.simulation.worlds import KEY, join
 
@@ -125,3 +126,23 @@ def test_a_machine_that_gets_another_address_is_found_by_all_within_a_minute(mon
     assert all(0 <= seconds < FOUND_WITHIN_S for seconds in took_s.values()), took_s
     told = swarm.endpoints["second"].addresses_to_tell(swarm.endpoints["moving"].peer_id)
     assert [address.host for address in told] == [NEW_IP]
+
+
+def test_a_public_address_stays_announced_while_those_of_the_machine_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = [OLD_IP, "127.0.0.1"]
+    monkeypatch.setattr("manyhands.rpc.announce._hosts_of_this_machine", lambda protocol: hosts)
+    world, announced = World(seed=6), []
+
+    async def program(host: Host) -> None:
+        endpoint = Endpoint(world.transport(host), rng=world.rng("endpoint"))
+        await endpoint.listen([Address.of("0.0.0.0", PORT)])
+        for addresses, with_local in ([Address.of("8.8.4.4", PORT)], True), ([Address.of("8.8.4.4", PORT)], False):
+            endpoint.announce(addresses, with_local=with_local)
+            hosts[0] = NEW_IP if hosts[0] == OLD_IP else OLD_IP
+            await asyncio.sleep(LOOK_PERIOD_S + 1.0)
+            announced.append([address.host for address in endpoint.addresses])
+        await endpoint.close()
+
+    world.start("router", program)
+    world.run(60.0)
+    assert announced == [["8.8.4.4", NEW_IP, "127.0.0.1"], ["8.8.4.4"]]
