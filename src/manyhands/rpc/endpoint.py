@@ -66,6 +66,7 @@ class Endpoint:
     Attributes:
         on_connected, on_lost: called with a peer when its first control connection opens, and when its last one is
             lost; closing an idle connection is not a loss.
+        on_announced: called when this peer has announced other addresses.
         on_moved: called with a connected peer that has announced other addresses.
         counters: errors, by kind.
         uplink: paces uploads to distant peers.
@@ -86,6 +87,7 @@ class Endpoint:
         self.addresses: list[Address] = []
         self._chosen: Sequence[Address] = ()  # by the user; by default those of this machine
         self._with_local = True
+        self.on_announced: list[Callable[[], None]] = []
         self.on_moved: list[Callable[[PeerId], None]] = []
         self.counters: Counter[str] = Counter()
         self.gates: dict[str, Gate] = {}
@@ -167,6 +169,8 @@ class Endpoint:
         self.addresses = announced
         for connection in self._pool.all():
             self._tasks.spawn(self._tell_addresses(connection), name=f"announcing addresses to {connection.remote}")
+        for callback in list(self.on_announced):
+            callback()
 
     @property
     def candidates(self) -> list[Address]:
