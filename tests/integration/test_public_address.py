@@ -301,8 +301,20 @@ def test_an_announced_address_of_a_web_server_is_refused() -> None:
 
 
 def test_an_announced_address_that_does_not_answer_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with announced(f"127.0.0.1:{free_port()}") as peer:
+    with announced(f"localhost:{free_port()}") as peer:
         assert f"manyhands doctor --initial-peers {place_of(peer)}" in caplog.text
+
+
+def test_an_announced_name_that_does_not_resolve_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with announced("nosuchhost.invalid:31337"):
+        (line,) = [record.getMessage() for record in caplog.records if "announced" in record.getMessage()]
+    assert line == "The announced name nosuchhost.invalid does not resolve: nobody can dial it until it does"
+
+
+def test_an_announced_loopback_address_without_an_answer_is_refused() -> None:
+    port = free_port()
+    with pytest.raises(ConfigError, match=f"--announce 127.0.0.1:{port}: .* only to this machine.* not listen there"):
+        announced(f"127.0.0.1:{port}")
 
 
 def test_an_announced_address_that_leads_here_is_used_without_a_word(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from manyhands import Peer
+from manyhands.base.ticket import Ticket
 from tests.process.commands import LOOPBACK, called, running
 
 pytestmark = pytest.mark.process
@@ -60,6 +61,8 @@ def test_a_first_peer_says_the_address_of_the_tunnel_and_of_the_next_one(monkeyp
         again = re.search(CREATED, command.wait_for("Ngrok tunnel created").strip())
         assert again
         assert again[1] != created[1]
+        ticket = Ticket.parse(command.wait_for("manyhands join mh1").split()[-1])
+        assert [address.port for address in ticket.addresses] == [int(again[1])]
         with Peer(command.wait_for("--initial-peers").split("--initial-peers")[1].split(), client_mode=True) as peer:
             assert peer.dht.num_known_peers
         command.interrupt()

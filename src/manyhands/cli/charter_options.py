@@ -11,7 +11,7 @@ from manyhands.access import SignedCharter
 from manyhands.base.errors import ConfigError
 from manyhands.base.ticket import Ticket, split_tickets
 from manyhands.cli.options import PeerOptions
-from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.ticket_command import print_tickets
 from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def coordinate(peer: Peer, path: Path, charter: SignedCharter, network: PeerOpti
     logger.info("Coordinating %s", run)
     if charter.is_open:
         logger.info("Others can join it with one word:")
-        print_ticket(charter.run_id, peer.addresses, charter=charter.digest)
+        print_tickets(peer, charter.run_id, charter=charter.digest)
     else:
         logger.info("Make tickets for it on this machine, in another terminal:")
         power = f"--state-dir {network.state_dir}" + (f" --key {network.identity}" if network.identity else "")

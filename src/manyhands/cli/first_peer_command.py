@@ -19,7 +19,7 @@ from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import name_in_logs
-from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import WebOptions, page_beside
 from manyhands.monitor.events import Listening
 from manyhands.peer import Peer
@@ -87,7 +87,7 @@ def first_peer(
         logger.info("Others can join through this peer with:")
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
         if charter is None or signed is None:
-            print_ticket("", peer.addresses)
+            print_tickets(peer, "")
         else:
             coordinate(peer, charter, signed, network)
         emit(Listening(peer.peer_id, peer.addresses))

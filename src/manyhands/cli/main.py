@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, RepeatArgumentError
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.access_commands import ban, invite, members
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
                 result_action="return_value",
             )
     except (CycloptsError, ConfigError, JoinFailed) as error:
-        _complain(_missing(error) if isinstance(error, MissingArgumentError) else str(error))
+        _complain(_said(error))
         return EXIT_USAGE
     except ManyhandsError as error:
         _complain(str(error))
@@ -80,6 +80,17 @@ def _with_dashes(argument: str) -> str:
     """Allow underscores in options, as in the tutorials of other libraries."""
     name, separator, value = argument.partition("=")
     return name.replace("_", "-") + separator + value if name.startswith("--") else argument
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, MissingArgumentError):
+        return _missing(error)
+    if isinstance(error, RepeatArgumentError) and error.token.keyword is not None:
+        option = "--" + error.token.keyword.removeprefix("--no-").removeprefix("--")
+        both = {option, option.replace("--", "--no-", 1)}
+        if both <= set(error.root_input_tokens or ()):
+            return f"{' and '.join(sorted(both))} contradict each other; leave one out"
+    return str(error)
 
 
 def _missing(error: MissingArgumentError) -> str:

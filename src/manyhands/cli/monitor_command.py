@@ -32,7 +32,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import screen_of
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
-from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
@@ -240,7 +240,7 @@ def monitor(
         if charter is not None and signed is not None:
             coordinate(peer, charter, signed, network)
         if run_id not in peer.presence.members:
-            welcome(run_id, peer.addresses, network.initial_peers or ())
+            welcome(run_id, peer, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))
 
         def on_event(event: Event) -> None:
@@ -293,8 +293,9 @@ def end(curves: Curves) -> None:
         atexit.register(os._exit, EXIT_INTERRUPTED)  # runs before the exit handlers of the sink's library
 
 
-def welcome(run_id: str, addresses: Sequence[str], initial_peers: Sequence[str]) -> None:
+def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str]) -> None:
     """Log how others join the run through this peer, in all the ways that tutorials use."""
+    addresses = peer.addresses
     places = parse_addresses(addresses)
     for place in places:
         logger.info("Running DHT root at %s", place.host_port)
@@ -309,7 +310,7 @@ def welcome(run_id: str, addresses: Sequence[str], initial_peers: Sequence[str])
     if places:
         print(f"\n    --initial_peers {' '.join(addresses)}")  # noqa: T201
         print(f"    --initial_peers {' '.join(place.host_port for place in places)}")  # noqa: T201
-        print_ticket(run_id, addresses)
+        print_tickets(peer, run_id)
     sys.stdout.flush()
 
 

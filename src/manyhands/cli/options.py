@@ -135,6 +135,11 @@ class NetworkOptions(PeerOptions):
                 f"--tunnel {self.tunnel} lets others dial this machine, and --client-mode says that they cannot; "
                 "leave one out"
             )
+        if self.announce is not None and self.client_mode:
+            raise ConfigError(
+                "--announce names the address at which others dial this machine, and --client-mode says that they "
+                "cannot; leave one out"
+            )
         super().__post_init__()
 
     def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:

@@ -56,8 +56,12 @@ def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> Publi
             "manyhands doctor --initial-peers %s:%d on a machine elsewhere", found.port, found.host, found.host,
             found.port,
         )  # fmt: skip
-    peer.announce([Address.of(found.host, found.port), *local])
+    peer.run(_announce_beside_local(peer, Address.of(found.host, found.port)), START_TIMEOUT_S, "announcing an address")
     return found
+
+
+async def _announce_beside_local(peer: Peer, address: Address) -> None:
+    peer.endpoint.announce([address], with_local=True)
 
 
 async def _ask_peers(peer: Peer) -> None:
@@ -81,7 +85,7 @@ class AnnouncedCheck:
         """Dial them all at once, as a peer that listens already.
 
         Raises:
-            ConfigError: another peer, or another program, answers.
+            ConfigError: another peer, or another program, answers; or only this machine could dial it, in vain.
         """
         if not presence.endpoint.bound_addresses:
             return
@@ -94,7 +98,14 @@ class AnnouncedCheck:
                     f"--announce {address.host_port}: {found}. Others would dial it in place of this "
                     "peer; announce the address and port from which connections are led to this one"
                 )
-            if reason is not DialReason.ITSELF:
+            if address.is_loopback and reason is not DialReason.ITSELF:
+                raise ConfigError(
+                    f"--announce {address.host_port}: it leads only to this machine, and this peer does not listen "
+                    "there; announce the address that leads here from outside, or leave --announce out"
+                )
+            if reason is DialReason.NAME_NOT_FOUND:
+                logger.warning("The announced name %s does not resolve: nobody can dial it until it does", address.host)
+            elif reason is not DialReason.ITSELF:
                 logger.warning(
                     "The announced address %s was not reached from this machine (%s). It may still be right, as some "
                     "routers lead nothing back into their own network. To check it, run this on a machine elsewhere: "

@@ -24,7 +24,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.training_view import run_in_view
 from manyhands.cli.run_look_up import look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
-from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.trainer_curves import TrainerCurves
 from manyhands.cli.web_page import page_beside
 from manyhands.optim.run.records import Run, declare_run
@@ -84,7 +84,7 @@ def require_albert() -> None:
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "tokenizers", "psutil")):
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "tokenizers")):
         raise MissingExtra("the ALBERT recipe", "albert")
 
 
@@ -214,7 +214,7 @@ def _train(
     elif peer.addresses:
         logger.info("Others can join this run with one word:")
         charter = members.charter.digest if members is not None else b""
-        print_ticket(run_id, peer.addresses, trainer.manifest.fingerprint(), charter=charter)
+        print_tickets(peer, run_id, trainer.manifest.fingerprint(), charter=charter)
     run_in_view(trainer)
 
 

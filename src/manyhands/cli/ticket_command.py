@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +15,9 @@ from manyhands.base.address import Address, parse_addresses
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import Ticket
 from manyhands.cli.run_look_up import Scout
+from manyhands.peer import Peer
+
+logger = logging.getLogger(__name__)
 
 
 def ticket(
@@ -36,6 +40,18 @@ def ticket(
         charter = scout.charter_of(run.run_id)
     fingerprint = run.manifest.fingerprint() if run.manifest is not None else b""
     print_ticket(run.run_id, places, fingerprint, charter=charter)
+
+
+def print_tickets(peer: Peer, run_id: str, fingerprint: bytes = b"", *, charter: bytes = b"") -> None:
+    """As :func:`print_ticket`, with the addresses of a peer; log another ticket when they change."""
+    print_ticket(run_id, peer.addresses, fingerprint, charter=charter)
+
+    def tell() -> None:
+        if addresses := [address for address in peer.endpoint.addresses if not address.is_loopback]:
+            ticket = Ticket(run_id, addresses, fingerprint, charter)
+            logger.info("The addresses of this peer have changed; others can now join with: manyhands join %s", ticket)
+
+    peer.endpoint.on_announced.append(tell)
 
 
 def print_ticket(

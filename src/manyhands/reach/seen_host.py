@@ -55,7 +55,7 @@ class SeenHost:
             return
         if await self._is_dialled_at(peer_id, addresses[0]):
             self._ask_no_more()
-            endpoint.announce([*addresses, *endpoint.addresses])
+            endpoint.announce(addresses, with_local=True)
             logger.info(
                 "Peer %s has dialled this one at %s; others join with: --initial-peers %s",
                 peer_id, seen.host, addresses[0].with_peer(endpoint.peer_id),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import psutil
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
@@ -35,22 +39,25 @@ ANNOUNCE = Method("rpc.announce", Announcement, Noted)
 # documentation addresses (RFC 5737, RFC 3849): "connecting" a UDP socket only looks up the route and sends nothing
 _PROBES = {"ip4": (socket.AF_INET, "192.0.2.1"), "ip6": (socket.AF_INET6, "2001:db8::1")}
 
+_INTERFACES = Path("/sys/class/net")  # on Linux
+
 
 def dialable_addresses(bound: Sequence[Address]) -> list[Address]:
-    """Return the addresses at which others can dial a peer that listens on ``bound``.
+    """Return the addresses at which others can dial a peer that listens on ``bound``, the best first.
 
-    "All interfaces" becomes the address of the interface with the default route and the loopback address, so that
-    peers on other machines and on this one can both dial.
+    "All interfaces" becomes the address of the interface with the default route, those of the other interfaces, and the
+    loopback address, so that peers in all networks of this machine and on the machine itself can dial.
     """
-    announced: list[Address] = []
+    ranked: list[tuple[bool, int, Address]] = []
     for address in bound:
         hosts = _hosts_of_this_machine(address.protocol) if address.is_unspecified else [address.host]
-        announced += [Address.of(host, address.port) for host in hosts]
-    return list(dict.fromkeys(announced))
+        found = [Address.of(host, address.port) for host in hosts]
+        ranked += [(one.is_loopback, rank, one) for rank, one in enumerate(found)]
+    return list(dict.fromkeys(one for *_, one in sorted(ranked, key=lambda entry: entry[:2])))
 
 
 def own_hosts(bound: Sequence[Address]) -> set[str]:
-    """Return the IP addresses of a peer that listens on ``bound``; in client mode, that of the default route.
+    """Return the IP addresses of a peer that listens on ``bound``; in client mode, those of this machine.
 
     A loopback address, which every machine has, is included only if the peer listens on nothing else.
     """
@@ -103,10 +110,33 @@ def _seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: s
 def _hosts_of_this_machine(protocol: str) -> list[str]:
     family, probe = _PROBES[protocol]
     loopback = "127.0.0.1" if protocol == "ip4" else "::1"
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((probe, 9))
-        except OSError:  # no route outside: only this machine can dial
-            return [loopback]
-        host: str = sock.getsockname()[0]
-    return list(dict.fromkeys([host, loopback]))
+    hosts: list[str] = []
+    with socket.socket(family, socket.SOCK_DGRAM) as sock, suppress(OSError):  # there may be no default route
+        sock.connect((probe, 9))
+        hosts.append(sock.getsockname()[0])
+    others = [of_one[0] for of_one in _hosts_by_interface(family) if not set(of_one) & set(hosts)]
+    return [*hosts, *others, loopback]
+
+
+def _hosts_by_interface(family: socket.AddressFamily) -> list[list[str]]:
+    """Return the addresses of each interface that leads to other machines.
+
+    A bridge is left out: it usually connects containers, and each machine with Docker has the same address there.
+    """
+    try:
+        listed, stats = psutil.net_if_addrs(), psutil.net_if_stats()
+    except OSError:  # not allowed here
+        return []
+    found = []
+    for name, addresses in listed.items():
+        hosts = [one.address for one in addresses if one.family == family]
+        hosts = [host for host in hosts if not _is_of_one_link(host)]
+        is_bridge = (_INTERFACES / name / "bridge").exists()
+        if hosts and not is_bridge and name in stats and stats[name].isup:
+            found.append(hosts)
+    return found
+
+
+def _is_of_one_link(host: str) -> bool:
+    ip = ipaddress.ip_address(host)
+    return ip.is_loopback or ip.is_link_local

@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 AGENT = f"manyhands/{__version__}"
 
+LOOK_PERIOD_S = 10.0
+"""How often this machine's addresses are looked at."""
+
 
 class Endpoint:
     """Listens, dials, makes calls and serves them for one peer.
@@ -63,6 +66,7 @@ class Endpoint:
     Attributes:
         on_connected, on_lost: called with a peer when its first control connection opens, and when its last one is
             lost; closing an idle connection is not a loss.
+        on_announced: called when this peer has announced other addresses.
         on_moved: called with a connected peer that has announced other addresses.
         counters: errors, by kind.
         uplink: paces uploads to distant peers.
@@ -82,6 +86,8 @@ class Endpoint:
         self.client_mode = client_mode
         self.addresses: list[Address] = []
         self._chosen: Sequence[Address] = ()  # by the user; by default those of this machine
+        self._with_local = True
+        self.on_announced: list[Callable[[], None]] = []
         self.on_moved: list[Callable[[PeerId], None]] = []
         self.counters: Counter[str] = Counter()
         self.gates: dict[str, Gate] = {}
@@ -127,34 +133,50 @@ class Endpoint:
         if bound := self.bound_addresses:
             self._rules.own_hosts |= own_hosts(bound)
         self.announce(announce)
+        if any(address.is_unspecified for address in bound):
+            self._tasks.spawn(self._watch_hosts(bound), name="watching the addresses of this machine")
+
+    async def _watch_hosts(self, bound: Sequence[Address]) -> None:
+        """Announce the addresses of this machine anew when they have changed: it may have joined another network."""
+        while True:
+            await asyncio.sleep(LOOK_PERIOD_S)
+            before = self.addresses
+            self._rules.own_hosts |= own_hosts(bound)
+            self.announce(self._chosen, with_local=self._with_local)
+            now = [str(address) for address in self.addresses if not address.is_loopback]
+            if now and self.addresses != before:
+                logger.info("This machine has other addresses now; others join with: --initial-peers %s", " ".join(now))
 
     @property
     def bound_addresses(self) -> list[Address]:
         """Where this peer listens, with the ports that it got; empty in client mode."""
         return [address for listener in self._listeners for address in listener.addresses]
 
-    def announce(self, addresses: Sequence[Address] = ()) -> None:
+    def announce(self, addresses: Sequence[Address] = (), *, with_local: bool = False) -> None:
         """Announce other addresses from now on; connected peers are told at once, the others by them.
 
         Args:
             addresses: where others can dial this peer; by default, those of this machine.
+            with_local: announce those of this machine beside them.
         Raises:
             ConfigError: one of them cannot be dialled.
         """
         check_announced(addresses)
-        self._chosen = addresses
+        self._chosen, self._with_local = addresses, with_local or not addresses
         announced = [] if self.client_mode else self.candidates
         if announced == self.addresses:
             return
         self.addresses = announced
         for connection in self._pool.all():
             self._tasks.spawn(self._tell_addresses(connection), name=f"announcing addresses to {connection.remote}")
+        for callback in list(self.on_announced):
+            callback()
 
     @property
     def candidates(self) -> list[Address]:
         """The addresses that this peer announces unless it is in client mode."""
-        chosen = self._chosen or dialable_addresses(self.bound_addresses)
-        return [address.with_peer(self.peer_id) for address in chosen]
+        local = dialable_addresses(self.bound_addresses) if self._with_local else []
+        return [address.with_peer(self.peer_id) for address in [*self._chosen, *local][:MAX_ANNOUNCED]]
 
     def set_client_mode(self, *, is_on: bool) -> None:
         """Enter or leave client mode; connected peers are told at once."""
@@ -162,10 +184,10 @@ class Endpoint:
             return
         self.client_mode = is_on
         self.handle(DIAL_BULK, self._dial_back.on_dial) if is_on else self.unhandle(DIAL_BULK)
-        self.announce(self._chosen)
+        self.announce(self._chosen, with_local=self._with_local)
 
     async def _tell_addresses(self, connection: ControlConnection) -> None:
-        announcement = Announcement([str(address) for address in self.addresses[:MAX_ANNOUNCED]])
+        announcement = Announcement([str(address) for address in self.addresses])
         try:
             await connection.call(ANNOUNCE, announcement, self._config.dial_timeout_s)
         except (Unavailable, PeerError) as error:  # lost, or of a version that learns them when it connects again

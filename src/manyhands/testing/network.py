@@ -106,6 +106,16 @@ class SimNetwork:
         for stream in self._between(one, other):
             stream.is_silent = stream.other.is_silent = True
 
+    def move(self, name: str, ip: str) -> None:
+        """Give a machine another address: its ports are there from now on, and neither end of its connections hears."""
+        host = self.hosts[name]
+        for stream in [stream for stream in self.streams if stream.host is host]:
+            stream.is_silent = stream.other.is_silent = True
+        for key in [key for key, listener in self.listeners.items() if listener.host is host]:
+            self.listeners[ip, key[1]] = self.listeners.pop(key)
+        self._by_ip.pop(host.ip)
+        host.ip, self._by_ip[ip] = ip, host
+
     def died(self, host: Host) -> None:
         """Close the connections and ports of a killed process, as its operating system does."""
         for stream in self._gone(host):
@@ -187,8 +197,7 @@ class SimListener:
             stream.abort()
 
     async def close(self) -> None:
-        address = self.addresses[0]
-        self._network.listeners.pop((address.host, address.port), None)
+        self._network.listeners.pop((self.host.ip, self.addresses[0].port), None)
         await self._tasks.close()
 
 
@@ -208,7 +217,8 @@ class SimTransport:
         key = (self._host.ip, port)
         if key in self._network.listeners:
             raise ConfigError(f"cannot listen on {address}: port {port} is taken; choose another, or 0 for a free one")
-        listener = SimListener(self._network, self._host, self.identity, Address.of(*key), on_stream)
+        bound = Address.of(address.host if address.is_unspecified else self._host.ip, port)
+        listener = SimListener(self._network, self._host, self.identity, bound, on_stream)
         self._network.listeners[key] = listener
         return listener
 

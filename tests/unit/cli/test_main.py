@@ -72,7 +72,7 @@ def test_a_monitor_never_imports_torch() -> None:
 
 
 def test_a_monitor_needs_no_package_of_an_extra() -> None:
-    extras = ["torch", "numpy", "transformers", "tokenizers", "datasets", "accelerate", "psutil", "huggingface_hub"]
+    extras = ["torch", "numpy", "transformers", "tokenizers", "datasets", "accelerate", "huggingface_hub"]
     extras += ["boto3", "botocore", "wandb", "tensorboardX", "blake3", "numba", "safetensors", "matplotlib"]
     code = f"import sys; sys.modules.update(dict.fromkeys({extras})); import manyhands.cli.main"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

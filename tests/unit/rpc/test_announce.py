@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +29,42 @@ def test_all_interfaces_become_addresses_that_can_be_dialled() -> None:
     announced = dialable_addresses([Address.parse("/ip4/0.0.0.0/tcp/31337")])
     assert Address.parse(LOOP) in announced
     assert all(address.port == 31337 and not address.is_unspecified for address in announced)
+
+
+def announced_with(
+    interfaces: dict[str, list[str]], down: set[str], bridges: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The hosts that are announced by a machine with these interfaces, besides that of the default route."""
+
+    def listed(host: str) -> SimpleNamespace:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return SimpleNamespace(family=family, address=host)
+
+    stats = {name: SimpleNamespace(isup=name not in down) for name in interfaces}
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {name: [listed(host) for host in hosts] for name, hosts in interfaces.items()}
+    )
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+    monkeypatch.setattr("manyhands.rpc.announce._INTERFACES", bridges)
+    monkeypatch.setattr("manyhands.rpc.announce._PROBES", {  # nothing leads there
+        "ip4": (socket.AF_INET, "255.255.255.255"), "ip6": (socket.AF_INET6, "2001:db8::1%nowhere"),
+    })  # fmt: skip
+    bound = [Address.parse("/ip6/::/tcp/31337"), Address.parse("/ip4/0.0.0.0/tcp/31337")]
+    return [address.host for address in dialable_addresses(bound)]
+
+
+def test_each_network_of_this_machine_has_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docker0" / "bridge").mkdir(parents=True)
+    interfaces = {
+        "lo": ["127.0.0.1", "::1"],
+        "eth0": ["192.168.0.2", "fd00::2", "fd00::dead:beef", "fe80::1%eth0"],
+        "docker0": ["172.17.0.1"],
+        "wg0": ["10.8.0.2"],
+        "eth1": ["192.168.9.2"],
+        "eth2": ["169.254.1.1"],
+    }
+    hosts = announced_with(interfaces, {"eth1"}, tmp_path, monkeypatch)
+    assert hosts == ["fd00::2", "192.168.0.2", "10.8.0.2", "::1", "127.0.0.1"]
 
 
 def test_one_interface_is_told_as_it_is() -> None:

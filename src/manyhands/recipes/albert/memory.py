@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import AlbertRecipe
 
@@ -36,8 +38,6 @@ def needed_bytes(recipe: AlbertRecipe, vocab_size: int) -> int:
 
 def available_bytes() -> int:
     """Memory that this process may still take, limited by the machine and its container."""
-    import psutil  # in manyhands[albert]; the command line imports this module without it
-
     available: int = psutil.virtual_memory().available
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))

@@ -1,0 +1,77 @@
+"""A machine with several interfaces, whose address changes; in a network namespace of its own. Needs Linux and root."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.base.identity import Identity
+from manyhands.rpc import Endpoint, endpoint
+from manyhands.transport import TlsTransport
+
+UNSHARE = ("unshare", "--net", "--mount")
+
+
+def has_namespaces() -> bool:
+    """Whether this process may make a network namespace."""
+    is_there = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
+    return bool(is_there) and subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode == 0
+
+
+INTERFACES = """
+set -e
+mount -t sysfs none /sys
+ip link set lo up
+ip link add docker9 type bridge
+ip addr add 172.17.0.1/16 dev docker9
+ip link set docker9 up
+ip link add eth8 type veth peer name eth9
+ip link set eth8 up
+ip link set eth9 up
+ip addr add 198.51.100.5/24 dev eth9
+ip addr add 203.0.113.5/24 dev eth8
+ip route add default dev eth8
+exec "$@"
+"""
+
+MOVE = """
+ip addr del 203.0.113.5/24 dev eth8
+ip addr add 203.0.113.77/24 dev eth8
+ip route replace default dev eth8
+"""
+
+
+async def tell_addresses() -> None:
+    """Print the hosts that a peer announces, before one changes, and once another peer has been told."""
+    endpoint.LOOK_PERIOD_S = 0.05
+    moving, other = Endpoint(TlsTransport(Identity.generate())), Endpoint(TlsTransport(Identity.generate()))
+    await moving.listen([Address.parse("0.0.0.0:0")])
+    await other.listen([Address.parse("127.0.0.1:0")])
+    await moving.connect(other.addresses[0])
+    print(*(address.host for address in moving.addresses))
+    await asyncio.to_thread(subprocess.run, ["sh", "-ec", MOVE], check=True)
+    while "203.0.113.77" not in {one.host for one in other.addresses_to_tell(moving.peer_id)}:
+        await asyncio.sleep(0.01)
+    print(*(address.host for address in moving.addresses))
+    await moving.close()
+    await other.close()
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="no namespaces here")
+def test_all_interfaces_are_announced_and_an_address_that_changes_is_announced_anew() -> None:
+    within = [*UNSHARE, "sh", "-c", INTERFACES, "sh", sys.executable, __file__]
+    output = subprocess.run(within, check=False, capture_output=True, text=True, timeout=60)
+    assert output.stdout.splitlines() == [
+        "203.0.113.5 198.51.100.5 127.0.0.1",
+        "203.0.113.77 198.51.100.5 127.0.0.1",
+    ], output.stderr
+
+
+if __name__ == "__main__":
+    asyncio.run(tell_addresses())
