@@ -54,7 +54,7 @@ from manyhands.optim.run.partition_detector import PartitionDetector
 from manyhands.optim.run.progress import ProgressLog, ProgressRecord, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View
 from manyhands.optim.state.download import check_of
-from manyhands.optim.state.state import capture, hyper_parameters_of, restore, specs_of
+from manyhands.optim.state.state import Capture, hyper_parameters_of, restore, specs_of
 from tests.fuzz.target import REMOTE, Target, decoded, finish, stream_of
 from tests.network import identity_of
 from tests.unit.optim.fake_dht import FakeDht
@@ -102,7 +102,9 @@ def _run_manifest(run_id: str = "run") -> RunManifest:
 
 
 RUN = _run_manifest()
-STATE = sealed(capture(_optimizer(), {"last_epoch": 3, "base_lrs": [0.1]}, AT, 99))
+COPIED = Capture(_optimizer(), {"last_epoch": 3, "base_lrs": [0.1]}, AT, 99).copy()
+assert COPIED is not None
+STATE = sealed(COPIED)
 
 
 # averaging

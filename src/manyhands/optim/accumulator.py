@@ -94,10 +94,10 @@ class GradientAccumulator(Accumulator):
         weight: added so far.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], extra: ExtraTensors | None = None) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], extra: ExtraTensors) -> None:
         super().__init__()
         self._parameters = list(parameters)
-        self._extra = ExtraTensors() if extra is None else extra
+        self._extra = extra
         self.layout = GradientLayout(self._parameters, self._extra.shapes)
         self.weight = 0.0
         self._device = HOST

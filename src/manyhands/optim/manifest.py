@@ -151,8 +151,8 @@ class ManifestKeeper:
         dht: DhtNode,
         own_id: PeerId,
         manifest: RunManifest,
-        may_begin: Callable[[], Awaitable[None]] | None = None,
-        expected: bytes = b"",
+        may_begin: Callable[[], Awaitable[None]],
+        expected: bytes,
     ) -> None:
         if (num_bytes := len(manifest.encoded())) > MAX_BYTES:
             raise ConfigError(
@@ -174,7 +174,7 @@ class ManifestKeeper:
             ManifestMismatch: this peer's settings differ from those of the run; names both.
             Unavailable: the DHT does not answer.
         """
-        if not await self._compare() and self._may_begin is not None:
+        if not await self._compare():
             await self._may_begin()
         await self._publish()
         try:

@@ -16,6 +16,7 @@ from manyhands.averaging.state.content import State, sealed
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import Failure, RecentSteps
+from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
@@ -165,7 +166,8 @@ class Optimizer(OptimizerWrapper):
         """Why samples of this peer last did not count at once; None if they always have."""
         self.peer = peer
         """As given."""
-        self._samples = SampleCounter(peer.peer_id, self._replica, self._local)
+        accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
+        self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
         self._layout = GradientLayout(self._replica.model_parameters, extra.shapes)
         self._averages_in_background = options.delay == "gradients" or (
             local_steps is not None and local_steps.overlap_steps > 0

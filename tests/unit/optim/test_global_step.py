@@ -8,7 +8,8 @@ import torch
 
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.identity import PeerId
-from manyhands.optim.accumulator import Contribution
+from manyhands.optim.accumulator import Contribution, GradientAccumulator
+from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica
@@ -117,7 +118,7 @@ def test_a_schedule_has_no_users_warning_shown_again() -> None:
 def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     replica = Replica(torch.optim.SGD([parameter], lr=0.5), None)
-    samples = SampleCounter(PeerId("me"), replica)
+    samples = SampleCounter(PeerId("me"), replica, GradientAccumulator([parameter], ExtraTensors()))
     parameter.grad = torch.full((2,), 4.0)
     samples.add(8, None, 1.0, 0, is_overflow=False)
     step = GlobalStep(replica, samples.freeze())

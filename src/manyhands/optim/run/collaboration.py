@@ -81,10 +81,10 @@ class Collaboration:
         averaging: AveragingConfig,
         progress: ProgressConfig,
         *,
-        batch_size_lead: int | None = None,
-        is_auxiliary: bool = False,
-        allow_solo: bool = False,
-        start_new: bool | None = True,
+        batch_size_lead: int | None,
+        is_auxiliary: bool,
+        allow_solo: bool,
+        start_new: bool | None,
     ) -> None:
         self._start_new = start_new
         self._presence = presence

@@ -100,9 +100,7 @@ def _add(sums: torch.Tensor, piece: torch.Tensor, signs: torch.Tensor) -> int:
     return num_full + (num_left > 0)
 
 
-def distances(
-    sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, own_size: float = 0.0
-) -> dict[PeerId, float]:
+def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, own_size: float) -> dict[PeerId, float]:
     """Each peer's distance from the majority, as a fraction of its size; empty without a majority.
 
     The majority holds about the median of each sum, which a minority cannot move beyond what the majority published.

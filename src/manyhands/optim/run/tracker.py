@@ -70,8 +70,8 @@ class ProgressTracker:
         position: Position,
         config: ProgressConfig,
         *,
-        is_auxiliary: bool = False,
-        began_at: float = 0.0,
+        is_auxiliary: bool,
+        began_at: float,
     ) -> None:
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None

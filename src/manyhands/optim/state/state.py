@@ -154,19 +154,6 @@ class Capture:
         return state
 
 
-def capture(
-    optimizer: torch.optim.Optimizer,
-    scheduler_state: dict[str, Any],
-    position: Position,
-    lineage_samples: int,
-    origin: Origin | None = None,
-) -> State:
-    """Copy the state of a run, without digests. Nothing else may change it meanwhile."""
-    state = Capture(optimizer, scheduler_state, position, lineage_samples, origin).copy()
-    assert state is not None
-    return state
-
-
 def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) -> tuple[State, State | None]:
     """The state without the donor's inner optimizer, and a copy of that as a state of its own, with the parameters.
 
@@ -285,7 +272,7 @@ def _statistic_of(spec: ParameterSpec) -> str:
 
 
 def _is_index(text: str, num_parameters: int) -> bool:
-    """Whether a text is the index of a parameter, as :func:`capture` writes it."""
+    """Whether a text is the index of a parameter, as :class:`Capture` writes it."""
     return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_parameters
 
 

@@ -19,7 +19,7 @@ from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import alone_lineage
-from manyhands.optim.accumulator import Accumulator, Contribution, GradientAccumulator
+from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.health import Statistics
 from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.progress import sum_of_samples
@@ -143,12 +143,12 @@ class GlobalStep:
 
 
 class SampleCounter:
-    """What becomes of the samples of one peer; the accumulator holds what they have led to, by default gradients."""
+    """What becomes of the samples of one peer; the accumulator holds what they have led to, such as gradients."""
 
-    def __init__(self, own_id: PeerId, replica: Replica, accumulator: Accumulator | None = None) -> None:
+    def __init__(self, own_id: PeerId, replica: Replica, accumulator: Accumulator) -> None:
         self._own_id = own_id
         self._replica = replica
-        self._accumulator = accumulator or GradientAccumulator(replica.model_parameters, replica.extra)
+        self._accumulator = accumulator
         self.statistics = Statistics()
 
     @property
