@@ -271,7 +271,7 @@ class Optimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         if self._current is not None and self._current.is_done:
-            self._end_step(self._current)
+            self._conclude(self._current)
         self._is_counted = self._accumulate(batch_size, weight, at_step)
         if self._current is not None and self._local is not None and self._local.must_wait:
             self.settle(longest_attempt_s(self._averaging) + BLOCKED_S)
@@ -292,7 +292,7 @@ class Optimizer(OptimizerWrapper):
         deadline = self.peer.time() + timeout_s
         while self._current is not None:
             if self._current.is_done:
-                self._end_step(self._current)
+                self._conclude(self._current)
             elif self.peer.time() > deadline:
                 raise Timeout("waiting for a global step in the background", timeout_s)
             else:
@@ -385,39 +385,39 @@ class Optimizer(OptimizerWrapper):
 
     def _average(self) -> None:
         logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
-        with self._begun() as step:
+        with self._attempt() as step:
             if self._averages_in_background:
                 self._membership.leave_to_background(step)
                 return
             try:
-                step.outcome = self._membership.average(step)
+                step.averaged(self._membership.average(step))
             except (RoundAborted, Unavailable) as error:
                 step.error = clear_tracebacks(error)
-                self._end_step(step)
+                self._conclude(step)
             else:
-                self._make(step)
+                self._apply(step)
 
     def _step_alone(self) -> None:
         if not self._was_alone:
             logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step + 1)
         self._was_alone = True
-        with self._begun() as step:
-            step.is_alone(self.peer.peer_id)
-            self._make(step)
+        with self._attempt() as step:
+            step.use_own_gradient(self.peer.peer_id)
+            self._apply(step)
 
     @contextmanager
-    def _begun(self) -> Iterator[GlobalStep]:
-        """Conclude a step after an error or an interrupt: it was made, or its samples count in the next one."""
+    def _attempt(self) -> Iterator[GlobalStep]:
+        """Begin a step. After an error or an interrupt it was made, or its samples count in the next one."""
         step = None
         try:
             with uninterrupted():
                 step = self._current = GlobalStep(self._replica, self._samples.freeze())
             yield step
         except BaseException:
-            if step is not None and self._current is step and not step.is_begun:
+            if step is not None and self._current is step and not step.is_in_background:
                 if step.has_moved:
                     self._membership.moved(step)
-                    self._end_step(step)
+                    self._conclude(step)
                 else:
                     self._give_up(step)
             raise
@@ -426,7 +426,7 @@ class Optimizer(OptimizerWrapper):
         self._samples.give_up(step)
         self._current = None
 
-    def _make(self, step: GlobalStep) -> None:
+    def _apply(self, step: GlobalStep) -> None:
         """Make the update of a step whose average is there, or lost."""
         if self._options.delay is not None and not step.is_lost:
             self._membership.leave_to_background(step)
@@ -441,10 +441,10 @@ class Optimizer(OptimizerWrapper):
         try:
             self._membership.tell()
         finally:  # it was made, whether or not the network thread knows
-            self._end_step(step)
+            self._conclude(step)
 
     @uninterrupted()
-    def _end_step(self, step: GlobalStep) -> None:
+    def _conclude(self, step: GlobalStep) -> None:
         """Count the outcome of a step, and have the model use its parameters."""
         error = step.error
         if error is not None and not step.has_moved:

@@ -241,7 +241,7 @@ class Collaboration:
             await tracker.look(NEAR_TIMEOUT_S)
         if tracker.should_load_state():
             return Decision.LOAD_STATE
-        if self._drift.should_load():
+        if self._drift.compare():
             self._has_parted = True
             return Decision.RELOAD
         is_arriving = may_wait and tracker.is_arriving()
@@ -329,7 +329,7 @@ class Collaboration:
         config, now = self.averaging, asyncio.get_running_loop().time()
         if now - self._due_since >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
             return False
-        return self._courtesy.is_due(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
+        return self._courtesy.begin_wait(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
 
     # from position to position
 
@@ -356,8 +356,6 @@ class Collaboration:
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
-        if self.tracker.branches.waits_for_clients:
-            self.tracker.start()
         return self.tracker.branches.waits_for_clients
 
     async def is_waited_for(self) -> bool:
@@ -476,8 +474,8 @@ class Courtesy:
         self._followers: set[PeerId] = set()  # peers that this step has waited for
         self._pause_until = -math.inf
 
-    def is_due(self, followers: Collection[PeerId], now: float) -> bool:
-        """Whether to wait for these peers, which load the state."""
+    def begin_wait(self, followers: Collection[PeerId], now: float) -> bool:
+        """Have the next step wait for these peers, which load the state; returns whether it may, and there are any."""
         if now < self._pause_until:
             return False
         self._followers |= set(followers)

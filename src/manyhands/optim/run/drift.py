@@ -161,8 +161,11 @@ class Drift:
             sketches = {peer: sums for peer, sums in sketches.items() if apart.get(peer, math.inf) <= self._bound}
         return disagreement_of([self._sketch.sums, *sketches.values()])
 
-    def should_load(self) -> bool:
-        """Whether this peer must load the majority's state now. Names each peer that differs, once."""
+    def compare(self) -> bool:
+        """Compare the peers after each step and each news, and name those that differ, once.
+
+        Returns whether this peer must load the majority's state now: at most once for the same records.
+        """
         here = self._position
         if here is None or self._is_in_grid or self._compared == (basis := (self._reader.version, here)):
             return False
