@@ -224,10 +224,10 @@ def _run_manifests(data: bytes) -> None:
 def _state(data: bytes) -> None:
     header, answer = finish(receive_header(stream_of(data)))
     recent_rounds = answer.recent_rounds
-    company = PartitionDetector()
-    company.follow(recent_rounds)
-    assert len(company.recent_rounds) <= NUM_RECENT_STEPS
-    company.strangers({IDS[0]: [b"8 bytes."] * NUM_RECENT_STEPS, IDS[1]: recent_rounds})
+    detector = PartitionDetector()
+    detector.follow(recent_rounds)
+    assert len(detector.recent_rounds) <= NUM_RECENT_STEPS
+    detector.strangers({IDS[0]: [b"8 bytes."] * NUM_RECENT_STEPS, IDS[1]: recent_rounds})
     check_header(REMOTE, header, AT, check_of(RUN))
     state = State(header, empty_content(header.tensors))
     assert sum(tensor.numel() for tensor in state.tensors) < 1000

@@ -74,7 +74,7 @@ class Accumulator(ABC):
         self.take_back(contribution)
 
     @abstractmethod
-    def count(self, contribution: Contribution, *, is_free: bool) -> None:
+    def release(self, contribution: Contribution, *, is_free: bool) -> None:
         """Forget a contribution whose step was made; reuse its memory if nobody else holds it."""
 
     def drop(self) -> None:
@@ -178,7 +178,7 @@ class GradientAccumulator(Accumulator):
             self._count(contribution.samples, weight, contribution.since_step)
             self.was_out = True
 
-    def count(self, contribution: Contribution, *, is_free: bool) -> None:
+    def release(self, contribution: Contribution, *, is_free: bool) -> None:
         if is_free:
             self._spare_N = contribution.mean_N
 

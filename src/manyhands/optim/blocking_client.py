@@ -222,7 +222,7 @@ class BlockingRunClient:
         replica, manifest = self._replica, step.manifest
         lineage, samples = replica.position.after(manifest).lineage, sum_of_samples(manifest.weights)
         replica.advance(step.mean(), Averaged(None, lineage, samples, shares=manifest.contributors()))
-        replica.show()
+        replica.copy_to_model()
         place = replica.position, replica.lineage_samples, replica.sketch()
         self._untold = partial(self._collaboration.replayed, *place)
 

@@ -18,7 +18,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
 from manyhands.dht import DhtNode
-from manyhands.optim.serializable import is_plain
+from manyhands.optim.serializable import is_serializable
 from manyhands.rpc.frames import readable
 from manyhands.runtime import TaskOwner
 
@@ -277,7 +277,7 @@ def _decode(value: bytes, run_id: str) -> RunManifest:
     # else a fingerprint could not be taken of them: they nest without end, say, or have numbers for names
     if len(msgspec.msgpack.encode(manifest.hyper_parameters)) > MAX_HYPER_PARAMETERS_BYTES:
         raise ValueError(f"its hyper-parameters are longer than {MAX_HYPER_PARAMETERS_BYTES} bytes")
-    if not is_plain(manifest.hyper_parameters):
+    if not is_serializable(manifest.hyper_parameters):
         raise ValueError("its hyper-parameters are not plain values")
     if manifest.run_id != run_id:
         raise ValueError(f"it is of run {readable(manifest.run_id)}")

@@ -172,7 +172,7 @@ class Optimizer(OptimizerWrapper):
         self._averages_in_background = options.delay == "gradients" or (
             local_steps is not None and local_steps.overlap_steps > 0
         )
-        self._is_counted = False  # the .grad of this call of step()
+        self._may_overwrite_grad = False  # the .grad of this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
@@ -186,10 +186,10 @@ class Optimizer(OptimizerWrapper):
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
         )  # fmt: skip
-        self._membership = BlockingRunClient(peer, self._collaboration, self._replica)
-        self.statistics.states_loaded += self._membership.join()
+        self._client = BlockingRunClient(peer, self._collaboration, self._replica)
+        self.statistics.states_loaded += self._client.join()
         if local_steps is not None and (fault := options.fault_with(self.num_peers)):
-            self._membership.leave()
+            self._client.leave()
             raise ConfigError(fault)
         self._held = HeldBatches(self._replica.model_parameters)
         self._collaboration.on_leaving = self._on_leaving
@@ -218,7 +218,7 @@ class Optimizer(OptimizerWrapper):
     @property
     def health(self) -> Health:
         """This peer's health report, for people: its last step, whether others can read its records, and its clock."""
-        return self._membership.health()
+        return self._client.health()
 
     @property
     def samples_accumulated(self) -> int:
@@ -272,14 +272,14 @@ class Optimizer(OptimizerWrapper):
                 loss = closure()
         if self._current is not None and self._current.is_done:
             self._conclude(self._current)
-        self._is_counted = self._accumulate(batch_size, weight, at_step)
+        self._may_overwrite_grad = self._accumulate(batch_size, weight, at_step)
         if self._current is not None and self._local is not None and self._local.must_wait:
             self.settle(longest_attempt_s(self._averaging) + BLOCKED_S)
         if self._current is None:
             may_wait = not self._averages_in_background
-            self._act_on(self._membership.decide(self._samples.waiting, self._speed, may_wait=may_wait))
+            self._act_on(self._client.decide(self._samples.waiting, self._speed, may_wait=may_wait))
         else:
-            self._membership.report(self._samples.waiting, self._speed, self._current)
+            self._client.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
         return loss
 
@@ -314,11 +314,11 @@ class Optimizer(OptimizerWrapper):
 
         Returns whether they have, within ``timeout_s`` seconds.
         """
-        return self._membership.wait_for_others(timeout_s)
+        return self._client.wait_for_others(timeout_s)
 
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""
-        self._membership.leave()
+        self._client.leave()
 
     def _on_leaving(self) -> None:
         self._held.close()
@@ -342,8 +342,8 @@ class Optimizer(OptimizerWrapper):
             super().load_state_dict(state_dict)
             self._samples.drop_waiting("a checkpoint was loaded")
             self._moved_elsewhere()
-            self._membership.moved_elsewhere()
-        self._membership.tell()
+            self._client.moved_elsewhere()
+        self._client.tell()
 
     # micro-batches
 
@@ -352,7 +352,7 @@ class Optimizer(OptimizerWrapper):
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
-            self._membership.rest(AUXILIARY_PERIOD_S)
+            self._client.rest(AUXILIARY_PERIOD_S)
             return False
         batch_size, weight = self._batch_of(batch_size, weight, self._options.batch_size_per_step)
         samples = checked_batch(batch_size, weight)
@@ -372,9 +372,9 @@ class Optimizer(OptimizerWrapper):
         if decision is Decision.LOAD_STATE and self._replay():
             return
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
-            if state := self._membership.downloaded():
+            if state := self._client.downloaded():
                 self._go_to(state, is_reload=decision is Decision.RELOAD)
-                self._membership.tell()
+                self._client.tell()
         elif decision is Decision.AVERAGE:
             if self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
                 self._step_alone()
@@ -387,10 +387,10 @@ class Optimizer(OptimizerWrapper):
         logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
         with self._attempt() as step:
             if self._averages_in_background:
-                self._membership.leave_to_background(step)
+                self._client.leave_to_background(step)
                 return
             try:
-                step.averaged(self._membership.average(step))
+                step.averaged(self._client.average(step))
             except (RoundAborted, Unavailable) as error:
                 step.error = clear_tracebacks(error)
                 self._conclude(step)
@@ -416,7 +416,7 @@ class Optimizer(OptimizerWrapper):
         except BaseException:
             if step is not None and self._current is step and not step.is_in_background:
                 if step.has_moved:
-                    self._membership.moved(step)
+                    self._client.moved(step)
                     self._conclude(step)
                 else:
                     self._give_up(step)
@@ -429,17 +429,17 @@ class Optimizer(OptimizerWrapper):
     def _apply(self, step: GlobalStep) -> None:
         """Make the update of a step whose average is there, or lost."""
         if self._options.delay is not None and not step.is_lost:
-            self._membership.leave_to_background(step)
+            self._client.leave_to_background(step)
             return
         with uninterrupted():  # parameters, statistics and position move together
             if not step.is_lost:
                 step.advance()
-                if self._is_counted and step.applied_N is not None:
-                    self._layout.show(self._replica.model_parameters, step.applied_N)
+                if self._may_overwrite_grad and step.applied_N is not None:
+                    self._layout.write_to_grad(self._replica.model_parameters, step.applied_N)
                 step.applied_N = None
-            self._membership.moved(step)
+            self._client.moved(step)
         try:
-            self._membership.tell()
+            self._client.tell()
         finally:  # it was made, whether or not the network thread knows
             self._conclude(step)
 
@@ -465,7 +465,7 @@ class Optimizer(OptimizerWrapper):
         if outcome.is_left_out or step.refusal:
             self.last_failure = Failure(number, step.refusal or "the group made the step without its samples")
         self._was_alone = outcome.manifest is None
-        self._replica.show()
+        self._replica.copy_to_model()
         self._show()
         self.last_round = outcome.manifest
         self.last_contribution = 0 if outcome.is_left_out else step.contribution.samples
@@ -475,7 +475,7 @@ class Optimizer(OptimizerWrapper):
             if advice := self._advice.after_step(speed, outcome.averaging_s):
                 logger.warning("%s", advice)
         if error is not None:  # during a background step, or while reporting it
-            self._membership.moved(step)
+            self._client.moved(step)
             if not isinstance(error, ManyhandsError):
                 raise error
 
@@ -500,7 +500,7 @@ class Optimizer(OptimizerWrapper):
     def _go_to(self, state: State, *, is_reload: bool) -> None:
         """Load a state of others, if it fits."""
         before = self._replica.position
-        if self._membership.load(state):
+        if self._client.load(state):
             self.statistics.states_loaded += 1
             self._samples.reload() if is_reload else self._samples.load(before)
             if is_reload:
@@ -511,13 +511,13 @@ class Optimizer(OptimizerWrapper):
     def _replay(self) -> bool:
         """Make the steps that the others have made since a state was loaded; returns whether there were any."""
         position = self._replica.position
-        for step in self._membership.missed_steps():
+        for step in self._client.missed_steps():
             with uninterrupted():
                 before = self._replica.position
-                self._membership.replay(step)
+                self._client.replay(step)
                 self._samples.load(before)
                 self._moved_elsewhere()
-        self._membership.tell()
+        self._client.tell()
         return self._replica.position != position
 
     def _moved_elsewhere(self) -> None:

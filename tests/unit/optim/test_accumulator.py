@@ -247,7 +247,7 @@ def test_two_vectors_are_enough_for_who_computes_during_a_step(is_made: bool) ->
         vectors.add(contribution.mean_N.data_ptr())
         parameter.grad = torch.ones(2)
         accumulator.add(1, at_step=step)
-        accumulator.count(contribution, is_free=True) if is_made else accumulator.take_back(contribution)
+        accumulator.release(contribution, is_free=True) if is_made else accumulator.take_back(contribution)
     assert len(vectors) <= 2
 
 
@@ -262,5 +262,5 @@ def test_one_vector_is_enough_for_who_does_not_compute_during_a_step() -> None:
         assert age_of(accumulator) == (2, step, False)
         contribution = accumulator.freeze()
         vectors.add(contribution.mean_N.data_ptr())
-        accumulator.count(contribution, is_free=True)
+        accumulator.release(contribution, is_free=True)
     assert len(vectors) == 1

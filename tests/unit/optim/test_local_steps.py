@@ -72,7 +72,7 @@ class Trainer:
         mean_N = step.contribution.mean_N.clone()
         if mean is not None:
             mean_N.fill_(mean)
-            self.replica.trained[1].views(mean_N).shares.fill_(1.0)
+            self.replica.step_parameters[1].views(mean_N).shares.fill_(1.0)
         weights = [0.0 if is_left_out else step.contribution.weight, 4.0]
         manifest = RoundManifest(bytes(32), step.left_from, [ME, OTHER], weights, bytes(32))
         shares, lineage = manifest.contributors(), bytes([step.left_from.step])

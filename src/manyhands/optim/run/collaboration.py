@@ -25,7 +25,7 @@ from manyhands.averaging.state.server import StateServer
 from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
+from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of
@@ -147,7 +147,7 @@ class Collaboration:
             parts.callback(self.step_rounds.close)
             self._server = StateServer(
                 presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position,
-                lambda: self.tracker.reader.company.recent_rounds,
+                lambda: self.tracker.reader.partition_detector.recent_rounds,
             )  # fmt: skip
             parts.push_async_callback(self._server.close)
             if self._local.can_replay:
@@ -193,12 +193,12 @@ class Collaboration:
 
     async def _watch_health(self) -> None:
         log = HealthLog()
-        await asyncio.sleep(FIRST_LOOK_S)
+        await asyncio.sleep(FIRST_HEALTH_CHECK_S)
         while True:
             others = filter(self._presence.endpoint.is_connected, self.tracker.reader.observed())
             self._clock_offset_s = await clock_offset_s(self._presence, list(others))
             log.tell(self.health())
-            await asyncio.sleep(LOOK_PERIOD_S)
+            await asyncio.sleep(HEALTH_CHECK_PERIOD_S)
 
     def _on_news(self) -> None:
         if self.tracker.reader.observed():

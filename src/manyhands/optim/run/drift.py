@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 ROW = 1024
 """Values with a sign each, the same in all rows; each row as a whole has one more sign."""
-PIECE = 256 * ROW
+SUMMED_NUMEL = 256 * ROW
 """Values added up together: they stay in a processor's cache."""
 
 BOUND = 5e-4
@@ -79,7 +79,7 @@ def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
         if (device := tensor.device) not in on_devices:
             on_devices[device] = (of_rows.to(device), torch.zeros(ROW + 1, device=device))
         signs, sums = on_devices[device]
-        for piece in torch.split(tensor.detach().reshape(-1), PIECE):
+        for piece in torch.split(tensor.detach().reshape(-1), SUMMED_NUMEL):
             first_row += _add(sums, piece.float(), signs[first_row:])
     columns, size = torch.zeros(ROW), 0.0
     for _, sums in on_devices.values():

@@ -263,4 +263,4 @@ class SampleCounter:
     def _forget(self, step: GlobalStep) -> None:
         """Forget a contribution, whose memory the wrapped optimizer may still hold after a step alone."""
         is_free = step.outcome is not None and step.outcome.manifest is not None
-        self._accumulator.count(step.contribution, is_free=is_free)
+        self._accumulator.release(step.contribution, is_free=is_free)
