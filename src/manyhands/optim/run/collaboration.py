@@ -28,7 +28,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.contacts import Contacts
-from manyhands.optim.run.drift import Drift, Sketch, sketch_of
+from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
@@ -224,6 +224,21 @@ class Collaboration:
         self, samples: int, samples_per_second: float, batch_s: float = 0.0, *, may_wait: bool = False
     ) -> Decision:
         """Report what this peer has accumulated and the seconds for a batch; returns what to do next.
+
+        =====================================================  ========================================================
+        the first of these that holds                          decision
+        =====================================================  ========================================================
+        a better branch has a state to load                    ``LOAD_STATE``
+        this peer's parameters differ from the majority's      ``RELOAD``
+        the target is not reached, nor with the batches that   ``ACCUMULATE``
+        the others now compute, for which this peer may wait
+        another peer can come to the round                     ``AVERAGE``; ``ACCUMULATE`` while there is time for
+                                                               another batch, or newcomers load the state
+        others are there, but cannot be reached                ``ACCUMULATE``; this peer dials them, to find the dead
+        no other peer is there, also after another read        ``GO_ALONE``; ``ACCUMULATE`` without samples, while
+                                                               newcomers load the state, or if a peer of earlier rounds
+                                                               answers
+        =====================================================  ========================================================
 
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
@@ -445,10 +460,7 @@ class Collaboration:
                 if doubted:
                     break
                 raise
-            manifest, frozen = self._manifest, set(self._manifest.frozen)
-            tensors = zip([*manifest.tensors, *manifest.extra_tensors], state.tensors, strict=False)
-            trained = [tensor for spec, tensor in tensors if spec.name not in frozen and tensor.is_floating_point()]
-            sketch = await run_to_end(sketch_of, trained, state.header.position.step)
+            sketch = await run_to_end(sketch_of_state, state, self._manifest)
             if not self._drift.contradicts(state.header.position, sketch):
                 for liar in {donor for other in doubted for donor in other.donors}:
                     logger.warning("Peer %s sent another state of step %d than the majority has; it is not followed",

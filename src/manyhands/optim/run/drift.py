@@ -26,8 +26,10 @@ import torch
 from manyhands.averaging.grid.seats import NO_SEAT
 from manyhands.averaging.messages import Position
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, NUM_VALUES, disagreement_of, packed, unpacked
+from manyhands.averaging.state.content import State
 from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.manifest import RunManifest
 from manyhands.optim.run.progress_reader import ProgressReader
 
 logger = logging.getLogger(__name__)
@@ -87,6 +89,14 @@ def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
         columns += on_host[:ROW]
         size = math.hypot(size, on_host[ROW].item())
     return Sketch(packed((columns * of_columns).view(-1, NUM_VALUES).sum(0).tolist()), size)
+
+
+def sketch_of_state(state: State, manifest: RunManifest) -> Sketch:
+    """The sketch of the parameters and extra tensors in a state, as its donor would publish it."""
+    frozen, specs = set(manifest.frozen), [*manifest.tensors, *manifest.extra_tensors]
+    named = zip(specs, state.tensors, strict=False)  # the statistics of the optimizer follow
+    tensors = [tensor for spec, tensor in named if spec.name not in frozen and tensor.is_floating_point()]
+    return sketch_of(tensors, state.header.position.step)
 
 
 def _add(sums: torch.Tensor, piece: torch.Tensor, signs: torch.Tensor) -> int:
