@@ -3,8 +3,8 @@
     python benchmarks/step_trace.py [--json FILE]
 
 Two peers train a tiny model, in a process each. This process is the follower; it records everything that runs in
-``manyhands.averaging`` and ``manyhands.optim`` during one ``optimizer.step()`` that commits a round, where no search for
-the group begins before the target:
+``manyhands.averaging`` and ``manyhands.optim`` during one ``optimizer.step()`` that commits a round. No search for the
+group begins before the target:
 
   files, functions, classes   entered, on the training thread and on the network thread
   tasks                       asyncio tasks made, by any package

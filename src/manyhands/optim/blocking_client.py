@@ -187,7 +187,7 @@ class BlockingRunClient:
 
     def downloaded(self) -> State | None:
         """Download the state of the leading branch of the run; None if it is not available."""
-        logger.info("Peer is out of sync.")
+        logger.info("This peer is not in step with the run: downloading the state")
         try:
             return self._download()
         except Unavailable as error:

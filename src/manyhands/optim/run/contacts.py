@@ -35,7 +35,7 @@ MAX_ASKED = 8
 TIMEOUT_S = 2.0
 ASK_PERIOD_S = 10.0
 DIAL_PERIOD_S = 5.0
-"""A peer that refuses a dial but is alive is connected by the next look, or has published news."""
+"""By the next look, a live peer that refused a dial is connected or has published."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 CONNECT_TIMEOUT_S = 5.0
 

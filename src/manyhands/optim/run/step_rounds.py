@@ -40,7 +40,7 @@ PARAMETERS_EVERY = 8
 AHEAD_S = 6.0
 """Default time from the beginning of the search to the predicted target: a dial to a dead machine takes 5 s."""
 SLACK_S = 10.0
-"""Margin beyond a round's own limit, for a leader that began it later: only a defect takes longer."""
+"""Margin for a leader that began its round later."""
 READ_IN_STEP_TIMEOUT_S = 1.0
 LEAVING = "this peer leaves the run"
 
