@@ -491,9 +491,10 @@ class Optimizer(OptimizerWrapper):
         if self._num_failures % FAILURES_UNTIL_ADVICE == 0:
             logger.warning(
                 "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
-                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it",
+                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it; see %s",
                 self._num_failures,
                 "It goes on alone" if self._allow_solo else "This peer does not step alone",
+                error.entry,
             )
 
     @uninterrupted()
