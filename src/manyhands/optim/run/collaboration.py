@@ -268,7 +268,7 @@ class Collaboration:
         if self._due_from != tracker.own.position:
             self._due_from, self._due_since = tracker.own.position, asyncio.get_running_loop().time()
         if tracker.can_meet_somebody():
-            is_time = self._has_time_for(batch_s) or self._waits_for_newcomers(is_alone=False)
+            is_time = self._has_time_for(batch_s) or self._begin_wait_for_newcomers(is_alone=False)
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
         if not self._is_alone():  # but the peers that are there cannot be reached now
             self._contacts.look_for_the_dead()
@@ -276,7 +276,7 @@ class Collaboration:
         await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
             return Decision.ACCUMULATE
-        if not samples or self._waits_for_newcomers(is_alone=True) or await self._contacts.anyone_answers():
+        if not samples or self._begin_wait_for_newcomers(is_alone=True) or await self._contacts.anyone_answers():
             return Decision.ACCUMULATE
         return Decision.GO_ALONE
 
@@ -335,8 +335,8 @@ class Collaboration:
 
     # newcomers
 
-    def _waits_for_newcomers(self, *, is_alone: bool) -> bool:
-        """Whether to go on computing while others load the state, which a step would make out of date.
+    def _begin_wait_for_newcomers(self, *, is_alone: bool) -> bool:
+        """Go on computing while others load the state, which a step would make out of date; returns whether to.
 
         A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
         computes, and only for those whose last download took longer than a step: they would never take part else.
