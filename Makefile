@@ -63,7 +63,7 @@ screenshots: $(VENV)/.dev  ## draw the page of a made-up run into docs/img; need
 	$(PY) -m tests.screenshots $(ARGS)
 
 docs: $(VENV)/.docs  ## build docs/ into site/
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 	@echo "docs: site/index.html"
 
 constraints: $(VENV)/.installed  ## resolve constraints.txt anew; torch stays, change its line by hand

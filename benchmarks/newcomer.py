@@ -26,10 +26,8 @@ from _command_line import Parser, json_path, run, write_json
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the simulated worlds of the tests
 
-from manyhands.averaging.messages import Position
 from manyhands.averaging.state import content as state_module
 from manyhands.averaging.state.content import sealed
-from manyhands.optim.state.state import capture
 from manyhands.optim.step.replica import Replica
 from tests.simulation.newcomers import STATE_BYTES, STEP_S, adamw, joined, new_model
 
@@ -48,12 +46,12 @@ def seconds(codec: str, num_steps: float, *, can_replay: bool) -> tuple[float | 
 def changed_chunks() -> float:
     """The share of a state's chunks that a step changes."""
     model = new_model()
-    optimizer, digests = adamw(model), []
+    replica, digests = Replica(adamw(model), None), []
     with mock.patch.object(state_module, "CHUNK_BYTES", 4096):
         for _ in range(2):
             model(torch.randn(4, 150)).square().mean().backward()
-            optimizer.step()
-            digests.append(sealed(capture(optimizer, {}, Position(0, b""), 0)).digests)
+            replica.optimizer.step()
+            digests.append(sealed(replica.capture()).digests)
     return sum(one != other for one, other in zip(*digests, strict=True)) / len(digests[0])
 
 

@@ -3,12 +3,16 @@
     python benchmarks/step_trace.py [--json FILE]
 
 Two peers train a tiny model, in a process each. This process is the follower; it records everything that runs in
-``manyhands.averaging`` and ``manyhands.optim`` during one ``optimizer.step()`` that commits a round:
+``manyhands.averaging`` and ``manyhands.optim`` during one ``optimizer.step()`` that commits a round. No search for the
+group begins before the target:
 
   files, functions, classes   entered, on the training thread and on the network thread
   tasks                       asyncio tasks made, by any package
   frames_average_to_exchange  of these two packages, from the optimizer's call for a round to the exchange of values,
-                              through the tasks between; the look-ahead is off, so that there is one path
+                              through the tasks between
+
+``with_look_ahead`` has the first three for two global steps with the default look-ahead, and for all that runs between
+them: the search for the group of the second one, and the records that are published and read.
 """
 
 from __future__ import annotations
@@ -49,13 +53,13 @@ def identities() -> list[Identity]:
     return sorted((Identity.from_seed(bytes([number]) * 32) for number in range(2)), key=lambda one: one.peer_id)
 
 
-def joined(peer: manyhands.Peer) -> tuple[torch.nn.Module, manyhands.Optimizer]:
+def joined(peer: manyhands.Peer, lead: int | None) -> tuple[torch.nn.Module, manyhands.Optimizer]:
     """A tiny model, and the optimizer of a peer of the run."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = manyhands.Optimizer(
         torch.optim.Adam(model.parameters(), lr=0.01), peer=peer, run_id="traced", target_batch_size=TARGET,
-        batch_size_per_step=TARGET // 2, batch_size_lead=0, progress=EAGER,
+        batch_size_per_step=TARGET // 2, batch_size_lead=lead, progress=EAGER,
         averaging=AveragingConfig(codec="none", matchmaking_time_s=10.0), start_new=True,
     )  # fmt: skip
     return model, optimizer
@@ -64,8 +68,9 @@ def joined(peer: manyhands.Peer) -> tuple[torch.nn.Module, manyhands.Optimizer]:
 class Leader:
     """The other peer; it trains in the background."""
 
-    def __init__(self) -> None:
+    def __init__(self, lead: int | None) -> None:
         self._peer = manyhands.Peer(listen=LISTEN, identity=identities()[0])
+        self._lead = lead
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._train)
         self._thread.start()
@@ -74,7 +79,7 @@ class Leader:
         return self._peer.addresses
 
     def _train(self) -> None:
-        model, optimizer = joined(self._peer)
+        model, optimizer = joined(self._peer, self._lead)
         while not self._is_over.is_set():
             if optimizer.samples_accumulated >= TARGET // 2:  # one batch of each peer in every step
                 time.sleep(0.01)
@@ -175,10 +180,10 @@ def _names(frame: FrameType | None) -> list[str]:
     return names[::-1]
 
 
-def measure() -> tuple[dict[str, int], list[str]]:
+def measure(lead: int | None) -> tuple[dict[str, int], list[str]]:
     """The figures, and the frames between call and exchange, outermost first."""
     trace = Trace()
-    leader = Worker(Leader)
+    leader = Worker(Leader, lead)
     try:
         with manyhands.Peer(leader.call("addresses"), listen=LISTEN, identity=identities()[1]) as peer:
 
@@ -186,18 +191,20 @@ def measure() -> tuple[dict[str, int], list[str]]:
                 asyncio.get_running_loop().set_task_factory(trace.make_task)
 
             peer.run(watch_tasks(), 5.0, "watching tasks")
-            model, optimizer = joined(peer)
+            model, optimizer = joined(peer, lead)
             deadline = time.monotonic() + PATIENCE_S
             while time.monotonic() < deadline:
                 before, committed = optimizer.global_step, optimizer.statistics.rounds_committed
                 is_new = not optimizer.samples_accumulated
                 model(torch.ones(1, 8)).square().mean().backward()
-                trace.clear()
+                if lead == 0:
+                    trace.clear()
                 trace.is_on = before >= STEPS_BEFORE
                 optimizer.step(batch_size=TARGET // 2 if is_new else 0)
-                trace.is_on = False
+                trace.is_on = trace.is_on and lead is None
                 optimizer.zero_grad()
-                if before >= STEPS_BEFORE and optimizer.statistics.rounds_committed > committed and trace.frames:
+                has_committed = optimizer.statistics.rounds_committed > committed
+                if before >= STEPS_BEFORE + (lead is None) and has_committed and trace.frames:
                     return trace.figures(), trace.frames
                 time.sleep(0.01)
             raise RuntimeError(f"no round was committed within {PATIENCE_S:.0f} s")
@@ -211,12 +218,14 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--json", type=json_path)
     arguments = parser.parse_args()
-    figures, frames = measure()
+    figures, frames = measure(lead=0)
     for name in frames:
         print(f"  {name}")
-    print(json.dumps(figures))
+    ahead, _ = measure(lead=None)
+    results = {**figures, "with_look_ahead": {name: ahead[name] for name in ("files", "functions", "classes")}}
+    print(json.dumps(results))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

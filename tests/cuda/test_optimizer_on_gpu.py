@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 import manyhands
 from manyhands.optim.accumulator import GradientAccumulator
+from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.replica import Replica
 from tests.trainers import AVERAGING, FAST, in_threads, peers
@@ -319,7 +320,7 @@ def test_gradients_of_the_callers_stream_are_waited_for() -> None:
 
 def test_a_failed_step_leaves_its_gradients_to_the_next() -> None:
     model = new_model()
-    accumulator = GradientAccumulator(list(model.parameters()))
+    accumulator = GradientAccumulator(list(model.parameters()), ExtraTensors())
 
     def add(step: int) -> None:
         model.zero_grad()
@@ -373,7 +374,7 @@ def test_statistics_of_a_loaded_state_go_where_the_model_goes(make: Make) -> Non
 
 def test_a_model_that_is_moved_in_the_midst_of_a_step() -> None:
     model = new_model("cpu")
-    accumulator = GradientAccumulator(list(model.parameters()), is_delayed=True)
+    accumulator = GradientAccumulator(list(model.parameters()), ExtraTensors())
     gradients = []
     for step, device in enumerate(["cpu", "cuda", "cuda", "cpu", "cuda"]):
         model.to(device)

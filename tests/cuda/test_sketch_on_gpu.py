@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from manyhands.averaging.sketch import unpacked
-from manyhands.optim.run.drift import PIECE, sketch_of
+from manyhands.optim.run.drift import SUMMED_NUMEL, sketch_of
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_on_a_gpu_and_on_several_devices(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = (3 * PIECE + 1234, 7, 0, 1)
+    sizes = (3 * SUMMED_NUMEL + 1234, 7, 0, 1)
     tensors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
     on_host = sketch_of(tensors, 5)
     expected = pytest.approx(unpacked(on_host.sums), abs=1e-6 * sum(sizes) ** 0.5)

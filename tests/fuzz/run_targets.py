@@ -54,7 +54,7 @@ from manyhands.optim.run.partition_detector import PartitionDetector
 from manyhands.optim.run.progress import ProgressLog, ProgressRecord, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View
 from manyhands.optim.state.download import check_of
-from manyhands.optim.state.state import capture, hyper_parameters_of, restore, specs_of
+from manyhands.optim.state.state import Capture, hyper_parameters_of, restore, specs_of
 from tests.fuzz.target import REMOTE, Target, decoded, finish, stream_of
 from tests.network import identity_of
 from tests.unit.optim.fake_dht import FakeDht
@@ -102,7 +102,9 @@ def _run_manifest(run_id: str = "run") -> RunManifest:
 
 
 RUN = _run_manifest()
-STATE = sealed(capture(_optimizer(), {"last_epoch": 3, "base_lrs": [0.1]}, AT, 99))
+COPIED = Capture(_optimizer(), {"last_epoch": 3, "base_lrs": [0.1]}, AT, 99).copy()
+assert COPIED is not None
+STATE = sealed(COPIED)
 
 
 # averaging
@@ -222,10 +224,10 @@ def _run_manifests(data: bytes) -> None:
 def _state(data: bytes) -> None:
     header, answer = finish(receive_header(stream_of(data)))
     recent_rounds = answer.recent_rounds
-    company = PartitionDetector()
-    company.follow(recent_rounds)
-    assert len(company.recent_rounds) <= NUM_RECENT_STEPS
-    company.strangers({IDS[0]: [b"8 bytes."] * NUM_RECENT_STEPS, IDS[1]: recent_rounds})
+    detector = PartitionDetector()
+    detector.follow(recent_rounds)
+    assert len(detector.recent_rounds) <= NUM_RECENT_STEPS
+    detector.strangers({IDS[0]: [b"8 bytes."] * NUM_RECENT_STEPS, IDS[1]: recent_rounds})
     check_header(REMOTE, header, AT, check_of(RUN))
     state = State(header, empty_content(header.tensors))
     assert sum(tensor.numel() for tensor in state.tensors) < 1000

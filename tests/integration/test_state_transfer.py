@@ -30,7 +30,7 @@ from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.state import capture, specs_of
+from manyhands.optim.state.state import Capture, specs_of
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from tests.swarm import endpoints
@@ -57,10 +57,15 @@ class Donor:
 
     def _capture(self) -> State:
         self.num_captures += 1
-        return capture(self.optimizer, {}, self.position, 99)
+        return self._copied()
+
+    def _copied(self) -> State:
+        state = Capture(self.optimizer, {}, self.position, 99).copy()
+        assert state is not None
+        return state
 
     def state(self) -> State:
-        return sealed(capture(self.optimizer, {}, self.position, 99))
+        return sealed(self._copied())
 
     def make_step(self) -> None:
         for weight in self.weights:

@@ -236,8 +236,11 @@ def test_gpu(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_step_trace(tmp_path: Path) -> None:
     figures, output = results_of("step_trace.py", tmp_path)
+    ahead = figures.pop("with_look_ahead")
     assert figures.keys() == {"files", "functions", "classes", "tasks", "frames_average_to_exchange"}
     assert "butterfly.py:run" in output
+    assert ahead["functions"] > ahead["files"] > 0
+    assert ahead.keys() == {"files", "functions", "classes"}
     assert figures["functions"] > figures["files"] > figures["frames_average_to_exchange"] > 0
 
 

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -153,7 +154,7 @@ def test_a_run_that_only_its_monitor_knows_is_begun_and_not_joined() -> None:
 def sign(peer: Peer, **extra: str) -> None:
     """Have a run whose manifest has these facts, and somebody who trains in it."""
     manifest = RunManifest("manyhands/1", "odd", 64, [], [], "Lamb", [], "", "none", extra)
-    keeper = ManifestKeeper(peer.dht, peer.peer_id, manifest)
+    keeper = ManifestKeeper(peer.dht, peer.peer_id, manifest, may_begin=AsyncMock(), expected=b"")
 
     record = ProgressRecord(Position(0, b""), 0, 1.0, 0, False, [], 60.0)
 

@@ -227,7 +227,7 @@ def test_a_liar_changes_nothing_for_the_others(caplog: pytest.LogCaptureFixture)
             lambda: truth(replica).sums,
         ]
         replica.sketch = lambda: Sketch(rng.choice(kinds)(), 1.0)  # type: ignore[method-assign]
-        member.optimizer._collaboration._drift.should_load = lambda: False  # type: ignore[method-assign]
+        member.optimizer._collaboration._drift.compare = lambda: False  # type: ignore[method-assign]
 
     run = Run(change={"p3": once(lie)})
     members = run.go(num_steps=40)

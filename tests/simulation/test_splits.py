@@ -138,6 +138,7 @@ def test_a_peer_that_sees_others_but_reaches_none_pauses_and_says_so(caplog: pyt
         assert step_at(seen[name], END_S) > step_at(seen[name], 245.0) + 5, "and goes on"
         assert counts.rounds_aborted >= FAILURES_UNTIL_ADVICE
     assert "This peer does not step alone" in caplog.text
+    assert "see docs/reference/errors.md#" in caplog.text
     assert_one_branch(swarm)
 
 

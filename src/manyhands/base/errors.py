@@ -33,6 +33,11 @@ from pathlib import Path
 class ManyhandsError(Exception):
     """Base of all errors that this library raises on purpose."""
 
+    @property
+    def entry(self) -> str:
+        """Where the documentation says what this kind of error means, and what to do."""
+        return f"docs/reference/errors.md#{type(self).__name__.lower()}"
+
 
 class ConfigError(ManyhandsError, ValueError):
     """A value given by the user breaks a rule; the message says the value, the rule and a value that would work."""

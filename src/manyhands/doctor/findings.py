@@ -34,6 +34,11 @@ def _said(error: ManyhandsError) -> str:
     return " ".join(str(error).split())
 
 
+def _failed(error: ManyhandsError, detail: str, advice: str) -> Finding:
+    """The finding of an error, with its entry in the documentation."""
+    return Finding(False, detail, f"{advice}; see {error.entry}")
+
+
 def not_tried(because: str) -> Finding:
     return Finding(None, f"not tried: {because}")
 
@@ -139,13 +144,13 @@ def welcomed() -> Finding:
 
 def not_welcomed(error: ManyhandsError) -> Finding:
     if isinstance(error, Refused):
-        return Finding(
-            False,
+        return _failed(
+            error,
             f"it refuses the connection: {error.message} ({error.code})",
             "wait a minute and try again, or use another initial peer",
         )
-    return Finding(
-        False,
+    return _failed(
+        error,
         f"it closes the connection after the TLS handshake, or does not answer ({_said(error)})",
         "the peer is overloaded, is stopping, or has another version: see its log",
     )
@@ -165,7 +170,7 @@ def does_not_answer(error: ManyhandsError) -> Finding:
             "it takes no part in the DHT: it is in client mode, or is stopping",
             "use the address of a peer that is not in client mode",
         )
-    return Finding(False, f"it does not answer a ping ({_said(error)})", "it hangs or is overloaded: its log says more")
+    return _failed(error, f"it does not answer a ping ({_said(error)})", "it hangs or is overloaded: its log says more")
 
 
 # clocks
@@ -286,8 +291,8 @@ def no_dial_back(error: ManyhandsError) -> Finding:
     if isinstance(error, Refused):
         return not_tried(f"it refused: {error.message}")
     if isinstance(error, Unavailable):
-        return Finding(
-            False, f"it was asked to dial back, and did not report the outcome ({_said(error)})", "see its log"
+        return _failed(
+            error, f"it was asked to dial back, and did not report the outcome ({_said(error)})", "its log says more"
         )
     return not_tried(_said(error))
 
@@ -298,8 +303,8 @@ def listens(addresses: Sequence[Address]) -> Finding:
 
 
 def cannot_listen(error: ManyhandsError) -> Finding:
-    return Finding(
-        False, _said(error), "if a peer runs on that port already, check it from another machine, as an initial peer"
+    return _failed(
+        error, _said(error), "if a peer runs on that port already, check it from another machine, as an initial peer"
     )
 
 
@@ -315,7 +320,7 @@ def peers_seen(num_peers: int, num_initial: int, *, is_part: bool) -> Finding:
 
 
 def no_peers_seen(error: ManyhandsError) -> Finding:
-    return Finding(False, f"joining the swarm failed ({_said(error)})", "the initial peers hang: their logs say more")
+    return _failed(error, f"joining the swarm failed ({_said(error)})", "the initial peers hang: their logs say more")
 
 
 def all_see_each_other(num_peers: int) -> Finding:
@@ -343,7 +348,7 @@ def do_not_see(first: Address, second: Address, *, first_sees: bool, second_sees
 
 
 def no_runs_seen(error: ManyhandsError) -> Finding:
-    return Finding(None, f"the runs cannot be listed: {_said(error)}")
+    return Finding(None, f"the runs cannot be listed: {_said(error)}", f"see {error.entry}")
 
 
 def runs_seen(runs: Sequence[Run]) -> Finding:

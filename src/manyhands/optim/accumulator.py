@@ -74,7 +74,7 @@ class Accumulator(ABC):
         self.take_back(contribution)
 
     @abstractmethod
-    def count(self, contribution: Contribution, *, is_free: bool) -> None:
+    def release(self, contribution: Contribution, *, is_free: bool) -> None:
         """Forget a contribution whose step was made; reuse its memory if nobody else holds it."""
 
     def drop(self) -> None:
@@ -94,10 +94,10 @@ class GradientAccumulator(Accumulator):
         weight: added so far.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], extra: ExtraTensors | None = None) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], extra: ExtraTensors) -> None:
         super().__init__()
         self._parameters = list(parameters)
-        self._extra = ExtraTensors() if extra is None else extra
+        self._extra = extra
         self.layout = GradientLayout(self._parameters, self._extra.shapes)
         self.weight = 0.0
         self._device = HOST
@@ -178,7 +178,7 @@ class GradientAccumulator(Accumulator):
             self._count(contribution.samples, weight, contribution.since_step)
             self.was_out = True
 
-    def count(self, contribution: Contribution, *, is_free: bool) -> None:
+    def release(self, contribution: Contribution, *, is_free: bool) -> None:
         if is_free:
             self._spare_N = contribution.mean_N
 

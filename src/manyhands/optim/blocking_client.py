@@ -75,7 +75,8 @@ class BlockingRunClient:
         has_loaded = False
         called_by, phase, collaboration = self._peer.time() + CALLED_WITHIN_S, "joining the run", self._collaboration
         while not self._call(phase, collaboration.tracker.is_on_best_branch):
-            must_be_called_on = self._call(phase, collaboration.must_be_called_on)
+            if must_be_called_on := self._call(phase, collaboration.must_be_called_on):
+                self._call(phase, collaboration.tracker.start)  # the record says where
             try:
                 state = self._download()
                 self._restore(state)
@@ -165,7 +166,7 @@ class BlockingRunClient:
     def leave_to_background(self, step: GlobalStep) -> None:
         """Have the network thread make a step."""
         self._report_at = self._peer.time() + LULL_S
-        self._call("beginning a step", step.begin, self._collaboration, timeout_s=TELL_TIMEOUT_S)
+        self._call("beginning a step", step.begin_in_background, self._collaboration, timeout_s=TELL_TIMEOUT_S)
 
     def moved(self, step: GlobalStep) -> None:
         """Queue a step's result for the network thread; see :meth:`tell`."""
@@ -186,7 +187,7 @@ class BlockingRunClient:
 
     def downloaded(self) -> State | None:
         """Download the state of the leading branch of the run; None if it is not available."""
-        logger.info("Peer is out of sync.")
+        logger.info("This peer is not in step with the run: downloading the state")
         try:
             return self._download()
         except Unavailable as error:
@@ -221,7 +222,7 @@ class BlockingRunClient:
         replica, manifest = self._replica, step.manifest
         lineage, samples = replica.position.after(manifest).lineage, sum_of_samples(manifest.weights)
         replica.advance(step.mean(), Averaged(None, lineage, samples, shares=manifest.contributors()))
-        replica.show()
+        replica.copy_to_model()
         place = replica.position, replica.lineage_samples, replica.sketch()
         self._untold = partial(self._collaboration.replayed, *place)
 

@@ -62,7 +62,7 @@ class ExtraTensors:
         return torch.where(own_N.isfinite(), own_N, agreed_N)
 
     def agree(self, mean_N: torch.Tensor) -> None:
-        """Take over the values of a step; :meth:`show` has the tensors follow."""
+        """Take over the values of a step; :meth:`copy_to_model` has the tensors follow."""
         those = [self.agreed[at] for at in self._in_order]
         for agreed, values in zip(those, torch.split(mean_N, [one.numel() for one in those]), strict=True):
             agreed.copy_(_fitting(values, agreed.dtype).view(agreed.shape))
@@ -71,10 +71,10 @@ class ExtraTensors:
         """Take over the values of a state."""
         for agreed, value in zip(self.agreed, values, strict=True):
             agreed.copy_(value)
-        self.show()
+        self.copy_to_model()
 
     @torch.no_grad()
-    def show(self) -> None:
+    def copy_to_model(self) -> None:
         """Write the agreed values to the tensors."""
         for tensor, agreed in zip(self._tensors, self.agreed, strict=True):
             tensor.copy_(agreed)

@@ -11,7 +11,7 @@ import torch
 
 from manyhands.averaging.tensor_list import overlaps_itself
 
-PIECE = 1 << 20
+CHECKED_NUMEL = 1 << 20
 """Values that are checked together, where that needs memory."""
 
 
@@ -57,7 +57,7 @@ class GradientLayout:
         return self.views(torch.empty(self.numel, dtype=torch.float32, device=device))
 
     @torch.no_grad()
-    def show(self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
+    def write_to_grad(self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
         """Write a flat vector into the existing ``.grad`` tensors; one that cannot hold its values is replaced."""
         taken: set[int] = set()  # autograd may give two parameters the same memory
         for parameter, value in zip(parameters, self.views(flat_N).values, strict=True):
@@ -142,4 +142,4 @@ def _largest_is_finite(tensors: list[torch.Tensor]) -> bool:
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return torch.split(tensor.reshape(-1), PIECE) if tensor.numel() else []
+    return torch.split(tensor.reshape(-1), CHECKED_NUMEL) if tensor.numel() else []

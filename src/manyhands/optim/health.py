@@ -17,9 +17,9 @@ from manyhands.reach.messages import EXAMINE, ExamineRequest
 
 logger = logging.getLogger(__name__)
 
-FIRST_LOOK_S = 20.0
+FIRST_HEALTH_CHECK_S = 20.0
 """After joining: by then the others' records have been read."""
-LOOK_PERIOD_S = 60.0
+HEALTH_CHECK_PERIOD_S = 60.0
 CLOCKS_ASKED = 3  # one that is wrong itself is outvoted
 ASK_TIMEOUT_S = 5.0
 MAX_FAILURES = 3

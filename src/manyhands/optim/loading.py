@@ -30,7 +30,7 @@ from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
-LOOK_TIMEOUT_S = 10.0
+FIND_RUN_TIMEOUT_S = 10.0
 MAX_POSITIONS = 4
 """Most positions to try, from the highest."""
 
@@ -51,14 +51,14 @@ def load_state_from_peers(
         Unavailable: nobody trains this run, or no peer could send its state. The model is unchanged.
         Timeout: the download took longer than ``timeout_s``.
     """
-    return peer.run(_load(peer, run_id, into), timeout_s + LOOK_TIMEOUT_S, f"loading the state of run {run_id!r}")
+    return peer.run(_load(peer, run_id, into), timeout_s + FIND_RUN_TIMEOUT_S, f"loading the state of run {run_id!r}")
 
 
 async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
     presence, loop = peer.presence, asyncio.get_running_loop()
     begun = loop.time()
     try:
-        async with time_limit(LOOK_TIMEOUT_S, f"looking for run {run_id!r}"):
+        async with time_limit(FIND_RUN_TIMEOUT_S, f"looking for run {run_id!r}"):
             manifest = await _manifest_of(peer, run_id)
             reader = ProgressReader(presence.endpoint, presence.dht, run_id)
             await reader.refresh()

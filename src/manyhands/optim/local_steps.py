@@ -181,14 +181,14 @@ class LocalReplica(Replica):
         return self.position.step % self.num_fragments
 
     @property
-    def trained(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
+    def step_parameters(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
         return self._parts[self.part]
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]:
         if not self._is_sparse:
             return super().shapes
-        _, layout = self.trained  # one tensor, whose chunks may lie across parameters
+        _, layout = self.step_parameters  # one tensor, whose chunks may lie across parameters
         return [(layout.num_values, 1), *layout.shapes_of_rest]
 
     def _advance_schedule(self, *, has_stepped: bool) -> None:
@@ -225,7 +225,7 @@ class LocalReplica(Replica):
             except ValueError as error:  # of a kind of optimizer that cannot be tried on a copy
                 logger.warning("This peer begins with new statistics of its inner optimizer: %s", error)
         self.options = options_of(self.inner.param_groups)
-        self._show_own()
+        self._copy_own_to_model()
 
     # for the training thread
 
@@ -243,7 +243,7 @@ class LocalReplica(Replica):
                 for parameter, own in zip(self.model_parameters, self._own, strict=True):
                     own.grad = parameter.grad.to(own) if parameter.grad is not None else None
             self.inner.step()
-        self._show_own()
+        self._copy_own_to_model()
 
     def own_is_finite(self) -> bool:
         """Whether this peer's own parameters are finite."""
@@ -252,7 +252,7 @@ class LocalReplica(Replica):
     @torch.no_grad()
     def pseudo_gradient(self, flat_N: torch.Tensor | None) -> torch.Tensor:
         """The agreed parameters of the next step minus this peer's own, in ``flat_N`` if that has the size."""
-        parameters, layout = self.trained
+        parameters, layout = self.step_parameters
         if flat_N is None or flat_N.numel() != layout.numel:
             flat_N = torch.empty(layout.numel)
         _, values, shares = layout.views(flat_N)
@@ -267,7 +267,7 @@ class LocalReplica(Replica):
         """Move this peer's own parameters to the agreed ones, but for a share of the way."""
         for own, agreed in zip(self._own_of(fragment), self._parts[fragment][0], strict=True):
             own.copy_(agreed) if kept_share == 0 else own.lerp_(agreed.to(own), 1 - kept_share)
-        self._show_own()
+        self._copy_own_to_model()
 
     @torch.no_grad()
     def differ_by(self, fragment: int, pseudo_gradient_N: torch.Tensor) -> None:
@@ -276,7 +276,7 @@ class LocalReplica(Replica):
         values = layout.views(pseudo_gradient_N).values
         for own, agreed, value in zip(self._own_of(fragment), parameters, values, strict=True):
             own.copy_(agreed - value)
-        self._show_own()
+        self._copy_own_to_model()
 
     def forget_inner(self) -> None:
         """Begin with new statistics of the inner optimizer."""
@@ -295,9 +295,9 @@ class LocalReplica(Replica):
     def _own_of(self, fragment: int) -> list[torch.Tensor]:
         return [self._own[index] for index in self._members[fragment]]
 
-    def _show_own(self) -> None:
+    def _copy_own_to_model(self) -> None:
         if self.host_copy is not None:
-            self.host_copy.show()
+            self.host_copy.copy_to_model()
 
     # checkpoints
 
@@ -418,7 +418,7 @@ class InnerSteps(Accumulator):
         self._averaged_at = self._frozen_at
         self.take_back(contribution)
 
-    def count(self, contribution: Contribution, *, is_free: bool) -> None:
+    def release(self, contribution: Contribution, *, is_free: bool) -> None:
         """Move to the agreed parameters after a step; half of the way if inner steps were made meanwhile."""
         assert self._out is not None
         fragment, weight = self._out

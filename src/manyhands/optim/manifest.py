@@ -18,7 +18,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
 from manyhands.dht import DhtNode
-from manyhands.optim.serializable import is_plain
+from manyhands.optim.serializable import is_serializable
 from manyhands.rpc.frames import readable
 from manyhands.runtime import TaskOwner
 
@@ -151,8 +151,8 @@ class ManifestKeeper:
         dht: DhtNode,
         own_id: PeerId,
         manifest: RunManifest,
-        may_begin: Callable[[], Awaitable[None]] | None = None,
-        expected: bytes = b"",
+        may_begin: Callable[[], Awaitable[None]],
+        expected: bytes,
     ) -> None:
         if (num_bytes := len(manifest.encoded())) > MAX_BYTES:
             raise ConfigError(
@@ -174,7 +174,7 @@ class ManifestKeeper:
             ManifestMismatch: this peer's settings differ from those of the run; names both.
             Unavailable: the DHT does not answer.
         """
-        if not await self._compare() and self._may_begin is not None:
+        if not await self._compare():
             await self._may_begin()
         await self._publish()
         try:
@@ -277,7 +277,7 @@ def _decode(value: bytes, run_id: str) -> RunManifest:
     # else a fingerprint could not be taken of them: they nest without end, say, or have numbers for names
     if len(msgspec.msgpack.encode(manifest.hyper_parameters)) > MAX_HYPER_PARAMETERS_BYTES:
         raise ValueError(f"its hyper-parameters are longer than {MAX_HYPER_PARAMETERS_BYTES} bytes")
-    if not is_plain(manifest.hyper_parameters):
+    if not is_serializable(manifest.hyper_parameters):
         raise ValueError("its hyper-parameters are not plain values")
     if manifest.run_id != run_id:
         raise ValueError(f"it is of run {readable(manifest.run_id)}")

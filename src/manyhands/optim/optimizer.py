@@ -16,6 +16,7 @@ from manyhands.averaging.state.content import State, sealed
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import Failure, RecentSteps
+from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
@@ -70,7 +71,8 @@ class Optimizer(OptimizerWrapper):
         max_grad_norm: the averaged gradient is clipped to this norm, of all parameters together.
         batch_size_lead: begin to look for a step's group this many samples before the target, while the next batches
             are computed; 0: only once the target is reached. By default 6 s before the predicted time of the target.
-        matchmaking_time_s, averaging_timeout_s: as in ``averaging``.
+        matchmaking_time_s: as in ``averaging``.
+        averaging_timeout_s: as in ``averaging``.
         delay: ``"optimizer"`` to make the update in the background, ``"gradients"`` to average there too, while the
             next batches are computed on parameters that are one step old. None for exact, synchronous steps.
         local_steps: train on this peer alone, and average what that has changed once in ``target_batch_size`` samples
@@ -169,12 +171,13 @@ class Optimizer(OptimizerWrapper):
         """Why samples of this peer last did not count at once; None if they always have."""
         self.peer = peer
         """As given."""
-        self._samples = SampleCounter(peer.peer_id, self._replica, self._local)
+        accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
+        self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
         self._layout = GradientLayout(self._replica.model_parameters, extra.shapes)
         self._averages_in_background = options.delay == "gradients" or (
             local_steps is not None and local_steps.overlap_steps > 0
         )
-        self._is_counted = False  # the .grad of this call of step()
+        self._may_overwrite_grad = False  # the .grad of this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
@@ -188,10 +191,10 @@ class Optimizer(OptimizerWrapper):
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
         )  # fmt: skip
-        self._membership = BlockingRunClient(peer, self._collaboration, self._replica)
-        self.statistics.states_loaded += self._membership.join()
+        self._client = BlockingRunClient(peer, self._collaboration, self._replica)
+        self.statistics.states_loaded += self._client.join()
         if local_steps is not None and (fault := options.fault_with(self.num_peers, batch_size_per_step or 0)):
-            self._membership.leave()
+            self._client.leave()
             raise ConfigError(fault)
         self._must_check_target = local_steps is not None and batch_size_per_step is None
         self._held = HeldBatches(self._replica.model_parameters)
@@ -221,7 +224,7 @@ class Optimizer(OptimizerWrapper):
     @property
     def health(self) -> Health:
         """This peer's health report, for people: its last step, whether others can read its records, and its clock."""
-        return self._membership.health()
+        return self._client.health()
 
     @property
     def samples_accumulated(self) -> int:
@@ -274,15 +277,15 @@ class Optimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         if self._current is not None and self._current.is_done:
-            self._end_step(self._current)
-        self._is_counted = self._accumulate(batch_size, weight, at_step)
+            self._conclude(self._current)
+        self._may_overwrite_grad = self._accumulate(batch_size, weight, at_step)
         if self._current is not None and self._local is not None and self._local.must_wait:
             self.settle(longest_attempt_s(self._averaging) + BLOCKED_S)
         if self._current is None:
             may_wait = not self._averages_in_background
-            self._act_on(self._membership.decide(self._samples.waiting, self._speed, may_wait=may_wait))
+            self._act_on(self._client.decide(self._samples.waiting, self._speed, may_wait=may_wait))
         else:
-            self._membership.report(self._samples.waiting, self._speed, self._current)
+            self._client.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
         return loss
 
@@ -295,7 +298,7 @@ class Optimizer(OptimizerWrapper):
         deadline = self.peer.time() + timeout_s
         while self._current is not None:
             if self._current.is_done:
-                self._end_step(self._current)
+                self._conclude(self._current)
             elif self.peer.time() > deadline:
                 raise Timeout("waiting for a global step in the background", timeout_s)
             else:
@@ -317,11 +320,11 @@ class Optimizer(OptimizerWrapper):
 
         Returns whether they have, within ``timeout_s`` seconds.
         """
-        return self._membership.wait_for_others(timeout_s)
+        return self._client.wait_for_others(timeout_s)
 
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""
-        self._membership.leave()
+        self._client.leave()
 
     def _on_leaving(self) -> None:
         self._held.close()
@@ -345,8 +348,8 @@ class Optimizer(OptimizerWrapper):
             super().load_state_dict(state_dict)
             self._samples.drop_waiting("a checkpoint was loaded")
             self._moved_elsewhere()
-            self._membership.moved_elsewhere()
-        self._membership.tell()
+            self._client.moved_elsewhere()
+        self._client.tell()
 
     # micro-batches
 
@@ -355,7 +358,7 @@ class Optimizer(OptimizerWrapper):
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
-            self._membership.rest(AUXILIARY_PERIOD_S)
+            self._client.rest(AUXILIARY_PERIOD_S)
             return False
         batch_size, weight = self._batch_of(batch_size, weight, self._options.batch_size_per_step)
         samples = checked_batch(batch_size, weight)
@@ -385,9 +388,9 @@ class Optimizer(OptimizerWrapper):
         if decision is Decision.LOAD_STATE and self._replay():
             return
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
-            if state := self._membership.downloaded():
+            if state := self._client.downloaded():
                 self._go_to(state, is_reload=decision is Decision.RELOAD)
-                self._membership.tell()
+                self._client.tell()
         elif decision is Decision.AVERAGE:
             if self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
                 self._step_alone()
@@ -398,39 +401,39 @@ class Optimizer(OptimizerWrapper):
 
     def _average(self) -> None:
         logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
-        with self._begun() as step:
+        with self._attempt() as step:
             if self._averages_in_background:
-                self._membership.leave_to_background(step)
+                self._client.leave_to_background(step)
                 return
             try:
-                step.outcome = self._membership.average(step)
+                step.averaged(self._client.average(step))
             except (RoundAborted, Unavailable) as error:
                 step.error = clear_tracebacks(error)
-                self._end_step(step)
+                self._conclude(step)
             else:
-                self._make(step)
+                self._apply(step)
 
     def _step_alone(self) -> None:
         if not self._was_alone:
             logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step + 1)
         self._was_alone = True
-        with self._begun() as step:
-            step.is_alone(self.peer.peer_id)
-            self._make(step)
+        with self._attempt() as step:
+            step.use_own_gradient(self.peer.peer_id)
+            self._apply(step)
 
     @contextmanager
-    def _begun(self) -> Iterator[GlobalStep]:
-        """Conclude a step after an error or an interrupt: it was made, or its samples count in the next one."""
+    def _attempt(self) -> Iterator[GlobalStep]:
+        """Begin a step. After an error or an interrupt it was made, or its samples count in the next one."""
         step = None
         try:
             with uninterrupted():
                 step = self._current = GlobalStep(self._replica, self._samples.freeze())
             yield step
         except BaseException:
-            if step is not None and self._current is step and not step.is_begun:
+            if step is not None and self._current is step and not step.is_in_background:
                 if step.has_moved:
-                    self._membership.moved(step)
-                    self._end_step(step)
+                    self._client.moved(step)
+                    self._conclude(step)
                 else:
                     self._give_up(step)
             raise
@@ -439,25 +442,25 @@ class Optimizer(OptimizerWrapper):
         self._samples.give_up(step)
         self._current = None
 
-    def _make(self, step: GlobalStep) -> None:
+    def _apply(self, step: GlobalStep) -> None:
         """Make the update of a step whose average is there, or lost."""
         if self._options.delay is not None and not step.is_lost:
-            self._membership.leave_to_background(step)
+            self._client.leave_to_background(step)
             return
         with uninterrupted():  # parameters, statistics and position move together
             if not step.is_lost:
                 step.advance()
-                if self._is_counted and step.applied_N is not None:
-                    self._layout.show(self._replica.model_parameters, step.applied_N)
+                if self._may_overwrite_grad and step.applied_N is not None:
+                    self._layout.write_to_grad(self._replica.model_parameters, step.applied_N)
                 step.applied_N = None
-            self._membership.moved(step)
+            self._client.moved(step)
         try:
-            self._membership.tell()
+            self._client.tell()
         finally:  # it was made, whether or not the network thread knows
-            self._end_step(step)
+            self._conclude(step)
 
     @uninterrupted()
-    def _end_step(self, step: GlobalStep) -> None:
+    def _conclude(self, step: GlobalStep) -> None:
         """Count the outcome of a step, and have the model use its parameters."""
         error = step.error
         if error is not None and not step.has_moved:
@@ -478,7 +481,7 @@ class Optimizer(OptimizerWrapper):
         if outcome.is_left_out or step.refusal:
             self.last_failure = Failure(number, step.refusal or "the group made the step without its samples")
         self._was_alone = outcome.manifest is None
-        self._replica.show()
+        self._replica.copy_to_model()
         self._show()
         self.last_round = outcome.manifest
         self.last_contribution = 0 if outcome.is_left_out else step.contribution.samples
@@ -489,7 +492,7 @@ class Optimizer(OptimizerWrapper):
             for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
         if error is not None:  # during a background step, or while reporting it
-            self._membership.moved(step)
+            self._client.moved(step)
             if not isinstance(error, ManyhandsError):
                 raise error
 
@@ -505,16 +508,17 @@ class Optimizer(OptimizerWrapper):
         if self._num_failures % FAILURES_UNTIL_ADVICE == 0:
             logger.warning(
                 "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
-                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it",
+                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it; see %s",
                 self._num_failures,
                 "It goes on alone" if self._allow_solo else "This peer does not step alone",
+                error.entry,
             )
 
     @uninterrupted()
     def _go_to(self, state: State, *, is_reload: bool) -> None:
         """Load a state of others, if it fits."""
         before = self._replica.position
-        if self._membership.load(state):
+        if self._client.load(state):
             self.statistics.states_loaded += 1
             self._samples.reload() if is_reload else self._samples.load(before)
             if is_reload:
@@ -525,13 +529,13 @@ class Optimizer(OptimizerWrapper):
     def _replay(self) -> bool:
         """Make the steps that the others have made since a state was loaded; returns whether there were any."""
         position = self._replica.position
-        for step in self._membership.missed_steps():
+        for step in self._client.missed_steps():
             with uninterrupted():
                 before = self._replica.position
-                self._membership.replay(step)
+                self._client.replay(step)
                 self._samples.load(before)
                 self._moved_elsewhere()
-        self._membership.tell()
+        self._client.tell()
         return self._replica.position != position
 
     def _moved_elsewhere(self) -> None:

@@ -197,7 +197,8 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         params: parameters or groups, for a function.
         peer: on rank 0; None on the others.
         batch_size_per_step: samples behind each call of :meth:`step` on this rank.
-        buffers, extra_tensors: as for :class:`manyhands.Optimizer`, on all ranks; those of rank 0 count.
+        buffers: as for :class:`manyhands.Optimizer`, on all ranks; those of rank 0 count.
+        extra_tensors: likewise.
         options: the others of :class:`manyhands.Optimizer`. ``target_batch_size`` counts samples, by all peers and all
             their ranks.
 

@@ -8,23 +8,23 @@ MAX_DEPTH = 32
 """Depth limit of nested lists and dicts; a stranger's value must not exhaust a reader's stack."""
 
 
-def is_plain(value: object, max_depth: int = MAX_DEPTH) -> bool:
+def is_serializable(value: object, max_depth: int = MAX_DEPTH) -> bool:
     """Whether the whole value is serializable."""
     if isinstance(value, (list, tuple)):
-        return max_depth > 0 and all(is_plain(item, max_depth - 1) for item in value)
+        return max_depth > 0 and all(is_serializable(item, max_depth - 1) for item in value)
     if type(value) is dict:  # a Counter, say, is more than its items
         items_depth = max_depth - 1
-        return max_depth > 0 and all(isinstance(key, str) and is_plain(value[key], items_depth) for key in value)
+        return max_depth > 0 and all(isinstance(key, str) and is_serializable(value[key], items_depth) for key in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def plain_part(value: Any) -> Any:
+def serializable_part(value: Any) -> Any:
     """The serializable part of a value: of a dict the items that are; None in place of anything else."""
     if type(value) is dict:
-        return {key: plain_part(item) for key, item in value.items() if isinstance(key, str)}
+        return {key: serializable_part(item) for key, item in value.items() if isinstance(key, str)}
     if isinstance(value, (list, tuple)):
-        return [plain_part(item) for item in value]
-    return value if is_plain(value) else None
+        return [serializable_part(item) for item in value]
+    return value if is_serializable(value) else None
 
 
 def merged(own: Any, sent: Any) -> Any:

@@ -1,6 +1,7 @@
 """Messages are for people: each names the value or the peer, the rule or the reason, and what to do."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,11 @@ from manyhands.base.errors import (
     Unavailable,
 )
 
+ROOT = Path(__file__).parents[3]
 MESSAGES = [
     (
         MissingExtra("manyhands.Optimizer", "torch"),
-        "manyhands.Optimizer needs packages that are not installed; try: pip install '.[torch]' in "
-        f"{Path(__file__).parents[3]}",
+        f"manyhands.Optimizer needs packages that are not installed; try: pip install '.[torch]' in {ROOT}",
     ),
     (
         ManifestMismatch("my-run", ["lr: 0.1 here, 0.2 in the run", "shape of w: [2] here, [3] in the run"]),
@@ -102,6 +103,20 @@ def test_each_dial_reason_has_words_of_its_own() -> None:
 )
 def test_the_tree(kind: type[Exception], parents: list[type[Exception]]) -> None:
     assert [parent for parent in parents if not issubclass(kind, parent)] == []
+
+
+def test_each_error_has_its_entry_in_the_documentation() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
+    classes = re.compile(r"^class ([A-Z]\w+)\(([\w., ]+)\):", re.MULTILINE)
+    found = [match for source in sources for match in classes.findall(source)]
+    kinds, num_before = {"ManyhandsError"}, 0
+    while num_before < len(kinds):
+        num_before = len(kinds)
+        kinds |= {name for name, parents in found if kinds.intersection(parents.split(", "))}
+    path, _, anchor = Timeout("waiting", 1.0).entry.partition("#")
+    entries = re.findall(r"^### (\w+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(entries) == sorted(kinds)
+    assert anchor in [entry.lower() for entry in entries], "as mkdocs makes anchors of headings"
 
 
 def test_our_timeout_is_no_asyncio_timeout() -> None:

@@ -79,6 +79,11 @@ def test_a_failure_says_what_to_do(finding: Finding, detail: str, advice: str) -
     assert advice in finding.advice
 
 
+@pytest.mark.parametrize("finding", [findings.no_runs_seen(SILENT), findings.not_welcomed(SILENT)])
+def test_an_error_is_explained_in_the_documentation(finding: Finding) -> None:
+    assert finding.advice.endswith("see docs/reference/errors.md#timeout")
+
+
 @pytest.mark.parametrize(
     ("finding", "detail"),
     [

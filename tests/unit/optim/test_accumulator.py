@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.optim.accumulator import GradientAccumulator
+from manyhands.optim.extra_tensors import ExtraTensors
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -34,7 +35,7 @@ def test_any_split_into_batches_gives_the_gradient_of_the_whole(sizes: list[int]
     (inputs @ weight).square().mean().backward()
     assert weight.grad is not None
     whole = weight.grad.clone()
-    accumulator = GradientAccumulator([weight])
+    accumulator = GradientAccumulator([weight], ExtraTensors())
     for batch in torch.split(inputs, sizes):
         weight.grad = None
         (batch @ weight).square().mean().backward()
@@ -47,7 +48,7 @@ def test_any_split_into_batches_gives_the_gradient_of_the_whole(sizes: list[int]
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_batch_that_is_not_finite_leaves_what_was_there(bad: float) -> None:
     parameters = parameters_of((2,), (3,))
-    accumulator = GradientAccumulator(parameters)
+    accumulator = GradientAccumulator(parameters, ExtraTensors())
     parameters[0].grad, parameters[1].grad = torch.ones(2), torch.ones(3)
     assert accumulator.add(4)
     parameters[1].grad = torch.tensor([1.0, bad, 1.0])
@@ -60,7 +61,7 @@ def test_a_batch_that_is_not_finite_leaves_what_was_there(bad: float) -> None:
 
 def test_opposite_infinities_do_not_cancel() -> None:
     (parameter,) = parameters_of((2,))
-    accumulator = GradientAccumulator([parameter])
+    accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.tensor([float("inf"), float("-inf")])
     assert not accumulator.add(1)
 
@@ -68,7 +69,7 @@ def test_opposite_infinities_do_not_cancel() -> None:
 def test_large_half_precision_gradients_are_finite() -> None:
     """Their sum is not, in their own precision."""
     (parameter,) = parameters_of((4096,), dtype=torch.float16)
-    accumulator = GradientAccumulator([parameter])
+    accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.full((4096,), 100.0, dtype=torch.float16)
     assert accumulator.add(1)
     (averaged,) = gradients_after(accumulator, [parameter])
@@ -79,7 +80,7 @@ def test_large_half_precision_gradients_are_finite() -> None:
 
 def test_many_large_batches_do_not_overflow() -> None:
     (parameter,) = parameters_of((1,))
-    accumulator = GradientAccumulator([parameter])
+    accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.tensor([1e37])
     for _ in range(20):
         assert accumulator.add(1000)
@@ -93,7 +94,7 @@ def test_many_large_batches_do_not_overflow() -> None:
 def test_gradients_of_any_kind_give_the_same_mean(scale: float, has_unused: bool, dtype: torch.dtype) -> None:
     """Plain ones are added in one call, all others one by one."""
     parameters = parameters_of((3, 4), (5,), *[(2,)] * has_unused, dtype=dtype)
-    accumulator = GradientAccumulator(parameters)
+    accumulator = GradientAccumulator(parameters, ExtraTensors())
     generator = torch.Generator().manual_seed(3)
     batches = [[torch.randn(p.shape, dtype=dtype, generator=generator) for p in parameters[:2]] for _ in range(4)]
     for samples, batch in enumerate(batches, 1):
@@ -107,7 +108,7 @@ def test_gradients_of_any_kind_give_the_same_mean(scale: float, has_unused: bool
 
 def test_what_was_handed_out_is_not_written_to() -> None:
     (parameter,) = parameters_of((2,))
-    accumulator = GradientAccumulator([parameter])
+    accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.ones(2)
     accumulator.add(1)
     contribution = accumulator.freeze()
@@ -119,7 +120,7 @@ def test_what_was_handed_out_is_not_written_to() -> None:
 
 def test_unused_parameters_count_as_zero_in_the_batches_that_did_not_use_them() -> None:
     used, sometimes, never = parameters = parameters_of((1,), (1,), (1,))
-    accumulator = GradientAccumulator(parameters)
+    accumulator = GradientAccumulator(parameters, ExtraTensors())
     used.grad, sometimes.grad = torch.tensor([1.0]), torch.tensor([8.0])
     accumulator.add(1)
     sometimes.grad = None
@@ -131,7 +132,7 @@ def test_unused_parameters_count_as_zero_in_the_batches_that_did_not_use_them() 
 def test_a_gradient_of_zero_is_not_the_same_as_none() -> None:
     """As with the first factor of a LoRA pair while the second is zero: the optimizer must see it."""
     parameters = parameters_of((2,), (2,))
-    accumulator = GradientAccumulator(parameters)
+    accumulator = GradientAccumulator(parameters, ExtraTensors())
     parameters[0].grad = torch.zeros(2)
     accumulator.add(5)
     gradients = gradients_after(accumulator, parameters)
@@ -142,7 +143,7 @@ def test_a_gradient_of_zero_is_not_the_same_as_none() -> None:
 
 def test_a_parameter_that_another_peer_used_gets_its_gradient() -> None:
     here, there = ([*parameters_of((1,), (1,))] for _ in range(2))
-    accumulators = [GradientAccumulator(here), GradientAccumulator(there)]
+    accumulators = [GradientAccumulator(here, ExtraTensors()), GradientAccumulator(there, ExtraTensors())]
     here[0].grad = torch.tensor([4.0])
     there[1].grad = torch.tensor([4.0])
     accumulators[0].add(1)
@@ -160,7 +161,7 @@ def fail_if_set(parameter: torch.Tensor) -> None:
 
 def test_gradients_are_put_back_also_after_an_error() -> None:
     parameters = parameters_of((2,), (2,))
-    accumulator = GradientAccumulator(parameters)
+    accumulator = GradientAccumulator(parameters, ExtraTensors())
     own = parameters[0].grad = torch.ones(2)
     accumulator.add(1)
     sevens_N = torch.full_like(accumulator.freeze().mean_N, 7.0)
@@ -172,7 +173,7 @@ def test_gradients_are_put_back_also_after_an_error() -> None:
 
 def test_what_is_dropped_is_forgotten() -> None:
     (parameter,) = parameters = parameters_of((2,))
-    accumulator = GradientAccumulator(parameters)
+    accumulator = GradientAccumulator(parameters, ExtraTensors())
     parameter.grad = torch.ones(2)
     accumulator.add(3)
     accumulator.drop()
@@ -188,7 +189,7 @@ def test_what_is_dropped_is_forgotten() -> None:
 def test_sparse_gradients_are_added_beside_plain_ones_and_missing_ones() -> None:
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     parameters = [embedding.weight, *parameters_of((2,), (3,))]
-    accumulator = GradientAccumulator(parameters)
+    accumulator = GradientAccumulator(parameters, ExtraTensors())
     for word in (1, 2):
         embedding.weight.grad = None
         (embedding(torch.tensor([word])) * parameters[1]).sum().backward()
@@ -203,7 +204,7 @@ def test_sparse_gradients_are_added_beside_plain_ones_and_missing_ones() -> None
 
 def test_it_knows_how_old_the_oldest_is_and_what_was_out_before() -> None:
     (parameter,) = parameters_of((2,))
-    accumulator = GradientAccumulator([parameter])
+    accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.ones(2)
     for at_step in (4, 3, 5):
         accumulator.add(1, at_step=at_step)
@@ -221,7 +222,7 @@ def test_it_knows_how_old_the_oldest_is_and_what_was_out_before() -> None:
 
 def test_what_comes_back_is_added_to_what_was_added_meanwhile() -> None:
     (parameter,) = parameters_of((2,))
-    accumulator = GradientAccumulator([parameter])
+    accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.ones(2)
     accumulator.add(1, at_step=3)
     contribution = accumulator.freeze()
@@ -237,7 +238,7 @@ def test_what_comes_back_is_added_to_what_was_added_meanwhile() -> None:
 @pytest.mark.parametrize("is_made", [True, False])
 def test_two_vectors_are_enough_for_who_computes_during_a_step(is_made: bool) -> None:
     (parameter,) = parameters_of((2,))
-    accumulator = GradientAccumulator([parameter])
+    accumulator = GradientAccumulator([parameter], ExtraTensors())
     vectors = set()
     for step in range(4):
         parameter.grad = torch.full((2,), 5.0)
@@ -246,13 +247,13 @@ def test_two_vectors_are_enough_for_who_computes_during_a_step(is_made: bool) ->
         vectors.add(contribution.mean_N.data_ptr())
         parameter.grad = torch.ones(2)
         accumulator.add(1, at_step=step)
-        accumulator.count(contribution, is_free=True) if is_made else accumulator.take_back(contribution)
+        accumulator.release(contribution, is_free=True) if is_made else accumulator.take_back(contribution)
     assert len(vectors) <= 2
 
 
 def test_one_vector_is_enough_for_who_does_not_compute_during_a_step() -> None:
     (parameter,) = parameters_of((2,))
-    accumulator = GradientAccumulator([parameter])
+    accumulator = GradientAccumulator([parameter], ExtraTensors())
     parameter.grad = torch.ones(2)
     vectors = set()
     for step in range(3):
@@ -261,5 +262,5 @@ def test_one_vector_is_enough_for_who_does_not_compute_during_a_step() -> None:
         assert age_of(accumulator) == (2, step, False)
         contribution = accumulator.freeze()
         vectors.add(contribution.mean_N.data_ptr())
-        accumulator.count(contribution, is_free=True)
+        accumulator.release(contribution, is_free=True)
     assert len(vectors) == 1

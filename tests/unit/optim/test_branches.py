@@ -27,7 +27,7 @@ def member_of(*met: PeerId, step: int = 10) -> Belief:
     belief = Belief()
     for number in range(max(step - 5, 0), step + 1):
         belief.been_at.append(at(number).position)
-    belief.met(met)
+    belief.record_step(met)
     return belief
 
 
@@ -111,7 +111,7 @@ def test_those_who_lag_behind_are_not_elsewhere() -> None:
 def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
     """However long the others stay there: it may make steps without them, as with ``allow_solo``."""
     choice = BranchChoice(EVE, at(5), lambda _: True)
-    choice.belief.met([ANN, BOB])
+    choice.belief.record_step([ANN, BOB])
     for step in range(5, 20):
         others = at(min(step, 9))
         choice.look(at(step), {ANN: others, BOB: others}, {}, now=OUTVOTED_S * step)

@@ -16,7 +16,7 @@ def test_who_never_comes_to_the_round_is_waited_for_once_and_then_hardly_ever() 
     courtesy, waits = Courtesy(), []
     for number in range(400):
         now = number * STEP_S
-        if courtesy.is_due([PeerId(f"guest {number}")], now):
+        if courtesy.begin_wait([PeerId(f"guest {number}")], now):
             waits.append(now)
         courtesy.note_step([MATE], now + 1.0)
     gaps = [later - earlier for earlier, later in itertools.pairwise(waits)]
@@ -28,13 +28,13 @@ def test_who_comes_is_waited_for_the_next_time_too() -> None:
     courtesy = Courtesy()
     for number in range(100):
         now = number * STEP_S
-        assert courtesy.is_due([GUEST], now)
+        assert courtesy.begin_wait([GUEST], now)
         courtesy.note_step([MATE, GUEST], now + 1.0)
 
 
 def test_steps_that_wait_for_nobody_change_nothing() -> None:
     courtesy = Courtesy()
     for number in range(100):
-        assert not courtesy.is_due([], float(number))
+        assert not courtesy.begin_wait([], float(number))
         courtesy.note_step([MATE], float(number))
-    assert courtesy.is_due([GUEST], 100.0)
+    assert courtesy.begin_wait([GUEST], 100.0)

@@ -63,10 +63,10 @@ async def test_how_far_apart_this_peer_and_the_majority_are() -> None:
 async def test_a_peer_that_is_far_off_reloads_the_state_once(caplog: pytest.LogCaptureFixture) -> None:
     async with drifting() as (run, drift):
         await go_to(run, drift, HERE, WRONG)
-        assert drift.should_load()
-        assert not drift.should_load(), "at one position it is tried once"
+        assert drift.compare()
+        assert not drift.compare(), "at one position it is tried once"
         drift.loaded()
-        assert not drift.should_load()
+        assert not drift.compare()
         assert len(caplog.messages) == 1
 
 
@@ -74,7 +74,7 @@ async def test_while_nobody_hands_it_out_it_is_tried_once_in_a_step(caplog: pyte
     async with drifting() as (run, drift):
         for number in (4, 5, 6):
             await go_to(run, drift, step_of(number), WRONG)
-            assert [drift.should_load() for _ in range(3)] == [True, False, False]
+            assert [drift.compare() for _ in range(3)] == [True, False, False]
         assert len(caplog.messages) == 1
 
 
@@ -83,7 +83,7 @@ async def test_when_reloading_does_not_help_it_says_so_once_and_goes_on(caplog: 
         loads = []
         for number in range(4, 12):
             await go_to(run, drift, step_of(number), WRONG)
-            if drift.should_load():
+            if drift.compare():
                 loads.append(number)
                 drift.loaded()
         assert loads == [4]
@@ -96,10 +96,10 @@ async def test_a_peer_that_has_loaded_a_state_is_judged_from_its_next_step_on() 
         await go_to(run, drift, HERE, RIGHT)
         drift.loaded()
         await hear(run, WRONG, HERE)
-        assert not drift.should_load()
+        assert not drift.compare()
         assert drift.disagreement() is None
         await go_to(run, drift, NEXT, WRONG)
-        assert drift.should_load(), "that state was loaded for another reason"
+        assert drift.compare(), "that state was loaded for another reason"
 
 
 async def test_others_that_are_far_off_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +107,7 @@ async def test_others_that_are_far_off_are_named_once(caplog: pytest.LogCaptureF
         for number in range(4, 12):
             await go_to(run, drift, step_of(number), RIGHT)
             await hear(run, WRONG if number in {5, 6, 9} else RIGHT, step_of(number), (BOB,))
-            assert not drift.should_load()
+            assert not drift.compare()
         assert caplog.messages == [
             f"The parameters of peer {BOB} differ from those of the majority by 50% (rounding: 0.05%); "
             "it is expected to load theirs"
@@ -120,10 +120,10 @@ async def test_without_a_majority_nobody_reloads_and_one_warning_says_so(caplog:
             run.tracker.move(position, 20, [BOB])
             drift.moved(position, Sketch(WRONG, 6.0), is_in_grid=False)
             await hear(run, b"", position, (BOB,))
-            assert not drift.should_load()
+            assert not drift.compare()
             assert len(caplog.messages) == (position == NEXT), "the other one has loaded a state and published no sums"
             await hear(run, RIGHT, position, (BOB,))
-            assert not drift.should_load()
+            assert not drift.compare()
             assert drift.disagreement() == pytest.approx(0.2)
         assert len(caplog.messages) == 1
         assert "of the 2 peers are 20% from their mean (rounding: 0.05%), and no majority holds the same" in caplog.text
@@ -137,7 +137,7 @@ async def test_a_position_that_is_known_from_a_round_only_says_nothing_of_what_i
         drift.moved(NEXT, Sketch(packed([2.0] * 16), 8.0), is_in_grid=False)
         assert run.position_of(BOB) == NEXT
         assert drift.disagreement() is None
-        assert not drift.should_load()
+        assert not drift.compare()
 
 
 async def test_old_positions_and_other_branches_are_not_compared() -> None:
@@ -146,25 +146,25 @@ async def test_old_positions_and_other_branches_are_not_compared() -> None:
             drift.moved(step_of(number), Sketch(WRONG, 6.0), is_in_grid=False)
         for position in (step_of(3), Position(4, b"another")):
             await hear(run, RIGHT, position)
-            assert not drift.should_load()
+            assert not drift.compare()
         await hear(run, RIGHT, step_of(4))
-        assert drift.should_load()
+        assert drift.compare()
 
 
 async def test_in_a_grid_nobody_is_judged() -> None:
     async with drifting() as (run, drift):
         drift.moved(step_of(4), Sketch(WRONG, 6.0), is_in_grid=True)
         await hear(run, RIGHT, step_of(4))
-        assert not drift.should_load()
+        assert not drift.compare()
         drift.moved(step_of(5), Sketch(WRONG, 6.0), is_in_grid=False)
         await hear(run, RIGHT, step_of(5))
-        assert drift.should_load()
+        assert drift.compare()
 
 
 async def test_after_a_step_alone_there_is_nothing_to_compare() -> None:
     async with drifting() as (run, drift):
         await go_to(run, drift, HERE, b"")
-        assert not drift.should_load()
+        assert not drift.compare()
         assert drift.disagreement() is None
 
 

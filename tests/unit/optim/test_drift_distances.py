@@ -44,21 +44,21 @@ def test_the_bound_is_wide_where_nothing_is_known_of_the_optimizer() -> None:
 def test_one_that_is_far_off_is_not_of_the_majority() -> None:
     told = telling(1.0, 1.0, 1.5, 1.0 + BOUND / 2)
     assert majority_of(told, 4) == {PEERS[0], PEERS[1], PEERS[3]}
-    assert distances(told, 4, BOUND)[PEERS[2]] == pytest.approx(0.5, rel=0.01)
+    assert distances(told, 4, BOUND, 0.0)[PEERS[2]] == pytest.approx(0.5, rel=0.01)
 
 
 def test_more_than_half_of_all_known_peers_must_have_published_the_same() -> None:
     """So two that lie make nobody load what they want, before the others have published."""
-    assert distances(telling(1.0, 1.5), 2, BOUND) == {}
-    assert distances(telling(1.0, 2.0, 2.0), 4, BOUND) == {}
-    assert distances(telling(2.0, 2.0), 4, BOUND) == {}
+    assert distances(telling(1.0, 1.5), 2, BOUND, 0.0) == {}
+    assert distances(telling(1.0, 2.0, 2.0), 4, BOUND, 0.0) == {}
+    assert distances(telling(2.0, 2.0), 4, BOUND, 0.0) == {}
     assert majority_of(telling(1.0, 2.0, 2.0), 3) == {PEERS[1], PEERS[2]}
 
 
 @pytest.mark.parametrize("strange", [b"", b"abc", packed([1.0])])
 def test_a_peer_whose_sketch_makes_no_sense_has_published_nothing(strange: bytes) -> None:
     told = telling(1.0, 1.0, 1.0)
-    assert distances(told | {PEERS[3]: strange}, 4, BOUND) == distances(told, 4, BOUND)
+    assert distances(told | {PEERS[3]: strange}, 4, BOUND, 0.0) == distances(told, 4, BOUND, 0.0)
 
 
 @pytest.mark.parametrize("number", [0, 3], ids=["own", "another's"])
@@ -72,8 +72,8 @@ def test_what_is_not_finite_is_infinitely_far_off(strange: bytes, number: int, o
 
 def test_what_is_not_finite_is_never_a_majority() -> None:
     strange = dict.fromkeys(PEERS[1:4], packed([math.nan] * 16))
-    assert distances(telling(1.0) | strange, 4, BOUND) == {}
-    assert distances(strange, 4, BOUND) == {}
+    assert distances(telling(1.0) | strange, 4, BOUND, 0.0) == {}
+    assert distances(strange, 4, BOUND, 0.0) == {}
 
 
 def test_parameters_that_are_about_the_same_are_not_far_off_for_rounding() -> None:

@@ -16,7 +16,7 @@ def test_what_was_averaged_reaches_the_tensors_when_it_is_shown() -> None:
     assert extra.contribution().tolist() == [1.0, 2.0, 5.0, 1.0, 0.0]
     extra.agree(torch.tensor([1.5, 2.5, 6.6, 0.4, 0.9]))
     assert floats.tolist() == [1.0, 2.0]
-    extra.show()
+    extra.copy_to_model()
     assert (floats.tolist(), counts.item(), flags.tolist()) == ([1.5, 2.5], 7, [False, True])
     assert extra.names == ["counts", "floats", "flags"]
 
@@ -64,4 +64,4 @@ def test_without_any_nothing_is_added() -> None:
     extra = ExtraTensors()
     assert extra.contribution().numel() == len(extra.shapes) == 0
     extra.agree(torch.empty(0))
-    extra.show()
+    extra.copy_to_model()

@@ -16,7 +16,7 @@ def two_parameters(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def shown(parameters: list[torch.Tensor], shown_N: torch.Tensor = SHOWN_N) -> list[list[float] | None]:
-    GradientLayout(parameters).show(parameters, shown_N)
+    GradientLayout(parameters).write_to_grad(parameters, shown_N)
     return [None if parameter.grad is None else parameter.grad.tolist() for parameter in parameters]
 
 

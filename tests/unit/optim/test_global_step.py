@@ -8,7 +8,8 @@ import torch
 
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.identity import PeerId
-from manyhands.optim.accumulator import Contribution
+from manyhands.optim.accumulator import Contribution, GradientAccumulator
+from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica
@@ -44,7 +45,7 @@ def commit(step: GlobalStep, *, is_left_out: bool = False) -> None:
     manifest = RoundManifest(
         bytes(32), step.left_from, [PeerId("me"), PeerId("other")], [0.0 if is_left_out else 8.0, 8.0], bytes(32)
     )
-    step.outcome = Averaged(AVERAGE_N.clone(), b"there", 16, manifest, is_left_out=is_left_out)
+    step.averaged(Averaged(AVERAGE_N.clone(), b"there", 16, manifest, is_left_out=is_left_out))
 
 
 def test_its_gradient_is_the_average_once_there_is_one() -> None:
@@ -80,7 +81,7 @@ def test_an_optimizer_may_remember_the_gradient_that_it_was_given() -> None:
 
 def test_a_step_alone_has_this_peers_gradient() -> None:
     parameter, step = new_step()
-    step.is_alone(PeerId("me"))
+    step.use_own_gradient(PeerId("me"))
     step.advance()
     assert parameter.tolist() == [-1.0, -1.0]
     assert step.applied_N is not None
@@ -117,7 +118,7 @@ def test_a_schedule_has_no_users_warning_shown_again() -> None:
 def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     replica = Replica(torch.optim.SGD([parameter], lr=0.5), None)
-    samples = SampleCounter(PeerId("me"), replica)
+    samples = SampleCounter(PeerId("me"), replica, GradientAccumulator([parameter], ExtraTensors()))
     parameter.grad = torch.full((2,), 4.0)
     samples.add(8, None, 1.0, 0, is_overflow=False)
     step = GlobalStep(replica, samples.freeze())
@@ -126,8 +127,7 @@ def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) 
     )
     not_finite_N = torch.tensor([float("inf"), 2.0, 1.0])
     shares = manifest.contributors()
-    averaged = Averaged(not_finite_N, b"there", 16, manifest, shares=shares, is_left_out=is_left_out)
-    step.outcome = averaged
+    step.averaged(Averaged(not_finite_N, b"there", 16, manifest, shares=shares, is_left_out=is_left_out))
     step.advance()
     assert step.refusal
     assert step._sketch == step._replica.sketch(), "it is told all the same"
@@ -145,6 +145,6 @@ def test_what_the_others_compare_is_told_unless_nobody_is_there() -> None:
         parameter.add_(1.0)
     assert step._sketch != step._replica.sketch(), "it is of the parameters as the step has left them"
     _, alone = new_step()
-    alone.is_alone(PeerId("me"))
+    alone.use_own_gradient(PeerId("me"))
     alone.advance()
     assert alone._sketch.sums == b""

@@ -20,7 +20,7 @@ def test_small_updates_add_up_on_the_host(dtype: torch.dtype) -> None:
         averaged_N = torch.cat([torch.full((3,), 1e-4), torch.ones(1)])
         assert not replica.advance(averaged_N, Averaged(None, b"next", 1))
     assert torch.equal(parameters[0].detach(), torch.ones(3, dtype=dtype)), "the model is shown nothing yet"
-    replica.show()
+    replica.copy_to_model()
     torch.testing.assert_close(parameters[0].detach(), torch.full((3,), 0.99, dtype=dtype), rtol=5e-3, atol=0)
     (own, frozen) = replica.optimizer.param_groups[0]["params"]
     assert own.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -47,7 +47,7 @@ def test_options_of_the_optimizer_are_shown_when_its_parameters_are() -> None:
     copy = HostCopy(optimizer)
     optimizer.param_groups[0]["lr"].fill_(0.25)
     assert copy.shown_groups[0]["lr"] == pytest.approx(0.1), "an update in the background shows nothing"
-    copy.show()
+    copy.copy_to_model()
     assert copy.shown_groups[0]["lr"] == copy.shown_options[0]["lr"] == 0.25
 
 
@@ -58,7 +58,7 @@ def test_a_checkpoint_of_the_model_is_taken_over_without_losing_precision() -> N
     own = optimizer.param_groups[0]["params"][0]
     with torch.no_grad():
         own.fill_(1 / 3)
-    copy.show()
+    copy.copy_to_model()
     copy.take_over()
     assert own[0].item() == pytest.approx(1 / 3, abs=1e-7), "the model has the same, with fewer bits"
     with torch.no_grad():

@@ -73,12 +73,11 @@ class Trainer:
         mean_N = step.contribution.mean_N.clone()
         if mean is not None:
             mean_N.fill_(mean)
-            self.replica.trained[1].views(mean_N).shares.fill_(1.0)
+            self.replica.step_parameters[1].views(mean_N).shares.fill_(1.0)
         weights = [0.0 if is_left_out else step.contribution.weight, 4.0]
         manifest = RoundManifest(bytes(32), step.left_from, [ME, OTHER], weights, bytes(32))
-        step.outcome = Averaged(
-            mean_N, bytes([step.left_from.step]), 8, manifest, shares=manifest.contributors(), is_left_out=is_left_out
-        )
+        shares, lineage = manifest.contributors(), bytes([step.left_from.step])
+        step.averaged(Averaged(mean_N, lineage, 8, manifest, shares=shares, is_left_out=is_left_out))
         step.advance()
         self.samples.count(step)
 

@@ -10,7 +10,6 @@ import torch
 import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.optim.options import check_frozen, checked_parameters
-from manyhands.optim.state.state import capture
 from manyhands.optim.step.replica import HostCopy, Replica
 from tests.trainers import LISTEN
 
@@ -134,7 +133,7 @@ def test_specs_of_frozen_numbers_do_not_depend_on_offload() -> None:
     specs = []
     for offload in (False, True):
         replica = Replica(torch.optim.SGD([GOOD, frozen(torch.ones(1).long())], lr=0.1), None, offload=offload)
-        specs.append(capture(replica.optimizer, {}, replica.position, 0).header.tensors)
+        specs.append(replica.capture().header.tensors)
     assert specs[0] == specs[1]
 
 

@@ -22,7 +22,7 @@ class Run:
     def __init__(self, num_peers: int, max_group_size: int) -> None:
         self.layout: Layout = layout_for(num_peers, max_group_size)
         self.peers = [PeerId(f"{number:03}") for number in range(num_peers)]
-        self.companies = {peer_id: PartitionDetector() for peer_id in self.peers}
+        self.detectors = {peer_id: PartitionDetector() for peer_id in self.peers}
         self._cells = {peer_id: number for number, peer_id in enumerate(self.peers)}
         self._number = 0
 
@@ -46,13 +46,13 @@ class Run:
         for part in parts:
             made = [peer_id for peer_id in part if fingerprints[peer_id]]
             for peer_id in made:
-                self.companies[peer_id].met(fingerprints[peer_id])
+                self.detectors[peer_id].record_rounds(fingerprints[peer_id])
             for peer_id in set(part) - set(made):
-                self.companies[peer_id].follow(self.companies[made[0]].recent_rounds)
+                self.detectors[peer_id].follow(self.detectors[made[0]].recent_rounds)
 
     def strangers(self, peer_id: PeerId) -> dict[PeerId, bytes]:
-        said = {other: company.recent_rounds for other, company in self.companies.items() if other != peer_id}
-        return self.companies[peer_id].strangers(said)
+        said = {other: detector.recent_rounds for other, detector in self.detectors.items() if other != peer_id}
+        return self.detectors[peer_id].strangers(said)
 
 
 @pytest.mark.parametrize(("num_peers", "max_group_size"), SIZES)
@@ -101,8 +101,8 @@ def test_records_of_the_steps_before_make_no_strangers() -> None:
     run = Run(36, 6)
     for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers)
-    reader = run.companies[run.peers[0]]
-    said = {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers[1:]}
+    reader = run.detectors[run.peers[0]]
+    said = {peer_id: run.detectors[peer_id].recent_rounds for peer_id in run.peers[1:]}
     for _ in range(NUM_RECENT_STEPS - 1):
         run.step(run.peers)
         assert not reader.strangers(said)
@@ -117,11 +117,11 @@ def test_a_record_that_spans_the_cut_is_the_same_to_both_parts() -> None:
     for _ in range(NUM_RECENT_STEPS - 1):
         run.step(*parts)
     dead = run.peers[-1]
-    before = run.companies[dead].recent_rounds
+    before = run.detectors[dead].recent_rounds
     run.step(*parts)
-    said = {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers} | {dead: before}
+    said = {peer_id: run.detectors[peer_id].recent_rounds for peer_id in run.peers} | {dead: before}
     views = [
-        run.companies[own].strangers({peer_id: steps for peer_id, steps in said.items() if peer_id != own})
+        run.detectors[own].strangers({peer_id: steps for peer_id, steps in said.items() if peer_id != own})
         for own in (run.peers[0], run.peers[18])
     ]
     assert views[0].keys() == {*parts[1]}
@@ -131,7 +131,7 @@ def test_a_record_that_spans_the_cut_is_the_same_to_both_parts() -> None:
 def test_rounds_of_a_state_that_are_cut_short_make_no_strangers() -> None:
     """A donor may say what it likes."""
     run = Run(12, 4)
-    reader = run.companies[run.peers[0]]
+    reader = run.detectors[run.peers[0]]
     reader.follow([b"abc", b"", b"x" * (ROUND_NAME_BYTES + 1)])
     for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers)
@@ -142,14 +142,14 @@ def test_who_has_not_made_enough_steps_in_a_grid_is_no_stranger_and_takes_nobody
     run = Run(12, 4)
     for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers[:6], run.peers[6:])
-    newcomer, said = PartitionDetector(), {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers}
+    newcomer, said = PartitionDetector(), {peer_id: run.detectors[peer_id].recent_rounds for peer_id in run.peers}
     assert not newcomer.strangers(said)
     for number in range(NUM_RECENT_STEPS - 1):
-        newcomer.met([bytes([number]) * 32])
+        newcomer.record_rounds([bytes([number]) * 32])
     assert not newcomer.strangers(said)
-    mine = run.companies[run.peers[0]]
+    mine = run.detectors[run.peers[0]]
     assert PeerId("new") not in mine.strangers({**said, PeerId("new"): newcomer.recent_rounds, PeerId("old"): []})
-    newcomer.met([b"alone" * 8])
+    newcomer.record_rounds([b"alone" * 8])
     assert PeerId("new") in mine.strangers({**said, PeerId("new"): newcomer.recent_rounds})
 
 
@@ -158,17 +158,17 @@ def test_who_loads_a_state_belongs_to_those_who_made_it() -> None:
     few, many = run.peers[:5], run.peers[5:]
     for _ in range(NUM_RECENT_STEPS):
         run.step(few, many)
-    run.companies[few[0]].follow(run.companies[many[0]].recent_rounds)
+    run.detectors[few[0]].follow(run.detectors[many[0]].recent_rounds)
     assert sorted(run.strangers(few[0])) == few[1:]
-    run.companies[few[0]].follow([])
+    run.detectors[few[0]].follow([])
     assert not run.strangers(few[0]), "nothing is known"
 
 
 def test_what_is_published_is_bounded() -> None:
-    company = PartitionDetector()
+    detector = PartitionDetector()
     for number in range(100):
-        company.met([bytes([number, axis]) * 16 for axis in range(16)])
-    published = company.recent_rounds
+        detector.record_rounds([bytes([number, axis]) * 16 for axis in range(16)])
+    published = detector.recent_rounds
     assert (len(published), len(published[0])) == (NUM_RECENT_STEPS, 16 * ROUND_NAME_BYTES)
     assert msgspec.convert(published, RecentRounds) == published
     for wrong in ([*published, b""], [b"x" * (16 * ROUND_NAME_BYTES + 1)]):
@@ -181,5 +181,5 @@ def test_whatever_a_stranger_publishes_is_some_round() -> None:
     for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers)
     odd = {PeerId("x"): [b"", b"abc", b"x" * 13, b""], PeerId("y"): [b""] * 4}
-    said = {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers[1:]}
-    assert run.companies[run.peers[0]].strangers({**said, **odd}).keys() == {PeerId("x")}
+    said = {peer_id: run.detectors[peer_id].recent_rounds for peer_id in run.peers[1:]}
+    assert run.detectors[run.peers[0]].strangers({**said, **odd}).keys() == {PeerId("x")}

@@ -3,7 +3,8 @@ from __future__ import annotations
 import datetime
 import tracemalloc
 import zlib
-from typing import Any, cast
+from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -45,6 +46,10 @@ def changed(**fields: Any) -> RunManifest:
 
 def published(manifest: RunManifest) -> bytes:
     return zlib.compress(manifest.encoded())
+
+
+def keeper_of(dht: Any, name: str, manifest: RunManifest, expected: bytes = b"") -> ManifestKeeper:
+    return ManifestKeeper(dht, PeerId(name), manifest, AsyncMock(), expected)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,7 @@ async def signers(dht: Any) -> list[PeerId]:
 def test_a_model_whose_names_nobody_would_read_is_refused_where_it_begins() -> None:
     tensors = [ParameterSpec(f"layers.{number}.{'x' * 80}", (8, 5), "float32") for number in range(3000)]
     with pytest.raises(ConfigError, match="with the names and shapes of 3000 tensors; at most 262144 can be published"):
-        ManifestKeeper(cast(Any, FakeDht()), PeerId("a"), changed(tensors=tensors))
+        keeper_of(FakeDht(), "a", changed(tensors=tensors))
 
 
 async def test_manifests_that_unpack_to_megabytes_do_not_fill_the_memory() -> None:
@@ -214,7 +219,7 @@ async def test_false_manifests_do_not_count_where_the_digest_of_a_ticket_is_know
     assert signed is not None
     assert signed.manifest == MANIFEST
     assert len(signed.signers) == num_honest
-    keeper = ManifestKeeper(dht, PeerId("newcomer"), changed(), expected=expected)
+    keeper = keeper_of(dht, "newcomer", changed(), expected=expected)
     await keeper.agree()
     await keeper.close()
 
@@ -225,14 +230,14 @@ async def test_fewer_liars_than_signers_keep_no_newcomer_out() -> None:
         dht.put(KEY, f"liar {number}", published(changed(target_batch_size=1 + number % 2)), sequence=1)
     for number in range(4):
         dht.put(KEY, f"signer {number}", published(MANIFEST), sequence=1)
-    keeper = ManifestKeeper(dht, PeerId("newcomer"), changed())
+    keeper = keeper_of(dht, "newcomer", changed())
     await keeper.agree()
     await keeper.close()
 
 
 async def test_who_fits_signs_until_it_leaves() -> None:
     dht: Any = FakeDht()
-    keepers = [ManifestKeeper(dht, PeerId(name), changed()) for name in "ab"]
+    keepers = [keeper_of(dht, name, changed()) for name in "ab"]
     for keeper in keepers:
         await keeper.agree()
     assert await signers(dht) == ["a", "b"]
@@ -247,13 +252,13 @@ async def test_who_does_not_fit_leaves_no_trace() -> None:
     dht: Any = FakeDht()
     dht.put(KEY, "m", published(MANIFEST), sequence=1)
     with pytest.raises(ManifestMismatch, match="target_batch_size is 1 here, 64 in the run"):
-        await ManifestKeeper(dht, PeerId("a"), changed(target_batch_size=1)).agree()
+        await keeper_of(dht, "a", changed(target_batch_size=1)).agree()
     assert await signers(dht) == ["m"]
 
 
 async def test_of_two_that_begin_at_once_one_leaves_without_a_trace() -> None:
     dht: Any = FakeDht()
-    other = ManifestKeeper(dht, PeerId("z"), changed(target_batch_size=1))
+    other = keeper_of(dht, "z", changed(target_batch_size=1))
     publish = other._publish
 
     async def publish_at_the_same_time() -> None:

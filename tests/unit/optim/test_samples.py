@@ -8,6 +8,8 @@ import torch
 from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import Origin
 from manyhands.base.identity import PeerId
+from manyhands.optim.accumulator import GradientAccumulator
+from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.step.global_step import SampleCounter
 from manyhands.optim.step.replica import Replica
 
@@ -35,7 +37,7 @@ def test_what_is_dropped_and_why(
 ) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     replica = Replica(torch.optim.SGD([parameter], lr=0.5), None)
-    samples = SampleCounter(ME, replica)
+    samples = SampleCounter(ME, replica, GradientAccumulator([parameter], ExtraTensors()))
     parameter.grad = torch.ones(2)
     samples.add(8, None, 1.0, since_step, is_overflow=False)
     if was_out:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.optim.serializable import is_plain, merged, plain_part
+from manyhands.optim.serializable import is_serializable, merged, serializable_part
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -20,13 +20,13 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_plain_values_travel_unchanged(value: Any) -> None:
-    assert is_plain(value)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain_part(value))) == value
+    assert is_serializable(value)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(serializable_part(value))) == value
 
 
 @given(PLAIN)
 def test_what_was_taken_from_a_value_fits_back_in(value: Any) -> None:
-    assert merged(value, plain_part(value)) == value
+    assert merged(value, serializable_part(value)) == value
 
 
 @given(PLAIN, PLAIN)
@@ -66,9 +66,9 @@ def test_merged(own: Any, sent: Any, expected: Any) -> None:
 def test_what_does_not_travel_stays_where_it_is() -> None:
     function, tensor, counter = test_merged, torch.ones(2), Counter([3])
     own = {"functions": [function], "tensor": tensor, "milestones": counter, "last_epoch": 1, 7: "not a name"}
-    sent = plain_part(own)
+    sent = serializable_part(own)
     assert sent == {"functions": [None], "tensor": None, "milestones": None, "last_epoch": 1}
-    assert not is_plain(own)
+    assert not is_serializable(own)
     result = merged(own, sent | {"last_epoch": 4})
     assert result["functions"] == [function]
     assert result["tensor"] is tensor

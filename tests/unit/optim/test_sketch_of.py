@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyhands.averaging.sketch import NUM_VALUES, packed, unpacked
-from manyhands.optim.run.drift import PIECE, ROW, sketch_of
+from manyhands.optim.run.drift import ROW, SUMMED_NUMEL, sketch_of
 
 
 def sums_of(tensors: list[torch.Tensor], step: int) -> list[float]:
@@ -40,13 +40,13 @@ def as_documented(tensors: list[list[float]], step: int) -> list[float]:
 
 
 def test_the_numbers_are_what_all_peers_must_compute() -> None:
-    tensors = [torch.arange(PIECE + 2500.0) % 97, torch.tensor([[3.0]]), torch.full((2, 1100), 0.5)]
+    tensors = [torch.arange(SUMMED_NUMEL + 2500.0) % 97, torch.tensor([[3.0]]), torch.full((2, 1100), 0.5)]
     for step in (0, 7):
         expected = as_documented([tensor.flatten().tolist() for tensor in tensors], step)
         assert sums_of(tensors, step) == expected, "whole numbers and halves are exact"
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (1,), (0, 5, 0), (ROW,), (ROW - 1, ROW + 1), (PIECE + ROW + 1, 3)])
+@pytest.mark.parametrize("sizes", [(), (0,), (1,), (0, 5, 0), (ROW,), (ROW - 1, ROW + 1), (SUMMED_NUMEL + ROW + 1, 3)])
 def test_each_value_is_in_one_sum_with_a_sign(sizes: tuple[int, ...]) -> None:
     tensors = [torch.zeros(size) for size in sizes]
     assert sketch_of(tensors, 1) == (packed([0.0] * NUM_VALUES), 0.0)
@@ -65,7 +65,7 @@ def test_they_are_as_long_as_the_vector_on_average() -> None:
 
 
 def test_the_norm_is_that_of_all_values() -> None:
-    tensors = some(PIECE + 5000, 300, 70)
+    tensors = some(SUMMED_NUMEL + 5000, 300, 70)
     norm = float(torch.cat(tensors).double().square().sum().sqrt())
     assert sketch_of(tensors, 1).size == pytest.approx(norm, rel=1e-6)
 

@@ -13,7 +13,7 @@ from manyhands.averaging.state.content import State, StateHeader, empty_content,
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim import Lamb
 from manyhands.optim.serializable import merged
-from manyhands.optim.state.state import capture, checked_scalars, hyper_parameters_of, restore, specs_of
+from manyhands.optim.state.state import Capture, checked_scalars, hyper_parameters_of, restore, specs_of
 
 AT = Position(5, b"lineage")
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -36,7 +36,9 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
 
 def captured(optimizer: torch.optim.Optimizer, scheduler: Any = None) -> State:
     schedule = scheduler.state_dict() if scheduler is not None else {}
-    return sealed(capture(optimizer, schedule, AT, 99))
+    state = Capture(optimizer, schedule, AT, 99).copy()
+    assert state is not None
+    return sealed(state)
 
 
 def received(state: State) -> State:

@@ -36,7 +36,9 @@ class Run:
     def __init__(self, endpoint: Endpoint, config: ProgressConfig, target_batch_size: int) -> None:
         self.dht: Any = FakeDht()
         self.endpoint = endpoint
-        self.tracker = ProgressTracker(endpoint, self.dht, "run", target_batch_size, HERE, config)
+        self.tracker = ProgressTracker(
+            endpoint, self.dht, "run", target_batch_size, HERE, config, is_auxiliary=False, began_at=0.0
+        )
         self._sequence = 0
 
     async def hears(self, peer_id: PeerId, position: Position = HERE, *, age_s: float = 0.0, **fields: Any) -> None:

@@ -20,7 +20,7 @@ from manyhands.dht.records import decode_value, encode_value
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.serializable import is_plain
+from manyhands.optim.serializable import is_serializable
 from tests.unit.optim.fake_dht import FakeDht
 
 COUNTS = st.integers(0, 2**53)
@@ -96,4 +96,4 @@ def test_what_is_nested_without_end_does_not_travel(depth: int, travels: bool) -
     value: Any = 1
     for level in range(depth):
         value = {"x": value} if level % 2 else [value]
-    assert is_plain(value) == travels
+    assert is_serializable(value) == travels

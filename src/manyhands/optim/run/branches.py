@@ -37,7 +37,7 @@ MAX_MET = 4096
 MAX_BEEN_AT = 256
 CLIENT_PATIENCE_S = 60.0
 """How long to wait for clients that are ahead to connect to this peer."""
-DOUBT_S = 5.0
+DOUBTED_UNTIL_LOGGED_S = 5.0
 """A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
 SHUN_S = 600.0
 """A peer that sent an unusable state is not followed for this long."""
@@ -138,7 +138,7 @@ class Belief:
         self._has_stepped = False
         self._outvoted_since = math.inf
 
-    def met(self, members: Iterable[PeerId]) -> None:
+    def record_step(self, members: Iterable[PeerId]) -> None:
         """Record a step of this peer, with the others in it, if any."""
         self._has_stepped = True
         for peer_id in members:
@@ -262,7 +262,7 @@ class BranchChoice:
         unread = {peer for peer in self._doubted_since if peer in records and records[peer] is old.get(peer)}
         self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted | unread}
         for peer_id in doubted:
-            if now >= self._doubted_since[peer_id] + DOUBT_S:
+            if now >= self._doubted_since[peer_id] + DOUBTED_UNTIL_LOGGED_S:
                 self._doubted_since[peer_id] = math.inf
                 logger.warning("Peer %s claims that the run is at step %d, but too few others do: it is not followed",
                                peer_id, records[peer_id].position.step)  # fmt: skip

@@ -25,10 +25,10 @@ from manyhands.averaging.state.server import StateServer
 from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
+from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.contacts import Contacts
-from manyhands.optim.run.drift import Drift, Sketch, sketch_of
+from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
@@ -81,10 +81,10 @@ class Collaboration:
         averaging: AveragingConfig,
         progress: ProgressConfig,
         *,
-        batch_size_lead: int | None = None,
-        is_auxiliary: bool = False,
-        allow_solo: bool = False,
-        start_new: bool | None = True,
+        batch_size_lead: int | None,
+        is_auxiliary: bool,
+        allow_solo: bool,
+        start_new: bool | None,
     ) -> None:
         self._start_new = start_new
         self._presence = presence
@@ -147,7 +147,7 @@ class Collaboration:
             parts.callback(self.step_rounds.close)
             self._server = StateServer(
                 presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position,
-                lambda: self.tracker.reader.company.recent_rounds,
+                lambda: self.tracker.reader.partition_detector.recent_rounds,
             )  # fmt: skip
             parts.push_async_callback(self._server.close)
             if self._local.can_replay:
@@ -193,12 +193,12 @@ class Collaboration:
 
     async def _watch_health(self) -> None:
         log = HealthLog()
-        await asyncio.sleep(FIRST_LOOK_S)
+        await asyncio.sleep(FIRST_HEALTH_CHECK_S)
         while True:
             others = filter(self._presence.endpoint.is_connected, self.tracker.reader.observed())
             self._clock_offset_s = await clock_offset_s(self._presence, list(others))
             log.tell(self.health())
-            await asyncio.sleep(LOOK_PERIOD_S)
+            await asyncio.sleep(HEALTH_CHECK_PERIOD_S)
 
     def _on_news(self) -> None:
         if self.tracker.reader.observed():
@@ -225,6 +225,21 @@ class Collaboration:
     ) -> Decision:
         """Report what this peer has accumulated and the seconds for a batch; returns what to do next.
 
+        =====================================================  ========================================================
+        the first of these that holds                          decision
+        =====================================================  ========================================================
+        a better branch has a state to load                    ``LOAD_STATE``
+        this peer's parameters differ from the majority's      ``RELOAD``
+        the target is not reached, nor with the batches that   ``ACCUMULATE``
+        the others now compute, for which this peer may wait
+        another peer can come to the round                     ``AVERAGE``; ``ACCUMULATE`` while there is time for
+                                                               another batch, or newcomers load the state
+        others are there, but cannot be reached                ``ACCUMULATE``; this peer dials them, to find the dead
+        no other peer is there, also after another read        ``GO_ALONE``; ``ACCUMULATE`` without samples, while
+                                                               newcomers load the state, or if a peer of earlier rounds
+                                                               answers
+        =====================================================  ========================================================
+
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
         Raises:
@@ -241,7 +256,7 @@ class Collaboration:
             await tracker.look(NEAR_TIMEOUT_S)
         if tracker.should_load_state():
             return Decision.LOAD_STATE
-        if self._drift.should_load():
+        if self._drift.compare():
             self._has_parted = True
             return Decision.RELOAD
         is_arriving = may_wait and tracker.is_arriving()
@@ -253,7 +268,7 @@ class Collaboration:
         if self._due_from != tracker.own.position:
             self._due_from, self._due_since = tracker.own.position, asyncio.get_running_loop().time()
         if tracker.can_meet_somebody():
-            is_time = self._has_time_for(batch_s) or self._waits_for_newcomers(is_alone=False)
+            is_time = self._has_time_for(batch_s) or self._begin_wait_for_newcomers(is_alone=False)
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
         if not self._is_alone():  # but the peers that are there cannot be reached now
             self._contacts.look_for_the_dead()
@@ -261,7 +276,7 @@ class Collaboration:
         await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
             return Decision.ACCUMULATE
-        if not samples or self._waits_for_newcomers(is_alone=True) or await self._contacts.anyone_answers():
+        if not samples or self._begin_wait_for_newcomers(is_alone=True) or await self._contacts.anyone_answers():
             return Decision.ACCUMULATE
         return Decision.GO_ALONE
 
@@ -320,8 +335,8 @@ class Collaboration:
 
     # newcomers
 
-    def _waits_for_newcomers(self, *, is_alone: bool) -> bool:
-        """Whether to go on computing while others load the state, which a step would make out of date.
+    def _begin_wait_for_newcomers(self, *, is_alone: bool) -> bool:
+        """Go on computing while others load the state, which a step would make out of date; returns whether to.
 
         A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
         computes, and only for those whose last download took longer than a step: they would never take part else.
@@ -329,7 +344,7 @@ class Collaboration:
         config, now = self.averaging, asyncio.get_running_loop().time()
         if now - self._due_since >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
             return False
-        return self._courtesy.is_due(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
+        return self._courtesy.begin_wait(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
 
     # from position to position
 
@@ -356,8 +371,6 @@ class Collaboration:
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
-        if self.tracker.branches.waits_for_clients:
-            self.tracker.start()
         return self.tracker.branches.waits_for_clients
 
     async def is_waited_for(self) -> bool:
@@ -447,10 +460,7 @@ class Collaboration:
                 if doubted:
                     break
                 raise
-            manifest, frozen = self._manifest, set(self._manifest.frozen)
-            tensors = zip([*manifest.tensors, *manifest.extra_tensors], state.tensors, strict=False)
-            trained = [tensor for spec, tensor in tensors if spec.name not in frozen and tensor.is_floating_point()]
-            sketch = await run_to_end(sketch_of, trained, state.header.position.step)
+            sketch = await run_to_end(sketch_of_state, state, self._manifest)
             if not self._drift.contradicts(state.header.position, sketch):
                 for liar in {donor for other in doubted for donor in other.donors}:
                     logger.warning("Peer %s sent another state of step %d than the majority has; it is not followed",
@@ -476,8 +486,8 @@ class Courtesy:
         self._followers: set[PeerId] = set()  # peers that this step has waited for
         self._pause_until = -math.inf
 
-    def is_due(self, followers: Collection[PeerId], now: float) -> bool:
-        """Whether to wait for these peers, which load the state."""
+    def begin_wait(self, followers: Collection[PeerId], now: float) -> bool:
+        """Have the next step wait for these peers, which load the state; returns whether it may, and there are any."""
         if now < self._pause_until:
             return False
         self._followers |= set(followers)

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 MAX_ASKED = 8
 TIMEOUT_S = 2.0
 ASK_PERIOD_S = 10.0
-LOOK_PERIOD_S = 5.0
-"""A peer that refuses a dial but is alive is connected by the next look, or has published news."""
+DIAL_PERIOD_S = 5.0
+"""By the next look, a live peer that refused a dial is connected or has published."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 CONNECT_TIMEOUT_S = 5.0
 
@@ -135,7 +135,7 @@ class Contacts:
         """
         now = asyncio.get_running_loop().time()
         is_looking = self._looking is not None and not self._looking.done()
-        if now - self._looked_at >= LOOK_PERIOD_S and not is_looking:
+        if now - self._looked_at >= DIAL_PERIOD_S and not is_looking:
             self._looked_at = now
             self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
 

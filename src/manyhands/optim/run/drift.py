@@ -26,15 +26,17 @@ import torch
 from manyhands.averaging.grid.seats import NO_SEAT
 from manyhands.averaging.messages import Position
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, NUM_VALUES, disagreement_of, packed, unpacked
+from manyhands.averaging.state.content import State
 from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.manifest import RunManifest
 from manyhands.optim.run.progress_reader import ProgressReader
 
 logger = logging.getLogger(__name__)
 
 ROW = 1024
 """Values with a sign each, the same in all rows; each row as a whole has one more sign."""
-PIECE = 256 * ROW
+SUMMED_NUMEL = 256 * ROW
 """Values added up together: they stay in a processor's cache."""
 
 BOUND = 5e-4
@@ -79,7 +81,7 @@ def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
         if (device := tensor.device) not in on_devices:
             on_devices[device] = (of_rows.to(device), torch.zeros(ROW + 1, device=device))
         signs, sums = on_devices[device]
-        for piece in torch.split(tensor.detach().reshape(-1), PIECE):
+        for piece in torch.split(tensor.detach().reshape(-1), SUMMED_NUMEL):
             first_row += _add(sums, piece.float(), signs[first_row:])
     columns, size = torch.zeros(ROW), 0.0
     for _, sums in on_devices.values():
@@ -87,6 +89,14 @@ def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
         columns += on_host[:ROW]
         size = math.hypot(size, on_host[ROW].item())
     return Sketch(packed((columns * of_columns).view(-1, NUM_VALUES).sum(0).tolist()), size)
+
+
+def sketch_of_state(state: State, manifest: RunManifest) -> Sketch:
+    """The sketch of the parameters and extra tensors in a state, as its donor would publish it."""
+    frozen, specs = set(manifest.frozen), [*manifest.tensors, *manifest.extra_tensors]
+    named = zip(specs, state.tensors, strict=False)  # the statistics of the optimizer follow
+    tensors = [tensor for spec, tensor in named if spec.name not in frozen and tensor.is_floating_point()]
+    return sketch_of(tensors, state.header.position.step)
 
 
 def _add(sums: torch.Tensor, piece: torch.Tensor, signs: torch.Tensor) -> int:
@@ -100,9 +110,7 @@ def _add(sums: torch.Tensor, piece: torch.Tensor, signs: torch.Tensor) -> int:
     return num_full + (num_left > 0)
 
 
-def distances(
-    sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, own_size: float = 0.0
-) -> dict[PeerId, float]:
+def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, own_size: float) -> dict[PeerId, float]:
     """Each peer's distance from the majority, as a fraction of its size; empty without a majority.
 
     The majority holds about the median of each sum, which a minority cannot move beyond what the majority published.
@@ -163,8 +171,11 @@ class Drift:
             sketches = {peer: sums for peer, sums in sketches.items() if apart.get(peer, math.inf) <= self._bound}
         return disagreement_of([self._sketch.sums, *sketches.values()])
 
-    def should_load(self) -> bool:
-        """Whether this peer must load the majority's state now. Names each peer that differs, once."""
+    def compare(self) -> bool:
+        """Compare the peers after each step and each news, and name those that differ, once.
+
+        Returns whether this peer must load the majority's state now: at most once for the same records.
+        """
         here = self._position
         if here is None or self._is_in_grid or self._compared == (basis := (self._reader.version, here)):
             return False

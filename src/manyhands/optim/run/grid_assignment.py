@@ -98,7 +98,7 @@ class GridAssignment:
 
     def recent_rounds(self) -> list[bytes]:
         """The rounds of this peer's last steps in a grid."""
-        return self._tracker.reader.company.recent_rounds
+        return self._tracker.reader.partition_detector.recent_rounds
 
     def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
         """Whether a peer at this position with these last steps has made them apart."""

@@ -25,7 +25,7 @@ class PartitionDetector:
     def __init__(self) -> None:
         self.recent_rounds: list[bytes] = []
 
-    def met(self, fingerprints: Iterable[bytes]) -> None:
+    def record_rounds(self, fingerprints: Iterable[bytes]) -> None:
         """Record a step by the manifests of its rounds that committed.
 
         Args:

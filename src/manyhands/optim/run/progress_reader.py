@@ -63,14 +63,14 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
     """The progress records of a run, as last read; sufficient for a peer that only watches.
 
     Attributes:
-        company: the rounds of this peer's last steps in a grid.
+        partition_detector: the rounds of this peer's last steps in a grid.
         twin: checks records under this peer's own id; None for a peer that does not publish.
     """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
         super().__init__(endpoint, dht, progress_key(run_id), PROGRESS)
         self.twin: Twin | None = None
-        self.company = PartitionDetector()
+        self.partition_detector = PartitionDetector()
         self._step = 0  # this peer's step
 
     def _seen_as(
@@ -127,11 +127,12 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
 
     def strangers(self) -> Mapping[PeerId, bytes]:
         """In a grid, the peers whose last steps were made apart from this peer's part, each with its part."""
-        return self.company.strangers(self._published_rounds()) if self.company.recent_rounds else {}
+        detector = self.partition_detector
+        return detector.strangers(self._published_rounds()) if detector.recent_rounds else {}
 
     def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
         """Whether a peer at this peer's step is a stranger by its current list of steps; its record may be late."""
-        return peer_id in self.company.strangers({**self._published_rounds(), peer_id: recent_rounds})
+        return peer_id in self.partition_detector.strangers({**self._published_rounds(), peer_id: recent_rounds})
 
     def _published_rounds(self) -> dict[PeerId, Sequence[bytes]]:
         """The last steps that others have published, where these concern this peer's."""

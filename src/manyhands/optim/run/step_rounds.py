@@ -41,8 +41,8 @@ PARAMETERS_EVERY = 8
 AHEAD_S = 6.0
 """Default time from the beginning of the search to the predicted target: a dial to a dead machine takes 5 s."""
 SLACK_S = 10.0
-"""Margin beyond a round's own limit, for a leader that began it later: only a defect takes longer."""
-LOOK_TIMEOUT_S = 1.0
+"""Margin for a leader that began its round later."""
+READ_IN_STEP_TIMEOUT_S = 1.0
 LEAVING = "this peer leaves the run"
 
 
@@ -235,7 +235,7 @@ class StepRounds:
                 await self._look_ahead.end()
                 self._assignment.plan()
                 if not self._assignment.is_settled:
-                    await self._tracker.look(LOOK_TIMEOUT_S)
+                    await self._tracker.look(READ_IN_STEP_TIMEOUT_S)
                 if self._assignment.begin_step():
                     averaged = await self._average_in_grid(position, mean_N, weight)
                 else:
@@ -287,7 +287,7 @@ class StepRounds:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
             shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so they are never encoded with a loss
             part = -1 - part  # another vector
-        look = functools.partial(self._tracker.look, LOOK_TIMEOUT_S)
+        look = functools.partial(self._tracker.look, READ_IN_STEP_TIMEOUT_S)
         steps = GridSteps(self._assignment, self._own_id, self._rounds, config, look, shapes, part)
         await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s)
         if outcome.committed is None or outcome.committed.averaged_N is None:

@@ -37,7 +37,7 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-LOOK_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 5.0
 WHOLE_READ_PERIOD_S = 5.0
 """Period of reads from most holders of the records."""
 MAX_IN_NEED = 2
@@ -70,8 +70,8 @@ class ProgressTracker:
         position: Position,
         config: ProgressConfig,
         *,
-        is_auxiliary: bool = False,
-        began_at: float = 0.0,
+        is_auxiliary: bool,
+        began_at: float,
     ) -> None:
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None
@@ -154,7 +154,7 @@ class ProgressTracker:
         """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         if position != self.own.position:
-            self.reader.company.met(grid_rounds)
+            self.reader.partition_detector.record_rounds(grid_rounds)
         self._note_round(position, lineage_samples, together_with)
         self._go_to(position, lineage_samples, sketch)
 
@@ -163,7 +163,7 @@ class ProgressTracker:
     ) -> None:
         """This peer has loaded the state of ``position`` from a donor, with its recent rounds; or begins there."""
         self.num_together, self._donor = 0, donor
-        self.reader.company.follow(recent_rounds)
+        self.reader.partition_detector.follow(recent_rounds)
         self._go_to(position, lineage_samples, b"")  # others' sketches predate changes by their own code: a clamp, say
 
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
@@ -172,7 +172,7 @@ class ProgressTracker:
         self.reader.go_to(position.step)
         self._set_own(
             position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step,
-            recent_rounds=self.reader.company.recent_rounds,
+            recent_rounds=self.reader.partition_detector.recent_rounds,
         )  # fmt: skip
         self._judge()
         self._publish_news(urgently=True)
@@ -184,7 +184,7 @@ class ProgressTracker:
 
     def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
         self.reader.moved(members, position, lineage_samples)
-        self.branches.belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
+        self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
         for peer_id in members:
             self._missing.discard(peer_id)
 
@@ -225,7 +225,7 @@ class ProgressTracker:
 
     # records of the others
 
-    async def look(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
+    async def look(self, timeout_s: float = READ_TIMEOUT_S) -> None:
         """Read the records of the others now; if that fails, earlier reads count."""
         try:
             async with time_limit(timeout_s, "reading the progress of the others"):

@@ -45,7 +45,7 @@ from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
 STREAM_KIND = "replay/1"
-OPENING_S = 2.0
+ANSWER_TIMEOUT_S = 2.0
 """Time for a donor to answer before the next one is asked."""
 KEPT_S = 10.0
 """Steps are kept for so long after the last download has ended: the newcomer may miss one more."""
@@ -110,7 +110,7 @@ class StepKeeper:
         self._position = position
         self._steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = deque()
         self._serving: set[PeerId] = set()
-        self._forgetting: asyncio.TimerHandle | None = None
+        self._forget_timer: asyncio.TimerHandle | None = None
         endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(endpoint, run_id).check)
 
     def close(self) -> None:
@@ -119,9 +119,9 @@ class StepKeeper:
 
     def _forget(self) -> None:
         self._steps.clear()
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-            self._forgetting = None
+        if self._forget_timer is not None:
+            self._forget_timer.cancel()
+            self._forget_timer = None
 
     async def add(self, manifest: RoundManifest, means: Means) -> None:
         """Keep a step that this peer's round has committed, if anybody may need it."""
@@ -142,9 +142,9 @@ class StepKeeper:
         self._look_again()
 
     def _look_again(self) -> None:
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-        self._forgetting = asyncio.get_running_loop().call_later(KEPT_S, self._forget_unless_followed)
+        if self._forget_timer is not None:
+            self._forget_timer.cancel()
+        self._forget_timer = asyncio.get_running_loop().call_later(KEPT_S, self._forget_unless_followed)
 
     def _forget_unless_followed(self) -> None:
         self._look_again() if self._server.followers(KEPT_S) else self._forget()
@@ -248,11 +248,11 @@ async def fetch_steps(
     """
     request = msgspec.msgpack.encode(ReplayRequest(run_id, position, max_bytes))
     stream = await RunGate(endpoint, run_id).through(
-        donor, OPENING_S, lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s)
+        donor, ANSWER_TIMEOUT_S, lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s)
     )
     receive_into = functools.partial(_receive_into, stream)
     try:
-        async with time_limit(OPENING_S, f"asking peer {donor} for the steps since {position.step}"):
+        async with time_limit(ANSWER_TIMEOUT_S, f"asking peer {donor} for the steps since {position.step}"):
             answer = await receive_framed(receive_into, donor, ReplayAnswer, MAX_HEADER_BYTES, "its steps")
         steps: list[MissedStep] = []
         limit_s = STALL_TIMEOUT_S + 2 * max_bytes / MIN_BYTES_PER_S  # the last step may go beyond

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.state.content import State
 from manyhands.base.errors import ConfigError
-from manyhands.optim.serializable import plain_part
+from manyhands.optim.serializable import serializable_part
 from manyhands.optim.state.state import Scalars, hyper_parameters_of
 
 
@@ -55,7 +55,7 @@ class ScheduleAtBegin:
         moved = copy.deepcopy(self._begin)
         for _ in range(num_moves):
             moved.step()
-        if not is_close(sent, plain_part(moved.state_dict())):
+        if not is_close(sent, serializable_part(moved.state_dict())):
             raise ValueError(f"its schedule is not what that of the run is after {num_moves} steps")
         return hyper_parameters_of(moved.optimizer.param_groups)
 

@@ -27,9 +27,9 @@ from manyhands.averaging.state.content import (
 )
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
-from manyhands.optim.serializable import merged, plain_part
+from manyhands.optim.serializable import merged, serializable_part
 
-PIECE_BYTES = 16 << 20
+COPIED_BYTES = 16 << 20
 """Copied at a time, while a step has to wait."""
 MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
@@ -91,7 +91,7 @@ def digest_of_parameters(optimizer: torch.optim.Optimizer) -> bytes:
 def hyper_parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The part of each parameter group that is sent."""
     return [
-        {name: plain_part(_number(value)) for name, value in group.items() if name not in {"params", *LOCAL_OPTIONS}}
+        {name: serializable_part(_number(group[name])) for name in group if name not in {"params", *LOCAL_OPTIONS}}
         for group in groups
     ]
 
@@ -114,7 +114,7 @@ class Capture:
         specs = [spec_of(f"{index}", parameter) for index, parameter in enumerate(parameters)]
         specs += [spec for spec, _ in extra]
         statistics = self._add_statistics(optimizer, "", specs)
-        scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), plain_part(scheduler_state))
+        scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), serializable_part(scheduler_state))
         if inner is not None:
             scalars.inner_statistics = self._add_statistics(inner, INNER, specs)
             scalars.inner_groups = hyper_parameters_of(inner.param_groups)
@@ -152,19 +152,6 @@ class Capture:
                         return None
                     to.copy_(from_)
         return state
-
-
-def capture(
-    optimizer: torch.optim.Optimizer,
-    scheduler_state: dict[str, Any],
-    position: Position,
-    lineage_samples: int,
-    origin: Origin | None = None,
-) -> State:
-    """Copy the state of a run, without digests. Nothing else may change it meanwhile."""
-    state = Capture(optimizer, scheduler_state, position, lineage_samples, origin).copy()
-    assert state is not None
-    return state
 
 
 def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) -> tuple[State, State | None]:
@@ -285,7 +272,7 @@ def _statistic_of(spec: ParameterSpec) -> str:
 
 
 def _is_index(text: str, num_parameters: int) -> bool:
-    """Whether a text is the index of a parameter, as :func:`capture` writes it."""
+    """Whether a text is the index of a parameter, as :class:`Capture` writes it."""
     return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_parameters
 
 
@@ -294,7 +281,7 @@ def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.
     if not source.is_contiguous():
         yield source, target
         return
-    step = PIECE_BYTES // source.itemsize
+    step = COPIED_BYTES // source.itemsize
     flat, flat_target = source.view(-1), target.view(-1)
     for start in range(0, flat.numel(), step):
         yield flat[start : start + step], flat_target[start : start + step]

@@ -19,7 +19,7 @@ from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import alone_lineage
-from manyhands.optim.accumulator import Accumulator, Contribution, GradientAccumulator
+from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.health import Statistics
 from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.progress import sum_of_samples
@@ -47,6 +47,7 @@ class GlobalStep:
     Attributes:
         contribution: this peer's part. After the update its vector holds no valid values, unless it was left out.
         outcome: of the averaging; None before it ends.
+        is_lost: the others made the step, and this peer does not have its result.
         applied_N: the averaged gradient, clipped, once the update has begun; None if the network thread makes the
             update.
         left_from: the position where the step began.
@@ -54,35 +55,35 @@ class GlobalStep:
         refusal: why the step left the parameters unchanged; empty if it changed them.
         is_spoiled: the update failed after it had overwritten the contribution.
         has_moved: the replica is at the position after the step.
-        is_begun: the step was left to the network thread.
+        is_in_background: the step was left to the network thread.
         is_done: nothing here changes any more.
     """
 
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
         self.contribution = contribution
         self.outcome: Averaged | None = None
+        self.is_lost = False
         self.applied_N: torch.Tensor | None = None
         self.left_from = replica.position
         self.error: BaseException | None = None
         self.refusal = ""
         self.is_spoiled = False
         self.has_moved = False
-        self.is_begun = False
+        self.is_in_background = False
         self.is_done = False
         self._replica = replica
         self._sketch = Sketch()
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the others made the step and this peer does not have its result."""
-        return self.outcome is not None and self.outcome.mean_N is None and not self.has_moved
+    def averaged(self, outcome: Averaged) -> None:
+        """The averaging has ended with this outcome."""
+        self.outcome, self.is_lost = outcome, outcome.mean_N is None
 
-    def is_alone(self, own_id: PeerId) -> None:
+    def use_own_gradient(self, own_id: PeerId) -> None:
         """Use this peer's own gradient as the average: no other peer is there."""
         lineage = alone_lineage(self.left_from.lineage, own_id)
         samples = round(self.contribution.weight)
         shares = {own_id: self.contribution.weight}
-        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, shares=shares)
+        self.averaged(Averaged(self.contribution.mean_N, lineage, samples, shares=shares))
 
     def advance(self) -> None:
         """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""
@@ -90,16 +91,17 @@ class GlobalStep:
         assert outcome is not None
         assert outcome.mean_N is not None, "a step follows a round that committed"
         self.applied_N, outcome.mean_N = outcome.mean_N, None
-        is_same = self.applied_N.data_ptr() == self.contribution.mean_N.data_ptr()
-        if outcome.is_left_out and self.contribution.refill is not None:  # the round may have overwritten it
-            self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
-        is_free = outcome.manifest is not None and not outcome.is_left_out and not is_same
-        self.is_spoiled = not outcome.is_left_out
+        spare_N, own_N = None, self.contribution.mean_N
+        if outcome.is_left_out:  # the contribution is still needed: it counts in the next step
+            if self.contribution.refill is not None:  # the round may have overwritten it
+                self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
+        elif own_N.data_ptr() != self.applied_N.data_ptr():  # after a step alone, or a mean in place, they are one
+            spare_N = own_N
         try:
-            self.refusal = self._replica.advance(self.applied_N, outcome, self.contribution.mean_N if is_free else None)
+            self.refusal = self._replica.advance(self.applied_N, outcome, spare_N)
         finally:
             self.has_moved = self._replica.position != self.left_from
-            self.is_spoiled = self.is_spoiled and not self.has_moved
+            self.is_spoiled = not outcome.is_left_out and not self.has_moved
         if outcome.manifest is not None:  # a step alone has no manifest
             self._sketch = self._replica.sketch()
 
@@ -114,18 +116,18 @@ class GlobalStep:
         else:
             collaboration.move(replica.position, replica.lineage_samples, outcome, self._sketch)
 
-    def begin(self, collaboration: Collaboration) -> None:
+    def begin_in_background(self, collaboration: Collaboration) -> None:
         """Have the network thread make the step; repeated calls on it have no effect."""
-        if not self.is_begun:
-            task = collaboration.tasks.spawn(self._make(collaboration), name="a global step")
-            self.is_begun = True
-            task.add_done_callback(lambda _: self._end())
+        if not self.is_in_background:
+            task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
+            self.is_in_background = True
+            task.add_done_callback(lambda _: self._mark_done())
 
-    async def _make(self, collaboration: Collaboration) -> None:
+    async def _average_and_advance(self, collaboration: Collaboration) -> None:
         """Do the rest of the step, with the update in the loop's executor."""
         try:
             if self.outcome is None:
-                self.outcome = await collaboration.step_rounds.average(self.contribution)
+                self.averaged(await collaboration.step_rounds.average(self.contribution))
             if not self.is_lost:
                 await run_to_end(self.advance)
                 self.applied_N = None
@@ -135,7 +137,7 @@ class GlobalStep:
         else:
             self.is_done = True
 
-    def _end(self) -> None:
+    def _mark_done(self) -> None:
         """Mark the end of the network thread's work on the step."""
         if not self.is_done and self.error is None:
             self.error = ManyhandsError("this peer left the run")
@@ -143,12 +145,12 @@ class GlobalStep:
 
 
 class SampleCounter:
-    """What becomes of the samples of one peer; the accumulator holds what they have led to, by default gradients."""
+    """What becomes of the samples of one peer; the accumulator holds what they have led to, such as gradients."""
 
-    def __init__(self, own_id: PeerId, replica: Replica, accumulator: Accumulator | None = None) -> None:
+    def __init__(self, own_id: PeerId, replica: Replica, accumulator: Accumulator) -> None:
         self._own_id = own_id
         self._replica = replica
-        self._accumulator = accumulator or GradientAccumulator(replica.model_parameters, replica.extra)
+        self._accumulator = accumulator
         self.statistics = Statistics()
 
     @property
@@ -261,4 +263,4 @@ class SampleCounter:
     def _forget(self, step: GlobalStep) -> None:
         """Forget a contribution, whose memory the wrapped optimizer may still hold after a step alone."""
         is_free = step.outcome is not None and step.outcome.manifest is not None
-        self._accumulator.count(step.contribution, is_free=is_free)
+        self._accumulator.release(step.contribution, is_free=is_free)

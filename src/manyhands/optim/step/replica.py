@@ -27,7 +27,7 @@ from manyhands.optim.options import check_unchanged, options_of
 from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged
-from manyhands.optim.serializable import is_plain, merged, plain_part
+from manyhands.optim.serializable import is_serializable, merged, serializable_part
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.schedule import ScheduleAtBegin
 from manyhands.optim.state.state import (
@@ -109,14 +109,14 @@ class Replica:
         return 0
 
     @property
-    def trained(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
+    def step_parameters(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
         """The parameters that the next step changes, and the layout of their gradients."""
         return self._parameters, self._layout
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]:
         """Of the tensors in the vector of the next step, in order."""
-        return self.trained[1].shapes
+        return self.step_parameters[1].shapes
 
     def advance(self, averaged_N: torch.Tensor, outcome: Averaged, spare_N: torch.Tensor | None = None) -> str:
         """Make the next global step; returns why the update was refused, which leaves the parameters as they were.
@@ -138,7 +138,7 @@ class Replica:
                 assign_flat(self._parameters, outcome.parameters_N)
                 outcome.parameters_N = None  # the update needs memory
             move_statistics(self.optimizer)
-            parameters, layout = self.trained
+            parameters, layout = self.step_parameters
             extra_N = layout.extra(averaged_N).clone()
             reason = guarded_step(
                 self.optimizer, parameters, layout, averaged_N,
@@ -181,11 +181,11 @@ class Replica:
         """How far rounding may separate the peers' parameters; see :func:`manyhands.optim.run.drift.bound_of`."""
         return bound_of({parameter.dtype for parameter in self._parameters}, type(self.optimizer))
 
-    def show(self) -> None:
+    def copy_to_model(self) -> None:
         """Copy the parameters and the extra tensors at :attr:`position` to the model."""
         if self.host_copy is not None:
-            self.host_copy.show()
-        self.extra.show()
+            self.host_copy.copy_to_model()
+        self.extra.copy_to_model()
 
     def check_options(self, *, is_stepping: bool) -> None:
         """Raises ``ConfigError`` if something else than the schedule has changed an option of the groups."""
@@ -237,7 +237,7 @@ class Replica:
         """Load another peer's state; raises ``ValueError``, and changes nothing, if it cannot be trained on."""
         with self._lock:
             self._restore(state)
-        self.show()
+        self.copy_to_model()
 
     def _restore(self, state: State) -> None:
         if fault := fault_of(state, self.optimizer, self._options_due(state), self.extra_specs):
@@ -264,7 +264,7 @@ class Replica:
 
     def place(self) -> dict[str, Any]:
         """Position and schedule for a checkpoint; with ``offload`` also parameters that are finer than the model's."""
-        schedule = plain_part(self.scheduler.state_dict()) if self.scheduler is not None else {}
+        schedule = serializable_part(self.scheduler.state_dict()) if self.scheduler is not None else {}
         finer = self.host_copy.finer() if self.host_copy is not None else {}
         return {
             **({"parameters": finer} if finer else {}),
@@ -300,7 +300,7 @@ class Replica:
 class HostCopy:
     """Makes an optimizer work on copies of its parameters, on the host and in float32 or wider.
 
-    The model's own parameters may have less precision and be on any device; :meth:`show` updates them.
+    The model's own parameters may have less precision and be on any device; :meth:`copy_to_model` updates them.
 
     Attributes:
         shown_groups: the parameter groups, with the model's parameters instead of the copies.
@@ -330,7 +330,7 @@ class HostCopy:
         self._copies = [copies[parameter] for parameter in self._model_parameters]
 
     @torch.no_grad()
-    def show(self) -> None:
+    def copy_to_model(self) -> None:
         """Copy the optimizer's parameters to the model, and its options to the shown groups."""
         for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
             parameter.copy_(copy)
@@ -417,7 +417,7 @@ def described_schedule(scheduler: Any) -> str:
     constants = {
         name: sorted(value.elements()) if isinstance(value, Counter) else value for name, value in constants.items()
     }
-    parts = [f"{name}={value}" for name, value in constants.items() if is_plain(value)]
+    parts = [f"{name}={value}" for name, value in constants.items() if is_serializable(value)]
     if "_milestones" in state:
         parts.append(f"milestones={state['_milestones']}")
     parts += [described_schedule(inner) for inner in getattr(scheduler, "_schedulers", [])]
