@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from unittest import mock
 
+from manyhands.averaging.matchmaking.candidates import Candidates
 from manyhands.averaging.state import content as state_module
 from manyhands.base.address import Address
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.optim.run.branches import BranchChoice
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 from manyhands.transport import Stream
@@ -51,8 +53,27 @@ class Scenario:
     def run(self) -> None:
         """Raises what went wrong, if anything did."""
         self.world.at_end(self.conclude)
-        with self.setting:
+        with self.setting, nobody_is_shunned():
             self.world.run(self.duration_s, stop_within_s=STOP_WITHIN_S)
+
+
+@contextlib.contextmanager
+def nobody_is_shunned() -> Iterator[None]:
+    """All peers of these worlds are honest: none may count another's values as too large, or disbelieve its state."""
+    shunned: list[PeerId] = []
+    strike, shun = Candidates.strike, BranchChoice.shun
+
+    def note_strike(self: Candidates, peer_id: PeerId) -> float:
+        shunned.append(peer_id)
+        return strike(self, peer_id)
+
+    def note_shun(self: BranchChoice, peer_id: PeerId, now: float) -> None:
+        shunned.append(peer_id)
+        shun(self, peer_id, now)
+
+    with mock.patch.object(Candidates, "strike", note_strike), mock.patch.object(BranchChoice, "shun", note_shun):
+        yield
+    assert not shunned, f"honest peers were shunned: {shunned}"
 
 
 def rpc(seed: int) -> Scenario:
