@@ -11,9 +11,9 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.base.errors import ConfigError, ManyhandsError, own_checkout
+from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.text import counted
-from manyhands.cli.options import DEFAULT_RUN_ID
+from manyhands.cli.options import DEFAULT_RUN_ID, what_cannot_be_installed
 from manyhands.cloud.plan import WORKER_TYPES, Experiment, checked_name, described
 
 if TYPE_CHECKING:  # they import boto3
@@ -103,7 +103,7 @@ def up(
     if dry_run:
         _tell_plan(experiment, region, scripts=scripts)
         return EXIT_OK
-    if source is None and (note := _what_cannot_be_installed()):
+    if source is None and (note := what_cannot_be_installed("the machines", "--source")):
         raise ConfigError(note)
     with _fleet(name, region, "looking around") as (fleet, screen):
         machines = fleet.up(experiment)
@@ -156,17 +156,6 @@ def down(*, name: Name, region: Region = None) -> None:
         screen.say(f"Nothing of experiment {name} is left in {fleet.region}.")
 
 
-def _what_cannot_be_installed() -> str:
-    """Why the machines could not install what runs here; empty if they can."""
-    checkout = own_checkout()
-    if checkout is None:
-        return ""
-    return (
-        f"this manyhands is the checkout {checkout}, which the machines cannot reach; name an address that pip can: "
-        "--source git+https://HOST/REPOSITORY.git@BRANCH, or that of a wheel"
-    )
-
-
 def _tell_plan(experiment: Experiment, region: str | None, *, scripts: bool) -> None:
     console = Console(soft_wrap=True)
     console.print(
@@ -179,7 +168,7 @@ def _tell_plan(experiment: Experiment, region: str | None, *, scripts: bool) -> 
             verdict = f"AWS has all of it in {fleet.region}. {_priced(fleet.check(experiment))}"
     except ManyhandsError as error:
         verdict = f"Not checked with AWS, and the price is not known: {error}"
-    if experiment.source is None and (note := _what_cannot_be_installed()):
+    if experiment.source is None and (note := what_cannot_be_installed("the machines", "--source")):
         verdict += f"\nWithout --dry-run this is refused: {note}"
     console.print(f"\n{verdict}\nThis was a dry run: nothing was created.", markup=False, highlight=False)
 
