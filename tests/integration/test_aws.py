@@ -36,7 +36,8 @@ def test_up_starts_all_that_was_asked_for_and_down_leaves_nothing(cloud: Cloud) 
     assert (port["IpProtocol"], port["FromPort"], port["ToPort"]) == ("tcp", 31337, 31337)
     tags = {tag["Key"]: tag["Value"] for one in cloud.instances() for tag in one["Tags"]}
     assert {EXPERIMENT_TAG, CREATOR_TAG, ROLE_TAG} <= tags.keys()
-    cloud.fleet().down()  # as another process, which knows the tags alone
+    assert not cloud.fleet("y").down(), "there was nothing"
+    assert cloud.fleet().down()  # as another process, which knows the tags alone
     cloud.check_nothing_left()
 
 
@@ -109,6 +110,7 @@ def test_lost_workers_are_replaced_until_the_coordinator_is_gone(cloud: Cloud) -
     assert 30 <= WATCH_PERIOD_S <= 60
     assert next(line for line in cloud.told if "lost" in line) == "1 worker lost: started 1 x g4dn.xlarge in us-east-1a"
     assert "the coordinator is gone" in cloud.told[-1]
+    assert cloud.told[-1].endswith("manyhands aws down --name x --region us-east-1")
     assert "running" not in cloud.states().values(), "down in another terminal is not undone"
 
 
@@ -250,7 +252,7 @@ def test_down_goes_on_until_aws_has_ended_all_and_says_what_remains(
     cloud.fleet().down()
     cloud.check_nothing_left()
     assert any("still there: security group sg-" in line for line in cloud.told)
-    cloud.fleet().down()  # once more does no harm
+    assert cloud.fleet().down(), "once more does no harm: AWS lists ended machines for a while"
 
     cloud.fleet().up(experiment())
     cloud.refuse("DeleteSecurityGroup", "DependencyViolation")

@@ -73,6 +73,7 @@ def test_an_experiment_from_up_to_down(ec2: Any, capsys: pytest.CaptureFixture[s
     assert run(list(UP)) == 2
     refused = capsys.readouterr()
     assert "experiment x is in use in us-east-1" in refused.err
+    assert "manyhands aws down --name x --region us-east-1" in refused.err
     assert len(refused.err.splitlines()) == 1
 
     assert run(["aws", "status", "--name", "x"]) == 0
@@ -86,6 +87,21 @@ def test_an_experiment_from_up_to_down(ec2: Any, capsys: pytest.CaptureFixture[s
     assert run(["aws", "down", "--name", "x"]) == 0
     assert run(["aws", "status", "--name", "mistyped"]) == 2
     assert "experiment mistyped has no machines in us-east-1" in capsys.readouterr().err
+
+
+def test_a_mistyped_name_or_region_ends_nothing_and_says_so(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*UP, "--no-watch"]) == 0
+    capsys.readouterr()
+    assert run(["aws", "down", "--name", "mistyped"]) == 2
+    said = capsys.readouterr()
+    assert said.err == (
+        "manyhands: experiment mistyped has nothing in us-east-1; experiments there: x; other regions were not looked "
+        "at (--region)\n"
+    )
+    assert not said.out
+    assert run(["aws", "down", "--name", "x", "--region", "eu-west-1"]) == 2
+    assert "has nothing in eu-west-1; no experiment has any there; other regions" in capsys.readouterr().err
+    assert len(running_machines(ec2)) == 2
 
 
 def test_a_dry_run_creates_nothing(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:

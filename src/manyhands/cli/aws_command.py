@@ -115,7 +115,7 @@ def up(
             screen.say("Replacing lost workers until Ctrl-C, which leaves the machines running.")
             fleet.watch()
         finally:
-            screen.tell_how_to_end(name, fleet.region)
+            screen.tell_how_to_end(fleet)
         return EXIT_COORDINATOR_GONE
 
 
@@ -137,9 +137,7 @@ def status(
             return
         machines = fleet.machines()
         if not machines:
-            others = fleet.others()
-            there = f"experiments there: {', '.join(others)}" if others else "no experiment has any there"
-            raise ConfigError(f"experiment {name} has no machines in {fleet.region}; {there}")
+            raise _not_there(fleet, "no machines")
         screen.console.print(_table(machines))
 
 
@@ -152,8 +150,17 @@ def down(*, name: Name, region: Region = None) -> None:
     """
     checked_name(name)
     with _fleet(name, region, "asking AWS") as (fleet, screen):
-        fleet.down()
+        if not fleet.down():
+            raise _not_there(fleet, "nothing")
         screen.say(f"Nothing of experiment {name} is left in {fleet.region}.")
+
+
+def _not_there(fleet: Fleet, what: str) -> ConfigError:
+    others = fleet.others()
+    there = f"experiments there: {', '.join(others)}" if others else "no experiment has any there"
+    return ConfigError(
+        f"experiment {fleet.name} has {what} in {fleet.region}; {there}; other regions were not looked at (--region)"
+    )
 
 
 def _tell_plan(experiment: Experiment, region: str | None, *, scripts: bool) -> None:
@@ -198,10 +205,9 @@ class Screen(NamedTuple):
         self.say("They install manyhands now, which takes several minutes. Then others can join with:")
         self.say(f"\n    manyhands join {coordinator.public_ip or coordinator.private_ip}:{experiment.port}\n")
 
-    def tell_how_to_end(self, name: str, region: str) -> None:
-        where = f"--name {name} --region {region}"
+    def tell_how_to_end(self, fleet: Fleet) -> None:
         self.say("The machines run, and cost money, until you end them:")
-        self.say(f"\n    manyhands aws status {where}\n    manyhands aws down {where}\n")
+        self.say(f"\n    manyhands aws status --name {fleet.name} --region {fleet.region}\n    {fleet.down_command}\n")
 
 
 @contextmanager

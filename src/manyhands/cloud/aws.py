@@ -70,6 +70,11 @@ class Fleet:
         self._started: dict[str, float] = {}  # machine -> when this process started it
         self._launcher: Launcher | None = None
 
+    @property
+    def down_command(self) -> str:
+        """The command that ends everything."""
+        return f"manyhands aws down --name {self.name} --region {self.region}"
+
     # what is there
 
     def machines(self) -> list[Machine]:
@@ -177,7 +182,7 @@ class Fleet:
             raise ConfigError(
                 f"experiment {self.name} is in use in {self.region}: {there[0]}"
                 + (f" and {len(there) - 1} more" if len(there) > 1 else "")
-                + f"; end it with: manyhands aws down --name {self.name}, or choose another --name"
+                + f"; end it with: {self.down_command}, or choose another --name"
             )
 
     def _start_all(self, launcher: Launcher, experiment: Experiment) -> list[Machine]:
@@ -223,8 +228,7 @@ class Fleet:
                 self.down()
         except Exception as second:  # noqa: BLE001 (the first error is raised; this one costs money and is told)
             self._tell(
-                f"not everything is ended, and what is left costs money: {second}. Run: manyhands aws down --name "
-                f"{self.name} --region {self.region}"
+                f"not everything is ended, and what is left costs money: {second}. Run: {self.down_command}"
             )
         else:
             self._tell("nothing is left")
@@ -246,7 +250,7 @@ class Fleet:
                 if not self.replace_lost():
                     self._tell(
                         "the coordinator is gone, so lost workers are no longer replaced; was the experiment taken "
-                        "down? What is left ends with: manyhands aws down --name " + self.name
+                        f"down? What is left ends with: {self.down_command}"
                     )
                     return
             except Unavailable as error:
@@ -291,22 +295,26 @@ class Fleet:
 
     # end
 
-    def down(self) -> None:
+    def down(self) -> bool:
         """End everything that has the tags of the experiment, and wait until nothing is left.
 
+        Returns:
+            Whether there was anything; machines that ended a short time ago count.
         Raises:
             Timeout: something is left; the message lists it.
         """
         deadline = self._now() + END_TIMEOUT_S
         told: list[str] = []
+        is_known = False
         while True:
             try:
-                self._end_once()
+                is_known |= self._end_once()
                 left = self.remains()
+                is_known |= bool(left)
             except Unavailable as error:  # as long as machines may run, a bad network is no reason to give up
                 left = [f"unknown ({error})"]
             if not left:
-                return
+                return is_known
             if left != told:
                 self._tell("still there: " + ", ".join(left[:4]) + (f" and {len(left) - 4} more" * (len(left) > 4)))
                 told = left
@@ -315,8 +323,8 @@ class Fleet:
             self._show(f"ending: {counted(len(left), 'resource')} left")
             self._sleep(LOOK_PERIOD_S)
 
-    def _end_once(self) -> None:
-        """Ask AWS to end all that is there; what it refuses now is asked again."""
+    def _end_once(self) -> bool:
+        """Ask AWS to end all that is there; what it refuses now is asked again. Returns whether there was anything."""
         if requests := self._spot_requests():
             with own_words("cancelling spot requests"):
                 self._ec2.cancel_spot_instance_requests(SpotInstanceRequestIds=requests)
@@ -326,14 +334,16 @@ class Fleet:
         doomed += [one for one in self._started if one not in seen]
         self._terminate(doomed)
         if any(state != ENDED for state in seen.values()):
-            return
-        for group in self._security_groups():
+            return True
+        groups = self._security_groups()
+        for group in groups:
             with own_words("deleting the security group"):
                 try:
                     self._ec2.delete_security_group(GroupId=group)
                 except ClientError as error:
                     if code_of(error) not in STILL_USED:
                         raise
+        return bool(requests or machines or groups)
 
     def _terminate(self, machine_ids: Sequence[str]) -> None:
         """End machines. AWS ends none of a list if it refuses one, so a refused list is ended one by one."""
