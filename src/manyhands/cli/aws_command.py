@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +12,10 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.base.errors import ConfigError, ManyhandsError
+from manyhands.base.errors import ConfigError, MissingExtra, Unavailable
 from manyhands.base.text import counted
 from manyhands.cli.options import DEFAULT_RUN_ID, what_cannot_be_installed
-from manyhands.cloud.plan import WORKER_TYPES, Experiment, checked_name, described
+from manyhands.cloud.plan import WORKER_TYPES, Experiment, NoAccount, checked_name, described, groups_of
 
 if TYPE_CHECKING:  # they import boto3
     from manyhands.cloud.aws import Fleet
@@ -100,6 +101,7 @@ def up(
         source=source,
         train_options=train_options,
     )
+    _check_train_options(experiment)
     if dry_run:
         _tell_plan(experiment, region, scripts=scripts)
         return EXIT_OK
@@ -155,6 +157,19 @@ def down(*, name: Name, region: Region = None) -> None:
         screen.say(f"Nothing of experiment {name} is left in {fleet.region}.")
 
 
+def _check_train_options(experiment: Experiment) -> None:
+    """Raise ConfigError for options of which each worker would fail, for ever and for money."""
+    from manyhands.cli.main import check_train  # it imports this module
+
+    *_, workers = groups_of(experiment)
+    peer = f"127.0.0.1:{experiment.port}"
+    _, *words = shlex.split(workers.program.command([peer]).replace("$ANNOUNCE", peer))
+    try:
+        check_train(words)
+    except ConfigError as error:
+        raise ConfigError(f"after --: {error}") from None
+
+
 def _not_there(fleet: Fleet, what: str) -> ConfigError:
     others = fleet.others()
     there = f"experiments there: {', '.join(others)}" if others else "no experiment has any there"
@@ -173,8 +188,10 @@ def _tell_plan(experiment: Experiment, region: str | None, *, scripts: bool) -> 
     try:
         with _fleet(experiment.name, region, "checking with AWS") as (fleet, _):
             verdict = f"AWS has all of it in {fleet.region}. {_priced(fleet.check(experiment))}"
-    except ManyhandsError as error:
+    except (MissingExtra, NoAccount, Unavailable) as error:
         verdict = f"Not checked with AWS, and the price is not known: {error}"
+    except ConfigError as error:
+        raise ConfigError(f"without --dry-run this is refused: {error}") from None
     if experiment.source is None and (note := what_cannot_be_installed("the machines", "--source")):
         verdict += f"\nWithout --dry-run this is refused: {note}"
     console.print(f"\n{verdict}\nThis was a dry run: nothing was created.", markup=False, highlight=False)

@@ -227,9 +227,7 @@ class Fleet:
             with delay_exit(END_TIMEOUT_S):
                 self.down()
         except Exception as second:  # noqa: BLE001 (the first error is raised; this one costs money and is told)
-            self._tell(
-                f"not everything is ended, and what is left costs money: {second}. Run: {self.down_command}"
-            )
+            self._tell(f"not everything is ended, and what is left costs money: {second}. Run: {self.down_command}")
         else:
             self._tell("nothing is left")
 

@@ -34,6 +34,10 @@ _OURS = (
 )  # fmt: skip
 
 
+class NoAccount(ConfigError):
+    """No account of AWS can be asked: credentials or a region are missing."""
+
+
 def checked_name(name: str) -> str:
     """Return the name of an experiment if it follows the rule.
 
