@@ -209,7 +209,7 @@ def test_without_boto3_the_command_says_what_to_install() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_leaves_the_machines_running_and_says_how_to_end_them(ec2: Any, number: signal.Signals) -> None:
     with running(*UP) as command:
-        command.wait_for("Replacing lost workers until Ctrl-C")
+        command.wait_for("Replacing lost machines until Ctrl-C")
         if number == signal.SIGINT:
             command.interrupt()
         else:

@@ -66,7 +66,7 @@ def up(
         ),
     ] = None,
     region: Region = None,
-    no_watch: Annotated[bool, Parameter(help="Return when the machines run; lost workers are not replaced.")] = False,
+    no_watch: Annotated[bool, Parameter(help="Return when the machines run; lost ones are not replaced.")] = False,
     dry_run: Annotated[bool, Parameter(help="List what would be created with all parameters, and create nothing.")] = (
         False
     ),
@@ -74,7 +74,7 @@ def up(
         False
     ),
 ) -> int:
-    """Start a coordinator and workers, and replace the workers that AWS takes back.
+    """Start a coordinator and workers, and replace the machines that AWS takes back.
 
     The machines cost money until "manyhands aws down --name NAME" ends them, also
     after Ctrl-C. For example:
@@ -112,9 +112,9 @@ def up(
         try:
             screen.tell_started(fleet, machines, experiment)
             if no_watch:
-                screen.say("Lost workers are not replaced.")
+                screen.say("Lost machines are not replaced.")
                 return EXIT_OK
-            screen.say("Replacing lost workers until Ctrl-C, which leaves the machines running.")
+            screen.say("Replacing lost machines until Ctrl-C, which leaves the machines running.")
             fleet.watch()
         finally:
             screen.tell_how_to_end(fleet)

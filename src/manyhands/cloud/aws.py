@@ -7,6 +7,7 @@ deleted last: its name is free only once per experiment, and AWS does not delete
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ class Fleet:
         self._show = show
         self._sleep = sleep
         self._now = now
-        self._started: dict[str, float] = {}  # machine -> when this process started it
+        self._started: dict[str, tuple[str, float]] = {}  # machine -> its role, and when this process started it
         self._launcher: Launcher | None = None
 
     @property
@@ -234,7 +235,7 @@ class Fleet:
     # keep
 
     def watch(self) -> None:
-        """Replace lost workers every 45 s, until the coordinator is gone.
+        """Replace lost workers and auxiliary machines every 45 s, until the coordinator is gone.
 
         Call :meth:`up` before. Failures of the network are told, and tried again.
 
@@ -247,7 +248,7 @@ class Fleet:
             try:
                 if not self.replace_lost():
                     self._tell(
-                        "the coordinator is gone, so lost workers are no longer replaced; was the experiment taken "
+                        "the coordinator is gone, so lost machines are no longer replaced; was the experiment taken "
                         f"down? What is left ends with: {self.down_command}"
                     )
                     return
@@ -259,7 +260,7 @@ class Fleet:
                 problem = ""
 
     def replace_lost(self) -> bool:
-        """Start as many workers as are missing; returns False, and starts none, if the coordinator is gone.
+        """Start as many machines as are missing; returns False, and starts none, if the coordinator is gone.
 
         Raises:
             Unavailable: AWS has no machine of any type, or does not answer.
@@ -267,29 +268,34 @@ class Fleet:
         launcher = self._launcher
         assert launcher is not None, "up() comes before watch()"
         machines = {one.machine_id: one for one in self.machines()}
-        if not any(one.is_alive for one in machines.values() if one.role == "coordinator"):
+        alive = Counter(one.role for one in machines.values() if one.is_alive)
+        if not alive["coordinator"]:
             return False
-        group = next(one for one in launcher.groups if one.role == "worker")
-        unseen = [
-            machine_id
-            for machine_id, started_at in self._started.items()
+        unseen = Counter(
+            role
+            for machine_id, (role, started_at) in self._started.items()
             if machine_id not in machines and self._now() - started_at < UNSEEN_S
-        ]
-        alive = [one for one in machines.values() if one.role == "worker" and one.is_alive]
-        missing = group.number - len(alive) - len(unseen)
-        self._show(f"{len(alive)} of {counted(group.number, 'worker')} alive; Ctrl-C leaves the machines running")
-        if missing <= 0:
-            return True
-        started, problems = launcher.launch(group, missing)
-        self._note(started)
-        if started:
-            self._tell(f"{counted(missing, 'worker')} lost: started {counted_by_type(started)}")
-        if len(started) < missing:
-            raise Unavailable(f"{counted(missing - len(started), 'worker')} missing: {'; '.join(problems)}")
+        )
+        groups = [one for one in launcher.groups if one.role != "coordinator"]
+        there = ", ".join(f"{alive[one.role]} of {counted(one.number, _noun(one.role))}" for one in groups)
+        self._show(f"{there} alive; Ctrl-C leaves the machines running")
+        lacking = []
+        for group in groups:
+            missing = group.number - alive[group.role] - unseen[group.role]
+            if missing <= 0:
+                continue
+            started, problems = launcher.launch(group, missing)
+            self._note(started)
+            if started:
+                self._tell(f"{counted(missing, _noun(group.role))} missing: started {counted_by_type(started)}")
+            if len(started) < missing:
+                lacking.append(f"{counted(missing - len(started), _noun(group.role))} missing: {'; '.join(problems)}")
+        if lacking:
+            raise Unavailable(", ".join(lacking))
         return True
 
     def _note(self, started: Iterable[Machine]) -> None:
-        self._started |= {one.machine_id: self._now() for one in started}
+        self._started |= {one.machine_id: (one.role, self._now()) for one in started}
 
     # end
 
@@ -377,3 +383,7 @@ class Fleet:
     def _is_ours(self, described: Mapping[str, Any]) -> bool:
         """Whether it has exactly our tags, whatever the filters of AWS let through."""
         return tags_of(self.name).items() <= tags_on(described).items()
+
+
+def _noun(role: str) -> str:
+    return "worker" if role == "worker" else f"{role} machine"
