@@ -36,7 +36,8 @@ def test_up_starts_all_that_was_asked_for_and_down_leaves_nothing(cloud: Cloud) 
     assert (port["IpProtocol"], port["FromPort"], port["ToPort"]) == ("tcp", 31337, 31337)
     tags = {tag["Key"]: tag["Value"] for one in cloud.instances() for tag in one["Tags"]}
     assert {EXPERIMENT_TAG, CREATOR_TAG, ROLE_TAG} <= tags.keys()
-    cloud.fleet().down()  # as another process, which knows the tags alone
+    assert not cloud.fleet("y").down(), "there was nothing"
+    assert cloud.fleet().down()  # as another process, which knows the tags alone
     cloud.check_nothing_left()
 
 
@@ -107,9 +108,30 @@ def test_lost_workers_are_replaced_until_the_coordinator_is_gone(cloud: Cloud) -
     fleet.watch()
     assert cloud.clock.now_s - started_s == 4 * WATCH_PERIOD_S
     assert 30 <= WATCH_PERIOD_S <= 60
-    assert next(line for line in cloud.told if "lost" in line) == "1 worker lost: started 1 x g4dn.xlarge in us-east-1a"
+    assert (
+        next(line for line in cloud.told if "missing" in line)
+        == "1 worker missing: started 1 x g4dn.xlarge in us-east-1a"
+    )
     assert "the coordinator is gone" in cloud.told[-1]
+    assert cloud.told[-1].endswith("manyhands aws down --name x --region us-east-1")
     assert "running" not in cloud.states().values(), "down in another terminal is not undone"
+
+
+def test_a_lost_auxiliary_machine_is_replaced_even_if_no_worker_can_be(cloud: Cloud) -> None:
+    """Workers that nobody can dial train no longer without one."""
+    fleet = cloud.fleet()
+    (auxiliary,) = (one for one in fleet.up(experiment(auxiliary=1, client_mode=True)) if one.role == "auxiliary")
+    cloud.refuse("RunInstances", "InsufficientInstanceCapacity", when=lambda p: "InstanceMarketOptions.MarketType" in p)
+    cloud.ec2.terminate_instances(InstanceIds=[auxiliary.machine_id, cloud.workers()[0]])
+    told = len(cloud.told)
+    with pytest.raises(Unavailable, match=r"^1 worker missing: "):
+        fleet.replace_lost()
+    assert cloud.told[told:] == ["1 auxiliary machine missing: started 1 x m6i.large in us-east-1a"]
+    alive = [one for one in fleet.machines() if one.role == "auxiliary" and one.is_alive]
+    assert [one.machine_id == auxiliary.machine_id for one in alive] == [False]
+    with pytest.raises(Unavailable):
+        fleet.replace_lost()
+    assert sum(one.role == "auxiliary" and one.is_alive for one in fleet.machines()) == 1
 
 
 def test_watching_goes_on_when_aws_does_not_answer_or_has_no_machines(cloud: Cloud) -> None:
@@ -128,7 +150,7 @@ def test_watching_goes_on_when_aws_does_not_answer_or_has_no_machines(cloud: Clo
         fleet.watch()
     lines = cloud.told[told:]
     assert "2 workers missing: g4dn.xlarge: InsufficientInstanceCapacity" in lines[0]
-    assert "2 workers lost: started" in lines[-1]
+    assert "2 workers missing: started" in lines[-1]
     assert list(cloud.states().values()).count("running") == 3, "Ctrl-C leaves the machines running"
 
 
@@ -250,7 +272,7 @@ def test_down_goes_on_until_aws_has_ended_all_and_says_what_remains(
     cloud.fleet().down()
     cloud.check_nothing_left()
     assert any("still there: security group sg-" in line for line in cloud.told)
-    cloud.fleet().down()  # once more does no harm
+    assert cloud.fleet().down(), "once more does no harm: AWS lists ended machines for a while"
 
     cloud.fleet().up(experiment())
     cloud.refuse("DeleteSecurityGroup", "DependencyViolation")

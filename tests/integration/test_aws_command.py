@@ -73,6 +73,7 @@ def test_an_experiment_from_up_to_down(ec2: Any, capsys: pytest.CaptureFixture[s
     assert run(list(UP)) == 2
     refused = capsys.readouterr()
     assert "experiment x is in use in us-east-1" in refused.err
+    assert "manyhands aws down --name x --region us-east-1" in refused.err
     assert len(refused.err.splitlines()) == 1
 
     assert run(["aws", "status", "--name", "x"]) == 0
@@ -88,14 +89,46 @@ def test_an_experiment_from_up_to_down(ec2: Any, capsys: pytest.CaptureFixture[s
     assert "experiment mistyped has no machines in us-east-1" in capsys.readouterr().err
 
 
+def test_a_mistyped_name_or_region_ends_nothing_and_says_so(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*UP, "--no-watch"]) == 0
+    capsys.readouterr()
+    assert run(["aws", "down", "--name", "mistyped"]) == 2
+    said = capsys.readouterr()
+    assert said.err == (
+        "manyhands: experiment mistyped has nothing in us-east-1; experiments there: x; other regions were not looked "
+        "at (--region)\n"
+    )
+    assert not said.out
+    assert run(["aws", "down", "--name", "x", "--region", "eu-west-1"]) == 2
+    assert "has nothing in eu-west-1; no experiment has any there; other regions" in capsys.readouterr().err
+    assert len(running_machines(ec2)) == 2
+
+
 def test_a_dry_run_creates_nothing(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*UP, "--workers", "4", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "4 worker machines" in said
     assert "AWS has all of it in us-east-1." in said
     assert running_machines(ec2) == []
-    assert run([*UP, "--dry-run", "--worker-types", "g99.xlarge"]) == 0
-    assert "has no g99.xlarge for the worker" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_what_would_be_refused_says_so_and_is_no_success(
+    ec2: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*UP, "--dry-run", "--worker-types", "g99.xlarge"]) == 2
+    said = capsys.readouterr()
+    assert "Experiment x in the region of your AWS configuration" in said.out
+    assert "AWS has all of it" not in said.out
+    assert said.err == (
+        "manyhands: without --dry-run this is refused: region us-east-1 has no g99.xlarge for the worker; choose "
+        "another --region, or other types with --worker-types\n"
+    )
+    assert run([*UP, "--no-watch"]) == 0
+    capsys.readouterr()
+    assert run([*UP, "--dry-run"]) == 2
+    assert "without --dry-run this is refused: experiment x is in use in us-east-1" in capsys.readouterr().err
+    assert run([*UP, "--dry-run", "--region", "mars-north-1"]) == 2
+    assert "AWS has no region 'mars-north-1'" in capsys.readouterr().err
 
 
 def test_a_dry_run_needs_no_account(nobody: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +137,18 @@ def test_a_dry_run_needs_no_account(nobody: None, capsys: pytest.CaptureFixture[
     assert "Experiment albert in the region of your AWS configuration" in said
     assert "4 worker machines, one-time spot" in said
     assert "Not checked with AWS, and the price is not known: no AWS region is configured" in said
+    assert run([*UP, "--dry-run", "--region", REGION]) == 0
+    assert "Not checked with AWS, and the price is not known: no AWS credentials to use" in capsys.readouterr().out
+
+
+def test_a_dry_run_needs_no_network(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        patch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)  # between attempts
+        assert run([*UP, "--dry-run"]) == 0
+    assert "Not checked with AWS, and the price is not known: AWS does not answer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -117,6 +162,15 @@ def test_a_dry_run_needs_no_account(nobody: None, capsys: pytest.CaptureFixture[
         (["up", "--client-mode"], "add --auxiliary 1"),
         (["up"], "which the machines cannot reach; name an address that pip can: --source git+https://"),
         (["up", "--workers", "0"], "--workers is 0"),
+        ([*UP[1:], "--", "--modle", "x"], "after --: Unknown option: --modle. Did you mean --model?"),
+        ([*UP[1:], "--dry-run", "--", "--modle", "x"], "after --: Unknown option: --modle"),
+        ([*UP[1:], "--", "albert-large-v2"], "after --: Unused Tokens"),
+        ([*UP[1:], "--", "--model"], "after --: train needs --model VALUE"),
+        ([*UP[1:], "--", "--batch-size", "many"], "after --: Invalid value for --batch-size"),
+        ([*UP[1:], "--", "--batch-size", "0"], "after --: batch_size is 0"),
+        ([*UP[1:], "--", "--max-steps", "0"], "after --: max_steps is 0"),
+        ([*UP[1:], "--", "--model", "large"], "after --: --model large: no such model"),
+        ([*UP[1:], "--", "--help"], "after --: --help and --version start no trainer"),
         (["down"], "--name"),
         (["down", "--name", "*"], "'*' cannot name an experiment"),
         (["status", "--name", "x?"], "'x?' cannot name an experiment"),
@@ -155,7 +209,7 @@ def test_without_boto3_the_command_says_what_to_install() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_leaves_the_machines_running_and_says_how_to_end_them(ec2: Any, number: signal.Signals) -> None:
     with running(*UP) as command:
-        command.wait_for("Replacing lost workers until Ctrl-C")
+        command.wait_for("Replacing lost machines until Ctrl-C")
         if number == signal.SIGINT:
             command.interrupt()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import logging
 import socket
@@ -20,7 +21,7 @@ from manyhands.cli.public_address import announce_public
 from manyhands.peer import Peer
 from manyhands.reach import Reach, public_address
 from manyhands.reach.messages import ExamineResponse
-from manyhands.reach.public_address import SOURCE_TIMEOUT_S, infer
+from manyhands.reach.public_address import SOURCE_TIMEOUT_S, PublicAddress, begun, infer
 
 PUBLIC, ROUTER, PRIVATE = "93.184.216.34", "198.51.45.7", "10.0.0.5"
 PORT = 31337
@@ -100,12 +101,58 @@ def test_a_service_is_the_last_that_is_believed() -> None:
         assert found.host == PUBLIC
 
 
-def test_sources_that_never_answer_cost_a_few_seconds() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+@contextmanager
+def server_that_sends(text: bytes, every_s: float) -> Iterator[str]:
+    """Accepts connections and sends a text again and again; nothing if it is empty."""
+    is_over = threading.Event()
+
+    def send(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while not is_over.wait(every_s):
+                connection.sendall(text)
+
+    def accept() -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(TimeoutError):
+                threading.Thread(target=send, args=server.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            is_over.set()
+            thread.join(5.0)
+
+
+@pytest.mark.parametrize("text", [b"", b"H"])
+def test_sources_that_never_answer_in_full_cost_two_seconds(text: bytes) -> None:
+    with server_that_sends(text, every_s=0.2) as address:
         began = time.monotonic()
-        assert infer(PORT, maps_port=False, metadata=address, services=[address]) is None
-        assert time.monotonic() - began < 2 * SOURCE_TIMEOUT_S + 1.0
+        assert infer(PORT, maps_port=False, metadata=address, services=[address, address]) is None
+        assert time.monotonic() - began < SOURCE_TIMEOUT_S + 0.8
+
+
+def test_a_source_that_never_answers_does_not_hide_another() -> None:
+    with server_that_sends(b"", every_s=0.2) as silent, http_server(lambda _: PUBLIC) as service:
+        found = infer(PORT, maps_port=False, metadata=silent, services=[silent, service])
+        assert found is not None
+        assert found.host == PUBLIC
+
+
+def test_an_answer_that_comes_too_late_is_undone() -> None:
+    released = threading.Event()
+    let_go = threading.Event()
+
+    def late() -> PublicAddress:
+        let_go.wait(10.0)
+        return PublicAddress(PUBLIC, PORT, "a slow router", release=released.set)
+
+    assert begun(late, time.monotonic() + 0.05)() is None
+    let_go.set()
+    assert released.wait(10.0)
 
 
 DESCRIPTION = """<?xml version="1.0"?><root xmlns="urn:schemas-upnp-org:device-1-0"><device>
@@ -238,6 +285,26 @@ def test_a_first_peer_announces_what_was_found(
         assert peer.addresses[1:] == local
     assert "No address specified. Attempting to infer address ..." in caplog.text
     assert "says the metadata service of AWS; on the local network at" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("maps_port", "is_installed", "is_named"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_a_peer_that_found_no_address_says_what_would_help(
+    maps_port: bool,
+    is_installed: bool,
+    is_named: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(public_address, "infer", lambda *_, **__: None)
+    monkeypatch.setattr(public_address, "speaks_upnp", lambda: is_installed)
+    with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as first:
+        if any("127.0.0.1" in address for address in first.addresses):
+            pytest.skip("this machine has no other address than that of the loopback interface")
+        announce_public(first, maps_port=maps_port, asks_service=False)
+    assert "No public address was found" in caplog.text
+    assert ("pip install 'manyhands[upnp]'" in caplog.text) is is_named
 
 
 def test_a_peer_on_the_loopback_interface_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ asyncio.run(main())
 nbformat.write(notebook, path)
 """
 """In a process of its own, as nbclient leaves sockets and an event loop behind."""
+TRAINER_ENDED = "The trainer ended; the line above says why."
 TEXT = "\n\n".join(f"Number {n} is here. After it comes number {n + 1}. That is all." for n in range(600))
 
 
@@ -82,67 +83,99 @@ def test_join_contributes_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "--client-mode" in output
         after = output.split("Averaged tensors successfully with 2 peers", 1)[1]
         assert "Traceback" not in after
+        assert TRAINER_ENDED not in after
         assert list((tmp_path / "kept").glob("checkpoint-*/model.safetensors"))
 
 
+def write_nvidia_smi(folder: Path, script: str) -> None:
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+
+
+WITHOUT_DRIVER = "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9"
+WITH_A_WARNING = "echo 'WARNING: infoROM is corrupted' >&2; echo 'Tesla T4, 15360'"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("nvidia_smi", "change", "message"),
     [
-        (("", ""), "Runtime > Change runtime type > T4 GPU"),
-        (("NEEDS_GPU = True", "NEEDS_GPU = False"), "into the field INITIAL_PEERS"),
+        ("", ("", ""), "Runtime > Change runtime type > T4 GPU"),
+        (WITHOUT_DRIVER, ("", ""), "Runtime > Change runtime type > T4 GPU"),
+        ("", ("NEEDS_GPU = True", "NEEDS_GPU = False"), "into the field INITIAL_PEERS"),
     ],
 )
 def test_join_stops_clearly(
-    change: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nvidia_smi: str, change: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    if nvidia_smi:
+        write_nvidia_smi(tmp_path, nvidia_smi)
+    monkeypatch.setenv("PATH", str(tmp_path))
     output = executed((NOTEBOOKS / "join.ipynb").read_text().replace(*change), tmp_path)
     assert message in output.splitlines()[-1]
     assert "-m manyhands join" not in output
 
 
 @pytest.mark.parametrize(
-    ("gpu", "expected"),
+    ("nvidia_smi", "expected"),
     [
-        ("Tesla T4, 15360", "--batch-size 4"),
-        ("Tesla P100-PCIE-16GB, 16384", "--batch-size 4"),
-        ("Tesla K80, 11441", "--batch-size 1"),
-        ("NVIDIA A100-SXM4-40GB, 40960", ""),
+        ("echo 'Tesla T4, 15360'", "--batch-size 4"),
+        (WITH_A_WARNING, "--batch-size 4"),
+        ("echo 'Tesla P100-PCIE-16GB, 16384'", "--batch-size 4"),
+        ("echo 'Tesla K80, 11441'", "--batch-size 1"),
+        ("echo 'NVIDIA A100-SXM4-40GB, 40960'", ""),
+        ("echo 'NVIDIA A100-SXM4-40GB MIG 1g.5gb, [N/A]'", ""),
     ],
 )
 def test_join_chooses_the_batch_size_by_the_gpu(
-    gpu: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nvidia_smi: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho '{gpu}'\n")
-    tool.chmod(0o755)
+    write_nvidia_smi(tmp_path, nvidia_smi)
     monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
     output = executed(filled((NOTEBOOKS / "join.ipynb").read_text(), {"INITIAL_PEERS": "127.0.0.1:9"}), tmp_path)
     [command] = [line for line in output.splitlines() if "-m manyhands join" in line]
     assert command.partition("--client-mode")[2].strip() == expected
-    assert "nothing listens on that port" in output.splitlines()[-1], "why it did not join"
+    *_, reason, last = output.splitlines()
+    assert "nothing listens on that port" in reason, "why it did not join"
+    assert last == TRAINER_ENDED
 
 
-def test_start_a_run_behind_tunnels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fields_behind_tunnels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Fields of ``start_a_run.ipynb``; a fake takes the place of ngrok."""
     path = [str(FAKES), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("NGROK_AUTHTOKEN", "good-token")
+    return {"RUN_ID": "mine", "MONITOR_OPTIONS": f"--listen {LOOPBACK}"}
+
+
+def test_a_trainer_that_does_not_start_fails_its_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = fields_behind_tunnels(monkeypatch) | {"TRAIN_OPTIONS": "--modle x"}
+    output = executed(filled((NOTEBOOKS / "start_a_run.ipynb").read_text(), fields), tmp_path)
+    *_, reason, last = output.splitlines()
+    assert "Unknown option: --modle" in reason
+    assert last == TRAINER_ENDED
+
+
+def test_start_a_run_behind_tunnels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = fields_behind_tunnels(monkeypatch)
     stop_file, log = tmp_path / "stop", tmp_path / "monitor.log"
     options = f"{' '.join(TINY)} --text {tmp_path / 'text'} --batch-size 4 --stop-file {stop_file} --listen {LOOPBACK}"
-    fields = {"RUN_ID": "mine", "TRAIN_OPTIONS": options, "MONITOR_OPTIONS": f"--listen {LOOPBACK}"}
-    notebook = filled((NOTEBOOKS / "start_a_run.ipynb").read_text(), fields)
+    notebook = filled((NOTEBOOKS / "start_a_run.ipynb").read_text(), fields | {"TRAIN_OPTIONS": options})
     with ThreadPoolExecutor() as pool:
         run = pool.submit(executed, notebook, tmp_path)
         while not run.done() and not (log.exists() and "Step #" in log.read_text()):
             time.sleep(0.1)  # a run of a few small steps can end before the monitor looks again
-        stop_file.touch()
+        (tmp_path / "step").write_text("1")
+        (tmp_path / "step").replace(stop_file)  # never seen without its number
         output = run.result()
     assert output.count("Ngrok tunnel created: tcp://localhost:") >= 2
     assert "Optimizer step: done! Step 1," in output
     assert "Collaboration accumulated" in output.rpartition("Optimizer step: done!")[2], "what the monitor saw"
+    assert TRAINER_ENDED not in output
     nbformat.validate(nbformat.read(tmp_path / "join.ipynb", as_version=4))
 
 
 def test_aws_plans_without_creating_anything(tmp_path: Path) -> None:
     output = executed((NOTEBOOKS / "aws.ipynb").read_text(), tmp_path)
     assert "This was a dry run: nothing was created." in output
+    assert "Nothing was ended. Machines that run cost money: set COSTS_MONEY, or run manyhands aws down" in output

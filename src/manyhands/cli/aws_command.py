@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +12,10 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.base.errors import ConfigError, ManyhandsError, own_checkout
+from manyhands.base.errors import ConfigError, MissingExtra, Unavailable
 from manyhands.base.text import counted
-from manyhands.cli.options import DEFAULT_RUN_ID
-from manyhands.cloud.plan import WORKER_TYPES, Experiment, checked_name, described
+from manyhands.cli.options import DEFAULT_RUN_ID, what_cannot_be_installed
+from manyhands.cloud.plan import WORKER_TYPES, Experiment, NoAccount, checked_name, described, groups_of
 
 if TYPE_CHECKING:  # they import boto3
     from manyhands.cloud.aws import Fleet
@@ -65,7 +66,7 @@ def up(
         ),
     ] = None,
     region: Region = None,
-    no_watch: Annotated[bool, Parameter(help="Return when the machines run; lost workers are not replaced.")] = False,
+    no_watch: Annotated[bool, Parameter(help="Return when the machines run; lost ones are not replaced.")] = False,
     dry_run: Annotated[bool, Parameter(help="List what would be created with all parameters, and create nothing.")] = (
         False
     ),
@@ -73,7 +74,7 @@ def up(
         False
     ),
 ) -> int:
-    """Start a coordinator and workers, and replace the workers that AWS takes back.
+    """Start a coordinator and workers, and replace the machines that AWS takes back.
 
     The machines cost money until "manyhands aws down --name NAME" ends them, also
     after Ctrl-C. For example:
@@ -100,22 +101,23 @@ def up(
         source=source,
         train_options=train_options,
     )
+    _check_train_options(experiment)
     if dry_run:
         _tell_plan(experiment, region, scripts=scripts)
         return EXIT_OK
-    if source is None and (note := _what_cannot_be_installed()):
+    if source is None and (note := what_cannot_be_installed("the machines", "--source")):
         raise ConfigError(note)
     with _fleet(name, region, "looking around") as (fleet, screen):
         machines = fleet.up(experiment)
         try:
             screen.tell_started(fleet, machines, experiment)
             if no_watch:
-                screen.say("Lost workers are not replaced.")
+                screen.say("Lost machines are not replaced.")
                 return EXIT_OK
-            screen.say("Replacing lost workers until Ctrl-C, which leaves the machines running.")
+            screen.say("Replacing lost machines until Ctrl-C, which leaves the machines running.")
             fleet.watch()
         finally:
-            screen.tell_how_to_end(name, fleet.region)
+            screen.tell_how_to_end(fleet)
         return EXIT_COORDINATOR_GONE
 
 
@@ -137,9 +139,7 @@ def status(
             return
         machines = fleet.machines()
         if not machines:
-            others = fleet.others()
-            there = f"experiments there: {', '.join(others)}" if others else "no experiment has any there"
-            raise ConfigError(f"experiment {name} has no machines in {fleet.region}; {there}")
+            raise _not_there(fleet, "no machines")
         screen.console.print(_table(machines))
 
 
@@ -152,18 +152,29 @@ def down(*, name: Name, region: Region = None) -> None:
     """
     checked_name(name)
     with _fleet(name, region, "asking AWS") as (fleet, screen):
-        fleet.down()
+        if not fleet.down():
+            raise _not_there(fleet, "nothing")
         screen.say(f"Nothing of experiment {name} is left in {fleet.region}.")
 
 
-def _what_cannot_be_installed() -> str:
-    """Why the machines could not install what runs here; empty if they can."""
-    checkout = own_checkout()
-    if checkout is None:
-        return ""
-    return (
-        f"this manyhands is the checkout {checkout}, which the machines cannot reach; name an address that pip can: "
-        "--source git+https://HOST/REPOSITORY.git@BRANCH, or that of a wheel"
+def _check_train_options(experiment: Experiment) -> None:
+    """Raise ConfigError for options of which each worker would fail, for ever and for money."""
+    from manyhands.cli.main import check_train  # it imports this module
+
+    *_, workers = groups_of(experiment)
+    peer = f"127.0.0.1:{experiment.port}"
+    _, *words = shlex.split(workers.program.command([peer]).replace("$ANNOUNCE", peer))
+    try:
+        check_train(words)
+    except ConfigError as error:
+        raise ConfigError(f"after --: {error}") from None
+
+
+def _not_there(fleet: Fleet, what: str) -> ConfigError:
+    others = fleet.others()
+    there = f"experiments there: {', '.join(others)}" if others else "no experiment has any there"
+    return ConfigError(
+        f"experiment {fleet.name} has {what} in {fleet.region}; {there}; other regions were not looked at (--region)"
     )
 
 
@@ -177,9 +188,11 @@ def _tell_plan(experiment: Experiment, region: str | None, *, scripts: bool) -> 
     try:
         with _fleet(experiment.name, region, "checking with AWS") as (fleet, _):
             verdict = f"AWS has all of it in {fleet.region}. {_priced(fleet.check(experiment))}"
-    except ManyhandsError as error:
+    except (MissingExtra, NoAccount, Unavailable) as error:
         verdict = f"Not checked with AWS, and the price is not known: {error}"
-    if experiment.source is None and (note := _what_cannot_be_installed()):
+    except ConfigError as error:
+        raise ConfigError(f"without --dry-run this is refused: {error}") from None
+    if experiment.source is None and (note := what_cannot_be_installed("the machines", "--source")):
         verdict += f"\nWithout --dry-run this is refused: {note}"
     console.print(f"\n{verdict}\nThis was a dry run: nothing was created.", markup=False, highlight=False)
 
@@ -209,10 +222,9 @@ class Screen(NamedTuple):
         self.say("They install manyhands now, which takes several minutes. Then others can join with:")
         self.say(f"\n    manyhands join {coordinator.public_ip or coordinator.private_ip}:{experiment.port}\n")
 
-    def tell_how_to_end(self, name: str, region: str) -> None:
-        where = f"--name {name} --region {region}"
+    def tell_how_to_end(self, fleet: Fleet) -> None:
         self.say("The machines run, and cost money, until you end them:")
-        self.say(f"\n    manyhands aws status {where}\n    manyhands aws down {where}\n")
+        self.say(f"\n    manyhands aws status --name {fleet.name} --region {fleet.region}\n    {fleet.down_command}\n")
 
 
 @contextmanager

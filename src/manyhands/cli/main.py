@@ -26,7 +26,8 @@ from manyhands.cli.old_names import Translation, help_of
 from manyhands.cli.plot_command import plot
 from manyhands.cli.run_command import run_key
 from manyhands.cli.ticket_command import ticket
-from manyhands.cli.train_command import train
+from manyhands.cli.train_command import settings_given, train
+from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.version import __version__
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -63,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
                 result_action="return_value",
             )
     except (CycloptsError, ConfigError, JoinFailed) as error:
-        _complain(_said(error))
+        _complain(_reason_of(error))
         return EXIT_USAGE
     except ManyhandsError as error:
         _complain(str(error))
@@ -76,13 +77,29 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else EXIT_OK
 
 
+def check_train(arguments: Sequence[str]) -> None:
+    """Read a command line of ``manyhands train`` that another machine will run; runs nothing.
+
+    Raises:
+        ConfigError: it would be refused, or start no trainer.
+    """
+    words = [_with_dashes(word) for word in Translation(arguments).words]
+    try:
+        command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise ConfigError(_reason_of(error)) from None
+    if command is not train:
+        raise ConfigError("--help and --version start no trainer; leave them out")
+    AlbertRecipe(**settings_given(bound.arguments.get("recipe")))
+
+
 def _with_dashes(argument: str) -> str:
     """Allow underscores in options, as in the tutorials of other libraries."""
     name, separator, value = argument.partition("=")
     return name.replace("_", "-") + separator + value if name.startswith("--") else argument
 
 
-def _said(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     if isinstance(error, MissingArgumentError):
         return _missing(error)
     if isinstance(error, RepeatArgumentError) and error.token.keyword is not None:

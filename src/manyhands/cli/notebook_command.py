@@ -14,9 +14,13 @@ from cyclopts import Parameter
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import split_tickets
+from manyhands.cli.options import what_cannot_be_installed
+from manyhands.version import __version__
 
 TEMPLATE = Path(__file__).parent / "notebooks" / "join.ipynb"
 """The same file as ``examples/notebooks/join.ipynb``."""
+DATA, S3 = "data", "s3"
+"""Extras with all that a trainer needs, for data at any address and for data in S3."""
 CURVES = "ask for the link."
 
 
@@ -31,8 +35,12 @@ def notebook(
     ] = (),
     curves_url: Annotated[str | None, Parameter(help="Page with the curves of the run, to link to.")] = None,
     install: Annotated[
-        str, Parameter(help="What pip installs: a package with its extra, a wheel, or git+https://...")
-    ] = "manyhands[albert]",
+        str | None,
+        Parameter(
+            help="What pip installs: a package with its extra, a wheel, or git+https://...; by default this version on "
+            "PyPI."
+        ),
+    ] = None,
 ) -> None:
     """Write a notebook for Colab or Kaggle, with which volunteers join a run by running all cells.
 
@@ -41,7 +49,7 @@ def notebook(
         manyhands notebook --run-id my-albert --initial-peers 203.0.113.7:31337 > join.ipynb
     """
     checked_run_id(run_id)
-    split_tickets(initial_peers)
+    addresses, _ = split_tickets(initial_peers)
     if not initial_peers:
         raise ConfigError("volunteers need an address: --initial-peers HOST:PORT, that of the monitor for example")
     for url in (*dataset_url, *([curves_url] if curves_url is not None else [])):
@@ -49,6 +57,14 @@ def notebook(
             raise ConfigError(
                 f"{url!r} is not an address that volunteers can open; for example https://example.org/data"
             )
+    if install is None:
+        extra = S3 if any(url.startswith("s3:") for url in dataset_url) else DATA
+        install = f"manyhands[{extra}]=={__version__}"
+        if note := what_cannot_be_installed("volunteers", "--install", f"manyhands[{extra}] @ "):
+            _warn(f"{note}. Now the notebook installs {install} from PyPI")
+    if not any(address.is_public for address in addresses):
+        hosts = ", ".join(address.host for address in addresses)
+        _warn(f"{hosts} is not a public address: machines outside of your network cannot join there")
     fields = {
         "INITIAL_PEERS": " ".join(initial_peers),
         "RUN_ID": run_id,
@@ -56,6 +72,10 @@ def notebook(
         "REQUIREMENT": install,
     }
     sys.stdout.write(filled(TEMPLATE.read_text(encoding="utf-8"), fields, curves_url))
+
+
+def _warn(message: str) -> None:
+    print(f"manyhands: {message}", file=sys.stderr)  # noqa: T201 (standard output is the notebook)
 
 
 def filled(template: str, fields: Mapping[str, str], curves_url: str | None = None) -> str:

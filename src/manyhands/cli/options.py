@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, own_checkout
 from manyhands.cli.leaving import leave_on_eof
 from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.cli.output.event_file import EventWriter
@@ -200,3 +201,21 @@ class OutputOptions:
             ConfigError: the log file cannot be written.
         """
         log_to(self.log_file, is_json=self.log_json, verbose=self.verbose)
+
+
+def what_cannot_be_installed(by: str, option: str, package: str = "") -> str:
+    """Why others could not install what runs here; empty if they can.
+
+    Args:
+        by: the others.
+        option: which names another address for pip.
+        package: goes before an address.
+    """
+    checkout = own_checkout()
+    if checkout is None:
+        return ""
+    address = f"{package}git+https://HOST/REPOSITORY.git@BRANCH"
+    return (
+        f"this manyhands is the checkout {checkout}, which {by} cannot reach; name an address that pip can: "
+        f"{option} {shlex.quote(address)}, or that of a wheel"
+    )

@@ -43,9 +43,11 @@ def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> Publi
     found = public_address.infer(ip4[0].port, maps_port=maps_port, asks_service=asks_service)
     where = ", ".join(f"{address.host}:{address.port}" for address in local)
     if found is None:
+        upnp = "; with pip install 'manyhands[upnp]' this peer asks the router to open one by UPnP"
         logger.warning(
             "No public address was found: machines outside of this network cannot join at %s. If a port of the router "
-            "leads here, say so: --announce PUBLIC-HOST:PORT", where,
+            "leads here, say so: --announce PUBLIC-HOST:PORT%s", where,
+            upnp if maps_port and not public_address.speaks_upnp() else "",
         )  # fmt: skip
         peer.run(_ask_peers(peer), START_TIMEOUT_S, "beginning to ask peers for this one's address")
         return None

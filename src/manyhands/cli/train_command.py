@@ -39,6 +39,12 @@ class GivenRecipe(AlbertRecipe):
         object.__setattr__(self, "given", given)
 
 
+def settings_given(recipe: GivenRecipe | None) -> dict[str, Any]:
+    """The settings of the recipe that were given, with the sizes of ``--model``."""
+    given: dict[str, Any] = dict(getattr(recipe, "given", {}))
+    return given if (model := given.pop("model", None)) is None else model_settings(model) | given
+
+
 def train(
     *,
     run_id: Annotated[
@@ -63,9 +69,7 @@ def train(
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     training = training or TrainingSettings()
-    given: dict[str, Any] = dict(getattr(recipe, "given", {}))
-    if (model := given.pop("model", None)) is not None:
-        given = model_settings(model) | given
+    given = settings_given(recipe)
     if run_id is not None:
         checked_run_id(run_id)
     run_id = run_id_of(network, run_id)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from manyhands.base.errors import ConfigError, ManyhandsError, MissingExtra, Unavailable
 from manyhands.base.text import reason_of
+from manyhands.cloud.plan import NoAccount
 
 try:
     import boto3
@@ -62,6 +63,7 @@ def own_words(doing: str) -> Iterator[None]:
     """Turn the errors of boto3 within the block into errors of one line.
 
     Raises:
+        NoAccount: there are no credentials, or no region is configured.
         ConfigError: credentials, permissions, quotas or values are wrong.
         Unavailable: AWS does not answer, or throttles for long.
     """
@@ -70,7 +72,7 @@ def own_words(doing: str) -> Iterator[None]:
     except ClientError as error:
         raise _refusal(error, doing) from None
     except aws_errors.NoRegionError:
-        raise ConfigError(
+        raise NoAccount(
             "no AWS region is configured; name one: --region us-east-1, or set AWS_DEFAULT_REGION"
         ) from None
     except (
@@ -80,11 +82,11 @@ def own_words(doing: str) -> Iterator[None]:
         aws_errors.SSOError,
         aws_errors.TokenRetrievalError,
     ) as error:
-        raise ConfigError(
+        raise NoAccount(
             f"no AWS credentials to use ({reason_of(error)}); 'aws configure' or 'aws sso login' stores some, "
             "AWS_PROFILE chooses among them"
         ) from None
-    except aws_errors.HTTPClientError as error:
+    except (aws_errors.HTTPClientError, aws_errors.ConnectionError) as error:
         raise Unavailable(f"AWS does not answer while {doing}: {reason_of(error)}") from None
     except aws_errors.BotoCoreError as error:
         raise ConfigError(f"{doing} failed: {reason_of(error)}") from None

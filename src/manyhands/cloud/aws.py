@@ -7,6 +7,7 @@ deleted last: its name is free only once per experiment, and AWS does not delete
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -67,8 +68,13 @@ class Fleet:
         self._show = show
         self._sleep = sleep
         self._now = now
-        self._started: dict[str, float] = {}  # machine -> when this process started it
+        self._started: dict[str, tuple[str, float]] = {}  # machine -> its role, and when this process started it
         self._launcher: Launcher | None = None
+
+    @property
+    def down_command(self) -> str:
+        """The command that ends everything."""
+        return f"manyhands aws down --name {self.name} --region {self.region}"
 
     # what is there
 
@@ -177,7 +183,7 @@ class Fleet:
             raise ConfigError(
                 f"experiment {self.name} is in use in {self.region}: {there[0]}"
                 + (f" and {len(there) - 1} more" if len(there) > 1 else "")
-                + f"; end it with: manyhands aws down --name {self.name}, or choose another --name"
+                + f"; end it with: {self.down_command}, or choose another --name"
             )
 
     def _start_all(self, launcher: Launcher, experiment: Experiment) -> list[Machine]:
@@ -222,17 +228,14 @@ class Fleet:
             with delay_exit(END_TIMEOUT_S):
                 self.down()
         except Exception as second:  # noqa: BLE001 (the first error is raised; this one costs money and is told)
-            self._tell(
-                f"not everything is ended, and what is left costs money: {second}. Run: manyhands aws down --name "
-                f"{self.name} --region {self.region}"
-            )
+            self._tell(f"not everything is ended, and what is left costs money: {second}. Run: {self.down_command}")
         else:
             self._tell("nothing is left")
 
     # keep
 
     def watch(self) -> None:
-        """Replace lost workers every 45 s, until the coordinator is gone.
+        """Replace lost workers and auxiliary machines every 45 s, until the coordinator is gone.
 
         Call :meth:`up` before. Failures of the network are told, and tried again.
 
@@ -245,8 +248,8 @@ class Fleet:
             try:
                 if not self.replace_lost():
                     self._tell(
-                        "the coordinator is gone, so lost workers are no longer replaced; was the experiment taken "
-                        "down? What is left ends with: manyhands aws down --name " + self.name
+                        "the coordinator is gone, so lost machines are no longer replaced; was the experiment taken "
+                        f"down? What is left ends with: {self.down_command}"
                     )
                     return
             except Unavailable as error:
@@ -257,7 +260,7 @@ class Fleet:
                 problem = ""
 
     def replace_lost(self) -> bool:
-        """Start as many workers as are missing; returns False, and starts none, if the coordinator is gone.
+        """Start as many machines as are missing; returns False, and starts none, if the coordinator is gone.
 
         Raises:
             Unavailable: AWS has no machine of any type, or does not answer.
@@ -265,48 +268,57 @@ class Fleet:
         launcher = self._launcher
         assert launcher is not None, "up() comes before watch()"
         machines = {one.machine_id: one for one in self.machines()}
-        if not any(one.is_alive for one in machines.values() if one.role == "coordinator"):
+        alive = Counter(one.role for one in machines.values() if one.is_alive)
+        if not alive["coordinator"]:
             return False
-        group = next(one for one in launcher.groups if one.role == "worker")
-        unseen = [
-            machine_id
-            for machine_id, started_at in self._started.items()
+        unseen = Counter(
+            role
+            for machine_id, (role, started_at) in self._started.items()
             if machine_id not in machines and self._now() - started_at < UNSEEN_S
-        ]
-        alive = [one for one in machines.values() if one.role == "worker" and one.is_alive]
-        missing = group.number - len(alive) - len(unseen)
-        self._show(f"{len(alive)} of {counted(group.number, 'worker')} alive; Ctrl-C leaves the machines running")
-        if missing <= 0:
-            return True
-        started, problems = launcher.launch(group, missing)
-        self._note(started)
-        if started:
-            self._tell(f"{counted(missing, 'worker')} lost: started {counted_by_type(started)}")
-        if len(started) < missing:
-            raise Unavailable(f"{counted(missing - len(started), 'worker')} missing: {'; '.join(problems)}")
+        )
+        groups = [one for one in launcher.groups if one.role != "coordinator"]
+        there = ", ".join(f"{alive[one.role]} of {counted(one.number, _noun(one.role))}" for one in groups)
+        self._show(f"{there} alive; Ctrl-C leaves the machines running")
+        lacking = []
+        for group in groups:
+            missing = group.number - alive[group.role] - unseen[group.role]
+            if missing <= 0:
+                continue
+            started, problems = launcher.launch(group, missing)
+            self._note(started)
+            if started:
+                self._tell(f"{counted(missing, _noun(group.role))} missing: started {counted_by_type(started)}")
+            if len(started) < missing:
+                lacking.append(f"{counted(missing - len(started), _noun(group.role))} missing: {'; '.join(problems)}")
+        if lacking:
+            raise Unavailable(", ".join(lacking))
         return True
 
     def _note(self, started: Iterable[Machine]) -> None:
-        self._started |= {one.machine_id: self._now() for one in started}
+        self._started |= {one.machine_id: (one.role, self._now()) for one in started}
 
     # end
 
-    def down(self) -> None:
+    def down(self) -> bool:
         """End everything that has the tags of the experiment, and wait until nothing is left.
 
+        Returns:
+            Whether there was anything; machines that ended a short time ago count.
         Raises:
             Timeout: something is left; the message lists it.
         """
         deadline = self._now() + END_TIMEOUT_S
         told: list[str] = []
+        is_known = False
         while True:
             try:
-                self._end_once()
+                is_known |= self._end_once()
                 left = self.remains()
+                is_known |= bool(left)
             except Unavailable as error:  # as long as machines may run, a bad network is no reason to give up
                 left = [f"unknown ({error})"]
             if not left:
-                return
+                return is_known
             if left != told:
                 self._tell("still there: " + ", ".join(left[:4]) + (f" and {len(left) - 4} more" * (len(left) > 4)))
                 told = left
@@ -315,8 +327,8 @@ class Fleet:
             self._show(f"ending: {counted(len(left), 'resource')} left")
             self._sleep(LOOK_PERIOD_S)
 
-    def _end_once(self) -> None:
-        """Ask AWS to end all that is there; what it refuses now is asked again."""
+    def _end_once(self) -> bool:
+        """Ask AWS to end all that is there; what it refuses now is asked again. Returns whether there was anything."""
         if requests := self._spot_requests():
             with own_words("cancelling spot requests"):
                 self._ec2.cancel_spot_instance_requests(SpotInstanceRequestIds=requests)
@@ -326,14 +338,16 @@ class Fleet:
         doomed += [one for one in self._started if one not in seen]
         self._terminate(doomed)
         if any(state != ENDED for state in seen.values()):
-            return
-        for group in self._security_groups():
+            return True
+        groups = self._security_groups()
+        for group in groups:
             with own_words("deleting the security group"):
                 try:
                     self._ec2.delete_security_group(GroupId=group)
                 except ClientError as error:
                     if code_of(error) not in STILL_USED:
                         raise
+        return bool(requests or machines or groups)
 
     def _terminate(self, machine_ids: Sequence[str]) -> None:
         """End machines. AWS ends none of a list if it refuses one, so a refused list is ended one by one."""
@@ -369,3 +383,7 @@ class Fleet:
     def _is_ours(self, described: Mapping[str, Any]) -> bool:
         """Whether it has exactly our tags, whatever the filters of AWS let through."""
         return tags_of(self.name).items() <= tags_on(described).items()
+
+
+def _noun(role: str) -> str:
+    return "worker" if role == "worker" else f"{role} machine"

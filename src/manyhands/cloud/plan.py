@@ -29,7 +29,13 @@ MAX_USER_DATA_BYTES = 16 * 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", re.ASCII)
 _TYPE = re.compile(r"[a-z0-9-]+\.[a-z0-9-]+", re.ASCII)
 _IMAGE = re.compile(r"ami-[0-9a-f]+", re.ASCII)
-_OURS = ("--run-id", "--initial-peers", "--listen", "--announce", "--client-mode", "--auxiliary", "--start-new")
+_OURS = (
+    "--run-id", "--initial-peers", "--listen", "--announce", "--tunnel", "--client-mode", "--auxiliary", "--start-new"
+)  # fmt: skip
+
+
+class NoAccount(ConfigError):
+    """No account of AWS can be asked: credentials or a region are missing."""
 
 
 def checked_name(name: str) -> str:

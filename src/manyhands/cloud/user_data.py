@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from manyhands.version import __version__
 
+TRAIN_EXTRAS = "s3,tensorboard,web"
+"""All that options of ``manyhands train`` import: a trainer that lacks a package fails for ever, and costs money."""
+
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 BURST_S = 0.01
 MIN_BURST_BYTES = 65_536
@@ -35,7 +38,7 @@ class Program:
     @property
     def requirement(self) -> str:
         """What pip installs."""
-        package = "manyhands[albert]" if self.needs_torch else "manyhands"
+        package = f"manyhands[{TRAIN_EXTRAS}]" if self.needs_torch else "manyhands"
         return f"{package}=={__version__}" if self.source is None else f"{package} @ {self.source}"
 
     def command(self, initial_peers: Sequence[str]) -> str:

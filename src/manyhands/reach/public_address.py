@@ -1,6 +1,6 @@
 """Finds an address at which others can dial a first peer: there is nobody yet who could tell it.
 
-Sources, in this order; all are asked at once, and each has ``SOURCE_TIMEOUT_S``:
+Sources, in this order; all are asked at once, and have ``SOURCE_TIMEOUT_S`` in all:
 
 1. The metadata service of a cloud: a virtual machine has a private address, and a public one leads to it.
 2. The router, by UPnP or NAT-PMP: it also maps the port to this machine, which it would not do by itself.
@@ -10,15 +10,17 @@ Sources, in this order; all are asked at once, and each has ``SOURCE_TIMEOUT_S``
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import ipaddress
 import logging
 import threading
-import urllib.error
+import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import partial
 
 from manyhands.reach.nat_pmp import PortMapping, default_gateway
 
@@ -51,6 +53,9 @@ class PublicAddress:
     release: Callable[[], None] = lambda: None
 
 
+Source = Callable[[], PublicAddress | None]
+
+
 def infer(
     port: int,
     *,
@@ -61,7 +66,7 @@ def infer(
     multicast_interface: str = "",
     gateway: str | None = None,
 ) -> PublicAddress | None:
-    """The best public address that a source knows, within about ``SOURCE_TIMEOUT_S``; None if none does.
+    """The best public address that a source knows, within ``SOURCE_TIMEOUT_S``; None if none does.
 
     Args:
         port: that this peer listens on.
@@ -71,46 +76,49 @@ def infer(
         multicast_interface: IP address of the interface on which the router is searched for; by default, any.
         gateway: IP address of the router for NAT-PMP, empty for none; by default, that of the default route.
     """
-    sources: list[Callable[[], PublicAddress | None]] = [lambda: _from_cloud(port, metadata)]
+    sources = _clouds(port, metadata)
     if maps_port:
         sources.append(
             lambda: _from_router(port, multicast_interface, default_gateway() if gateway is None else gateway)
         )
     if asks_service:
-        sources.append(lambda: _from_service(port, services))
-    waiting = [_begun(source) for source in sources]
-    found = [one() for one in waiting]  # they run side by side, so this takes as long as the slowest
+        sources += [partial(_from_service, port, service) for service in services]
+    deadline = time.monotonic() + SOURCE_TIMEOUT_S
+    waiting = [begun(source, deadline) for source in sources]
+    found = [one() for one in waiting]
     known = [one for one in found if one is not None]
     for unused in known[1:]:
         unused.release()
     return known[0] if known else None
 
 
-def _begun(source: Callable[[], PublicAddress | None]) -> Callable[[], PublicAddress | None]:
-    """Run a source on a thread of its own; returns the function that waits for its answer."""
-    answers: list[PublicAddress | None] = []
-    is_over = threading.Event()
+def begun(source: Source, deadline: float) -> Source:
+    """Run a source on a thread of its own; returns the function that waits for its answer, until the deadline."""
+    answer = Future[PublicAddress | None]()
 
     def run() -> None:
+        found = None
         try:
-            answers.append(source())
+            found = source()
         except Exception as error:  # noqa: BLE001 (routers and proxies answer in many ways)
             logger.debug("a source of this peer's public address failed: %s", error)
-        if is_over.is_set() and answers and answers[0] is not None:
-            answers[0].release()  # too late
-
-    thread = threading.Thread(target=run, daemon=True, name="public address")
-    thread.start()
+        try:
+            answer.set_result(found)
+        except InvalidStateError:  # too late
+            if found is not None:
+                found.release()
 
     def wait() -> PublicAddress | None:
-        thread.join(2 * SOURCE_TIMEOUT_S)  # each step of a source is bounded by itself
-        is_over.set()
-        return answers[0] if answers else None
+        try:
+            return answer.result(max(0.0, deadline - time.monotonic()))
+        except FutureTimeout:
+            return None if answer.cancel() else answer.result()
 
+    threading.Thread(target=run, daemon=True, name="public address").start()
     return wait
 
 
-def _from_cloud(port: int, metadata: str) -> PublicAddress | None:
+def _clouds(port: int, metadata: str) -> list[Source]:
     clouds = {
         "AWS": lambda: _get(f"{metadata}/latest/meta-data/public-ipv4", _aws_headers(metadata)),
         "Google Cloud": lambda: _get(
@@ -129,8 +137,7 @@ def _from_cloud(port: int, metadata: str) -> PublicAddress | None:
         host = _public(get())
         return PublicAddress(host, port, f"the metadata service of {cloud}") if host else None
 
-    waiting = [_begun(lambda cloud=cloud, get=get: ask(cloud, get)) for cloud, get in clouds.items()]  # type: ignore[misc]
-    return next((found for one in waiting if (found := one()) is not None), None)
+    return [partial(ask, cloud, get) for cloud, get in clouds.items()]
 
 
 def _aws_headers(metadata: str) -> dict[str, str]:
@@ -139,8 +146,7 @@ def _aws_headers(metadata: str) -> dict[str, str]:
 
 
 def _from_router(port: int, interface: str, gateway: str) -> PublicAddress | None:
-    if importlib.util.find_spec("miniupnpc") is None:
-        logger.debug("the router is not asked by UPnP: pip install 'manyhands[upnp]'")
+    if not speaks_upnp():
         return _by_nat_pmp(port, gateway)
     import miniupnpc
 
@@ -167,6 +173,11 @@ def _from_router(port: int, interface: str, gateway: str) -> PublicAddress | Non
     return PublicAddress(host, port, "the router, which maps the port to this machine (UPnP)", release=release)
 
 
+def speaks_upnp() -> bool:
+    """Whether the package of the extra ``upnp`` is installed."""
+    return importlib.util.find_spec("miniupnpc") is not None
+
+
 def _by_nat_pmp(port: int, gateway: str) -> PublicAddress | None:
     if not gateway:
         return None
@@ -178,16 +189,9 @@ def _by_nat_pmp(port: int, gateway: str) -> PublicAddress | None:
     return PublicAddress(host, mapping.port, how, release=mapping.release)
 
 
-def _from_service(port: int, services: Sequence[str]) -> PublicAddress | None:
-    for service in services:
-        try:
-            host = _public(_get(service, proxies=True))
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            logger.debug("%s does not say this machine's address: %s", service, error)
-            continue
-        if host:
-            return PublicAddress(host, port, f"the address service {service}", is_open=False)
-    return None
+def _from_service(port: int, service: str) -> PublicAddress | None:
+    host = _public(_get(service, proxies=True))
+    return PublicAddress(host, port, f"the address service {service}", is_open=False) if host else None
 
 
 def _get(url: str, headers: dict[str, str] | None = None, *, method: str = "GET", proxies: bool = False) -> str:

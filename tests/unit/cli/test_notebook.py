@@ -9,12 +9,16 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from manyhands.base.address import Address
+from manyhands.base.ticket import Ticket
 from manyhands.cli.main import run
 from manyhands.cli.notebook_command import CURVES, TEMPLATE, filled
+from manyhands.version import __version__
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "notebooks"
 NOTEBOOKS = ["join.ipynb", "start_a_run.ipynb", "aws.ipynb"]
-ADDRESSES = ["203.0.113.7:31337", "/dns4/x.tcp.ngrok.io/tcp/12345"]
+ADDRESSES = ["93.184.216.34:31337", "/dns4/x.tcp.ngrok.io/tcp/12345"]
+BEGIN = ["notebook", "--run-id", "r", "--initial-peers", ADDRESSES[0]]
 USAGE = 2
 
 
@@ -59,6 +63,56 @@ def test_it_fills_the_fields_in(capsys: pytest.CaptureFixture[str]) -> None:
     assert values["DATASET_URL"] == "https://example.org/index.json"
     assert values["REQUIREMENT"] == 'git+https://example.org/"odd"'
     assert any("[here they are](https://example.org/curves)" in cell.source for cell in notebook.cells)
+
+
+@pytest.fixture
+def is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this package came from PyPI."""
+    monkeypatch.setattr("manyhands.cli.options.own_checkout", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("urls", "extra"),
+    [
+        ([], "data"),  # a volunteer may fill the field in
+        (["https://example.org/index.json"], "data"),
+        (["https://example.org/index.json", "s3://bucket/index.json"], "s3"),
+    ],
+)
+def test_it_installs_this_version_with_what_the_data_needs(
+    urls: list[str], extra: str, is_installed: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*BEGIN, *(["--dataset-url", *urls] if urls else [])]) == 0
+    notebook = nbformat.reads(capsys.readouterr().out, as_version=4)
+    assert values_in(notebook)["REQUIREMENT"] == f"manyhands[{extra}]=={__version__}"
+
+
+def test_a_checkout_cannot_be_installed_by_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(BEGIN) == 0
+    said = capsys.readouterr()
+    assert "which volunteers cannot reach; name an address that pip can: --install 'manyhands[data] @ git" in said.err
+    assert f"installs manyhands[data]=={__version__} from PyPI" in said.err
+    nbformat.reads(said.out, as_version=4)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "warned"),
+    [
+        (["192.168.1.5:31337"], "192.168.1.5 is not a public address: machines outside of your network cannot join"),
+        (["/ip4/127.0.0.1/tcp/31337", "[fd00::1]:31337"], "127.0.0.1, fd00::1 is not a public address"),
+        ([str(Ticket("r", [Address.parse("10.0.0.5:31337")]))], "10.0.0.5 is not a public address"),
+        (["93.184.216.34:31337", "192.168.1.5:31337"], ""),
+        (["example.org:31337"], ""),
+    ],
+)
+def test_addresses_that_nobody_outside_can_dial_are_warned_of(
+    addresses: list[str], warned: str, is_installed: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["notebook", "--run-id", "r", "--initial-peers", *addresses]) == 0
+    said = capsys.readouterr()
+    assert warned in said.err
+    assert bool(said.err) is bool(warned)
+    nbformat.reads(said.out, as_version=4)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from manyhands.base.errors import ConfigError
 from manyhands.cloud.plan import MAX_USER_DATA_BYTES, Experiment, described, groups_of
-from manyhands.cloud.user_data import MIN_BURST_BYTES, Program, shaping, user_data
+from manyhands.cloud.user_data import MIN_BURST_BYTES, TRAIN_EXTRAS, Program, shaping, user_data
+from manyhands.version import __version__
 
 EXPERIMENTS = [
     Experiment(name="x"),
@@ -40,6 +42,7 @@ EXPERIMENTS = [
         ({"image": "ubuntu"}, "--image 'ubuntu' is not an image"),
         ({"cpu_image": "ubuntu"}, "--cpu-image 'ubuntu' is not an image"),
         ({"train_options": ("--run_id=y",)}, "--run-id is set by manyhands aws"),
+        ({"train_options": ("--tunnel", "ngrok")}, "--tunnel is set by manyhands aws"),
         ({"train_options": ("--text", "x" * 20_000)}, "AWS takes 16384"),
     ],
 )
@@ -131,7 +134,32 @@ def test_words_of_the_user_reach_the_trainer_as_they_are(tmp_path: Path) -> None
         "--initial-peers",
         "172.31.0.1:31337",
     ]
-    assert "'manyhands[albert] @ git+https://example.org/it'\"'\"'s.git'" in worker.user_data([])
+    assert f"'manyhands[{TRAIN_EXTRAS}] @ git+https://example.org/it'\"'\"'s.git'" in worker.user_data([])
+
+
+def test_what_a_worker_installs_has_all_that_the_options_of_train_import() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+
+    def packages_of(names: str) -> set[str]:
+        found = set()
+        for requirement in (one for name in names.split(",") for one in extras[name]):
+            own = requirement.partition("manyhands[")[2].rstrip("]")
+            found |= packages_of(own) if own else {re.split("[><=; ]", requirement)[0].lower()}
+        return found
+
+    options = {
+        "--dataset-url https://example.org/index.json": {"torch", "transformers", "aiohttp", "fsspec"},
+        "--dataset-url s3://bucket/index.json": {"s3fs"},
+        "--tensorboard curves": {"tensorboardx"},
+        "--web": {"starlette", "uvicorn", "prometheus_client"},
+    }
+    for words, imported in options.items():
+        worker = groups_of(Experiment(name="x", auxiliary=1, train_options=tuple(words.split())))[-1]
+        installed = worker.program.requirement
+        assert installed == f"manyhands[{TRAIN_EXTRAS}]=={__version__}"
+        assert imported <= packages_of(installed.partition("[")[2].partition("]")[0])
 
 
 def test_workers_in_client_mode_are_shaped_and_announce_nothing() -> None:
