@@ -9,7 +9,7 @@ from pathlib import Path
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
 from manyhands.cli.demo.child import Child
 from manyhands.cli.demo.tally import Tally, TrainerTally
-from manyhands.cli.demo.view import View
+from manyhands.cli.demo.view import DemoView
 from manyhands.cli.output.event_file import EventFollower
 from manyhands.monitor.events import Event as MonitorEvent
 from manyhands.recipes.albert.events import Event as TrainerEvent
@@ -44,7 +44,7 @@ class Story:
         self,
         children: list[Child],
         folder: Path,
-        view: View,
+        view: DemoView,
         *,
         num_peers: int,
         num_steps: int,

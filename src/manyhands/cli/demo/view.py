@@ -19,7 +19,7 @@ from manyhands.cli.demo.tally import Summary, Tally, TrainerTally
 SHOWN_LINES = 8
 
 
-class View(Protocol):
+class DemoView(Protocol):
     """Output of the demo."""
 
     def say(self, who: str, line: str) -> None:
@@ -28,7 +28,7 @@ class View(Protocol):
     def refresh(self, tally: Tally) -> None:
         """Show the state of the run."""
 
-    def __enter__(self) -> View: ...
+    def __enter__(self) -> DemoView: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
