@@ -158,7 +158,7 @@ def test_a_file_is_looked_for_in_the_checkpoint_alone(tmp_path: Path) -> None:
         ({"target_batch_size": 32}, "target_batch_size is 32 here, 64 in the checkpoint"),
         ({"optimizer": "SGD"}, "optimizer is 'SGD' here, 'AdamW' in the checkpoint"),
         ({"extra": {"tokenizer": "xyz"}}, "tokenizer is xyz here, abc in the checkpoint"),
-        ({"extra": {"tokenizer": "abc", "layers": "4"}}, "layers is 4 here, None in the checkpoint"),
+        ({"extra": {"tokenizer": "abc", "layers": "4"}}, "layers is 4 here, not set in the checkpoint"),
         (
             {"tensors": [ParameterSpec("weight", (4, 3), "float32")]},
             r"tensor weight has shape \[4, 3\] here, \[4, 2\] in the checkpoint",
