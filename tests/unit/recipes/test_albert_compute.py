@@ -33,6 +33,14 @@ def test_the_cpu_computes_in_float32() -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
 
 
+@pytest.mark.parametrize(("precision", "num_warnings"), [("auto", 0), ("float32", 0), ("bfloat16", 0), ("float16", 1)])
+def test_float16_on_a_cpu_is_warned_of(precision, num_warnings, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "manyhands")
+    Compute("cpu", precision).log_choice()
+    assert "Computing on cpu in" in caplog.text
+    assert caplog.text.count("leave out --precision (--fp16)") == num_warnings
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype"),
     [((6, 1), torch.float32), ((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)],

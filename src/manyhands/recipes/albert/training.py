@@ -75,7 +75,7 @@ class AlbertTrainer:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._compute = Compute(settings.device, settings.precision)
-        logger.info("Computing on %s", self._compute)
+        self._compute.log_choice()
         if settings.device == "auto" and (num_gpus := self._compute.num_idle_gpus()) and num_ranks() == 1:
             logger.info(
                 "%s of this machine will be idle. For all of them, as one peer: torchrun --standalone "
