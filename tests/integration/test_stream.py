@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -255,6 +257,27 @@ def test_verify_says_what_is_wrong(
     assert "train-00001-of-00004.arrow" in line
     assert "it is another file than was described" in line
     assert run(["data", "verify", str(tmp_path)]) == 2
+
+
+def test_verify_of_a_whole_folder_finds_a_changed_byte_of_the_samples_and_of_the_shards(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, shard = tmp_path / "data", "train-00001-of-00004.arrow"
+    shutil.copytree(shards.parent, folder)
+    assert run(["data", "verify", str(folder)]) == 0
+    capsys.readouterr()
+    for path in (next((folder / "albert_tokenized_wikitext" / "train").glob("*.arrow")), folder / "shards" / shard):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert run(["data", "verify", str(folder)]) == 1
+    of_samples, of_shards = capsys.readouterr().out.splitlines()
+    assert "data-00000-of-00001.arrow has another SHA-256 than manyhands.json says" in of_samples
+    assert f"{shard} has another SHA-256 than index.json says" in of_shards
+    about = folder / "manyhands.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"sha256": {}}))
+    assert run(["data", "verify", str(folder)]) == 1
+    assert "manyhands.json has no SHA-256 of the samples" in capsys.readouterr().out
 
 
 def test_an_index_cannot_name_files_elsewhere(shards: Path) -> None:

@@ -53,7 +53,7 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
 def verify(
     place: Annotated[str, Parameter(help="Folder with an index.json or manyhands.json, or an address.")], /
 ) -> int:
-    """Check the sizes and SHA-256 of shards against their index.
+    """Check the SHA-256 of shards and samples.
 
     Shards at an address are downloaded first. Prints a line for each problem; the
     exit code is 1 if there is one. For example:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import NUM_PAIR_TOKENS, AlbertRecipe
 from manyhands.recipes.albert.data.pairs import StoredSample
@@ -43,6 +44,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: its digest.
         source: origin of the text.
         num_samples: of each split.
+        sha256: of each file of samples, by its path in their folder, with ``/``.
     """
 
     format: int
@@ -53,6 +55,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     splitter: str
     seed: int
     num_samples: dict[str, int]
+    sha256: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
     """
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path} (dataset_path); make the data with: {PREPARE}")
-    about = _read_about(path.parent / ABOUT)
+    about = read_about(path.parent / ABOUT)
     training, validation = (SampleFiles(_files(path / split)) for split in (TRAINING, VALIDATION))
     backend = read_tokenizer(tokenizer) if tokenizer is not None else None
     digest = digest_of_json(backend.to_str()) if backend is not None else None
@@ -186,8 +189,17 @@ def _check_about(path: Path, about: About, splits: Mapping[str, Sequence[StoredS
             )
 
 
-def _read_about(path: Path) -> About | None:
-    """The description of the data; None if there is none."""
+def sample_digests(samples: Path) -> dict[str, str]:
+    """The SHA-256 of each file of samples, as :attr:`About.sha256`."""
+    return {path.relative_to(samples).as_posix(): sha256_of(path) for path in sorted(samples.rglob("*.arrow"))}
+
+
+def read_about(path: Path) -> About | None:
+    """The description of the data; None if there is none.
+
+    Raises:
+        ConfigError: it is damaged, or of another format.
+    """
     try:
         found = path.read_bytes()
     except FileNotFoundError:

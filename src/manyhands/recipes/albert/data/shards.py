@@ -22,6 +22,8 @@ from manyhands.recipes.albert.data.sample_files import SampleFiles, SampleWriter
 from manyhands.recipes.albert.data.tokenizer_file import FILE
 
 INDEX = "index.json"
+SHARDS = "shards"
+"""Name of the folder, beside the samples that were split."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
