@@ -209,6 +209,8 @@ class AlbertTrainer:
             num_steps=counts.rounds_committed + counts.steps_alone,
             samples_used=counts.samples_used,
             samples_of_all=counts.samples_of_all,
+            samples_lost=self._optimizer.samples_accumulated,
+            is_alone=self._optimizer.health.alone_s is not None,
             first_loss=_mean(losses) if losses else self._first_loss,
             last_loss=_mean(losses) if losses else self._last_loss,
             heldout=self._compare_heldout(),
