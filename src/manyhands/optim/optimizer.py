@@ -356,6 +356,8 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
+        if advice := self._advice.after_batch(samples, self._options.target_batch_size):
+            logger.warning("%s", advice)
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
         self._speed.count(samples, self.peer.time())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
