@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -286,6 +287,24 @@ def test_an_index_cannot_name_files_elsewhere(shards: Path) -> None:
     for name in ("../train", ".hidden", "/etc/passwd"):
         with pytest.raises(ConfigError, match="names an invalid file"):
             read_index(good.replace(b'"tokenizer.json"', f'"{name}"'.encode()))
+
+
+def test_a_path_of_shards_is_answered_with_their_address(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my data" / "shards"
+    shutil.copytree(shards, folder)
+    monkeypatch.chdir(tmp_path)
+    for option, given in (
+        ("--dataset-path", "my data/shards"), ("--dataset-url", "my data/shards"),
+        ("--dataset-url", "my data/shards/index.json"), ("--dataset-url", str(folder)),
+    ):  # fmt: skip
+        assert run(["train", "--run-id", "x", option, given]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        url = shlex.split(line)[-1]
+        assert url == f"file://{folder}/index.json"
+        index = HostedData([url], tmp_path / "cache", 10**9).index
+        assert index == read_index((shards / "index.json").read_bytes())
 
 
 def test_the_address_of_a_folder_is_that_of_its_index() -> None:

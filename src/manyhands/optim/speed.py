@@ -40,8 +40,8 @@ class SpeedMeter:
 
 
 class Advice:
-    """Advises once to raise the target, when the run has averaged for longer than it computed in several steps; and once
-    when a batch of this peer is larger than the target."""
+    """Advises once to raise the target, when the run has averaged for longer than it computed in several steps; and
+    once when a batch of this peer is larger than the target."""
 
     def __init__(self, target_batch_size: int) -> None:
         self._target_batch_size = target_batch_size

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ FORMAT = 1
 
 DEFAULT_FOLDER = Path("data")
 SAMPLES, TOKENIZER, ABOUT = "albert_tokenized_wikitext", "tokenizer", "manyhands.json"
+SHARDS, INDEX = "shards", "index.json"
 """Names in the folder."""
 TRAINING, VALIDATION = "train", "validation"
 
@@ -127,8 +129,10 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
     """Open a folder with samples.
 
     Raises:
-        ConfigError: it is missing, damaged or truncated, or was made with another tokenizer.
+        ConfigError: it is missing, damaged or truncated, or was made with another tokenizer; or it has shards.
     """
+    if (path / INDEX).is_file():
+        raise ConfigError(f"{path} has shards, which are given as an address: --dataset-url {address_of(path)}")
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path} (dataset_path); make the data with: {PREPARE}")
     about = read_about(path.parent / ABOUT)
@@ -155,6 +159,11 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
     if prepared.vocabulary is not None:
         check_samples(prepared, prepared.vocabulary)
     return prepared
+
+
+def address_of(shards: Path) -> str:
+    """The address of the index of shards on this machine, for a shell."""
+    return shlex.quote(f"file://{(shards / INDEX).absolute()}")
 
 
 def check_samples(prepared: Prepared, vocabulary: Vocabulary) -> None:

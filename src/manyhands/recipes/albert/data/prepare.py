@@ -35,6 +35,7 @@ from manyhands.recipes.albert.data.dataset import (
     DEFAULT_FOLDER,
     FORMAT,
     SAMPLES,
+    SHARDS,
     TOKENIZER,
     TRAINING,
     VALIDATION,
@@ -45,7 +46,7 @@ from manyhands.recipes.albert.data.pair_maker import Chunk, Document, PairMaker,
 from manyhands.recipes.albert.data.pairs import Pair, encoded
 from manyhands.recipes.albert.data.preparation import Preparation
 from manyhands.recipes.albert.data.sample_files import SampleFiles, SampleWriter
-from manyhands.recipes.albert.data.shards import SHARDS, write_shards
+from manyhands.recipes.albert.data.shards import write_shards
 from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_json, train_tokenizer, wrapped
 from manyhands.recipes.albert.data.tokenizer_file import FILE, backend_from_json, read_tokenizer, vocabulary_of
 from manyhands.recipes.albert.packages import transformers

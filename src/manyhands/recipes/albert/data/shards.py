@@ -17,13 +17,9 @@ from pathlib import Path
 import msgspec
 
 from manyhands.base.digests import sha256_of
-from manyhands.recipes.albert.data.dataset import TRAINING, VALIDATION, About
+from manyhands.recipes.albert.data.dataset import INDEX, TRAINING, VALIDATION, About
 from manyhands.recipes.albert.data.sample_files import SampleFiles, SampleWriter
 from manyhands.recipes.albert.data.tokenizer_file import FILE
-
-INDEX = "index.json"
-SHARDS = "shards"
-"""Name of the folder, beside the samples that were split."""
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,13 +10,15 @@ from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.data.dataset import (
     ABOUT,
+    INDEX,
     SAMPLES,
+    SHARDS,
     TOKENIZER,
     open_prepared,
     read_about,
     sample_digests,
 )
-from manyhands.recipes.albert.data.shards import INDEX, SHARDS, Index
+from manyhands.recipes.albert.data.shards import Index
 
 
 def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str]:
