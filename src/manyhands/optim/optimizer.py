@@ -487,7 +487,10 @@ class Optimizer(OptimizerWrapper):
         self._num_failures += 1
         self.last_failure = Failure(self._replica.position.step + 1, str(error))
         waiting = self._samples.waiting
-        logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, waiting)
+        level = logging.INFO if self._collaboration.tracker.reader.last_said_goodbye else logging.WARNING
+        logger.log(
+            level, "Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, waiting
+        )
         if self._num_failures % FAILURES_UNTIL_ADVICE == 0:
             logger.warning(
                 "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
