@@ -114,6 +114,9 @@ def _device_named(name: str) -> torch.device:
 def _checked(name: str) -> torch.device:
     try:
         device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; write cpu, cuda, cuda:1 or mps") from error
+    try:
         torch.ones(1, device=device).add_(1).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on how torch was built
         reason = str(error).strip().partition("\n")[0]

@@ -147,7 +147,9 @@ class AlbertTrainer:
         share = recipe.target_batch_size // (num_batches * self._settings.gradient_accumulation_steps)
         limit = min(max(1, share), len(samples.training))
         fitting = FittingBatchSize(seconds_for, limit)
-        logger.info("A short trial chose %d samples for each batch (--batch-size overrides it)", fitting.size)
+        logger.info(
+            "A short trial chose %s for each batch (--batch-size overrides it)", counted(fitting.size, "sample")
+        )
         return fitting
 
     @property

@@ -206,8 +206,8 @@ class Mirrors:
 def no_data(reasons: object) -> ConfigError:
     """The error when no address has the data."""
     return ConfigError(
-        f"the data cannot be fetched (--dataset-url): {reasons}. Check the address and whether it is "
-        "served: manyhands data serve FOLDER prints the line"
+        f"the data cannot be fetched: {reasons}. Check the address and whether it is served: manyhands data serve "
+        "FOLDER prints the line"
     )
 
 
