@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from manyhands.base.errors import ManyhandsError
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
@@ -212,13 +213,19 @@ class AlbertTrainer:
             samples_used=counts.samples_used,
             samples_of_all=counts.samples_of_all,
             samples_lost=self._optimizer.samples_accumulated,
-            is_alone=self._optimizer.health.alone_s is not None,
+            is_alone=self._is_alone(),
             first_loss=_mean(losses) if losses else self._first_loss,
             last_loss=_mean(losses) if losses else self._last_loss,
             heldout=self._compare_heldout(),
             folder=folder.path if folder is not None else None,
             checkpoint=folder.newest_path() if folder is not None else None,
         )
+
+    def _is_alone(self) -> bool:
+        try:
+            return self._optimizer.health.alone_s is not None
+        except ManyhandsError:  # the summary is shown in any case
+            return False
 
     def _compare_heldout(self) -> HeldoutLosses | None:
         try:
