@@ -132,3 +132,40 @@ def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_whe
         assert shown() == 4
         assert "restarted" not in [event.kind for event in events if isinstance(event, Happened)]
         assert {event.step for event in events if isinstance(event, StepMade)} == {3, 4}
+
+
+def test_what_was_published_before_the_run_went_back_does_not_count_in_the_steps_made_since() -> None:
+    events: list[Event] = []
+
+    def told(kind: Any) -> list[Any]:
+        return [event for event in events if isinstance(event, kind)]
+
+    with (
+        Peer(listen=[LOOPBACK]) as here,
+        Peer(here.addresses, listen=[LOOPBACK]) as trainer,
+        Peer(here.addresses, listen=[LOOPBACK]) as volunteer,
+    ):
+        monitor = RunMonitor(here, "run", events.append, refresh_s=0.5)
+        here.run(monitor.start(), 5.0, "starting")
+
+        def says(peer: Peer, step: int, lineage: bytes, loss: float) -> None:
+            record = ProgressRecord(Position(step, lineage), 8, 2.5, 64, False, peer.addresses, 60.0)
+            plain = msgspec.to_builtins(record, builtin_types=(bytes,))
+            peer.store(progress_key("run"), plain, ttl_s=60, subkey=peer.peer_id)
+            metrics = MetricsRecord(step, 1.5, 64, loss, 4)
+            peer.run(publish_metrics(peer.dht, peer.peer_id, "run", metrics), 5.0, "publishing")
+            held = HeldoutRecord(step, loss, 0.25, 0.5, 64)
+            peer.run(publish_metrics(peer.dht, peer.peer_id, "run", held), 5.0, "publishing")
+
+        says(volunteer, 3, b"x3", 16.0)
+        wait_until(lambda: len(told(StepMade)) == 1 and told(HeldoutSeen))
+        volunteer.store(progress_key("run"), GOODBYE, ttl_s=60, subkey=volunteer.peer_id)
+        says(trainer, 9, b"x9", 8.0)
+        wait_until(lambda: [event.step for event in told(StepMade)] == [3, 9] and len(told(HeldoutSeen)) == 2)
+
+        says(trainer, 2, b"z2", 20.0)  # it was started anew, with an older checkpoint
+        wait_until(lambda: "restarted" in [event.kind for event in told(Happened)])
+        says(trainer, 4, b"z4", 12.0)
+        wait_until(lambda: told(StepMade)[-1].step == 4 and told(HeldoutSeen)[-1].step == 4)
+        assert {(event.step, event.loss) for event in told(StepMade)[2:]} <= {(2, 5.0), (4, 3.0)}
+        assert {event.step for event in told(HeldoutSeen)[2:]} <= {2, 4}

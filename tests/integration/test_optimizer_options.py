@@ -73,6 +73,20 @@ def test_the_target_reaches_the_tracker_and_the_lead_what_looks_ahead() -> None:
         assert (collaboration.tracker.target_batch_size, collaboration.step_rounds._look_ahead._lead) == (48, 8)
 
 
+@pytest.mark.parametrize("local_steps", [None, manyhands.LocalSteps(fragments=4)])
+def test_a_batch_that_is_larger_than_the_target_is_warned_of_whatever_a_fragment_has_of_it(
+    local_steps: manyhands.LocalSteps | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with peers(1) as (peer,):
+        optimizer = make(peer, local_steps=local_steps)
+        for batch_size, num_warnings in ((64, 0), (65, 1), (66, 1)):
+            loss = sum(parameter.sum() for group in optimizer.param_groups for parameter in group["params"])
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step(batch_size=batch_size)
+            assert caplog.text.count("is larger than target_batch_size=64") == num_warnings
+
+
 def test_auxiliary_peers_are_seen_and_count_for_no_trainer() -> None:
     """They once published nothing; but those who cannot be dialled must know where to dial them."""
     with peers(2) as (one, two):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
+import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -229,7 +232,8 @@ def test_a_trainer_whose_data_cannot_be_had_says_so_before_it_begins(
 def test_each_address_that_does_not_answer_is_named_with_its_reason(tmp_path: Path) -> None:
     urls = ["http://127.0.0.1:9/index.json", (tmp_path / "none").as_uri()]
     before = time.monotonic()
-    with pytest.raises(ConfigError, match=r"127.0.0.1:9/index.json: .*none/index.json: ") as raised:
+    refused = r"^the data cannot be fetched: http://127.0.0.1:9/index.json: Connection refused; .*none/index.json: "
+    with pytest.raises(ConfigError, match=refused) as raised:
         HostedData(urls, tmp_path / "cache", 10**9)
     assert time.monotonic() - before < 30
     assert "\n" not in str(raised.value)
@@ -257,12 +261,51 @@ def test_verify_says_what_is_wrong(
     assert run(["data", "verify", str(tmp_path)]) == 2
 
 
+def test_verify_of_a_whole_folder_finds_a_changed_byte_of_the_samples_and_of_the_shards(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, shard = tmp_path / "data", "train-00001-of-00004.arrow"
+    shutil.copytree(shards.parent, folder)
+    assert run(["data", "verify", str(folder)]) == 0
+    capsys.readouterr()
+    for path in (next((folder / "albert_tokenized_wikitext" / "train").glob("*.arrow")), folder / "shards" / shard):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert run(["data", "verify", str(folder)]) == 1
+    of_samples, of_shards = capsys.readouterr().out.splitlines()
+    assert "data-00000-of-00001.arrow has another SHA-256 than manyhands.json says" in of_samples
+    assert f"{shard} has another SHA-256 than index.json says" in of_shards
+    about = folder / "manyhands.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"sha256": {}}))
+    assert run(["data", "verify", str(folder)]) == 1
+    assert "manyhands.json has no SHA-256 of the samples" in capsys.readouterr().out
+
+
 def test_an_index_cannot_name_files_elsewhere(shards: Path) -> None:
     good = (shards / "index.json").read_bytes()
     assert len(files_of(read_index(good))) == NUM_SHARDS + 2
     for name in ("../train", ".hidden", "/etc/passwd"):
         with pytest.raises(ConfigError, match="names an invalid file"):
             read_index(good.replace(b'"tokenizer.json"', f'"{name}"'.encode()))
+
+
+def test_a_path_of_shards_is_answered_with_their_address(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my data" / "shards"
+    shutil.copytree(shards, folder)
+    monkeypatch.chdir(tmp_path)
+    for option, given in (
+        ("--dataset-path", "my data/shards"), ("--dataset-url", "my data/shards"),
+        ("--dataset-url", "my data/shards/index.json"), ("--dataset-url", str(folder)),
+    ):  # fmt: skip
+        assert run(["train", "--run-id", "x", option, given]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        url = shlex.split(line)[-1]
+        assert url == f"file://{folder}/index.json"
+        index = HostedData([url], tmp_path / "cache", 10**9).index
+        assert index == read_index((shards / "index.json").read_bytes())
 
 
 def test_the_address_of_a_folder_is_that_of_its_index() -> None:

@@ -81,6 +81,22 @@ def test_a_text_that_cannot_be_trained_on(text: bytes, message: str, tmp_path: P
     assert len(output.strip().splitlines()) == 1, output
 
 
+@pytest.mark.parametrize(
+    "command", [["train", "--run-id", "r"], ["join", "127.0.0.1:9"], ["evaluate", "--initial-peers", "127.0.0.1:9"]]
+)
+def test_a_text_that_is_too_short_is_told_before_anything_is_started(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "text.txt"
+    path.write_text("One short sentence. And another one.\n" * 10)
+    code, output = called(*command, "--text", str(path))
+    assert (code, len(output.strip().splitlines())) == (USAGE, 1)
+    assert "the text is too short: it has 350 characters" in output
+    assert "give more text" in output
+    assert [entry.name for entry in tmp_path.iterdir()] == ["text.txt"]
+
+
 def test_a_taken_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -55,6 +55,27 @@ def test_with_two_peers(name: str) -> None:
 
 
 @pytest.mark.long
+def test_the_program_on_the_page_runs_until_somebody_has_typed_its_line_and_ends_quietly(tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "docs" / "start" / "your-model.md").read_text()
+    (tmp_path / "train.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    first = Command(["train.py"], module=None, folder=tmp_path)
+    second = None
+    try:
+        addresses = first.wait_for("others join with").split("train.py ")[1].split()
+        first.wait_for("step 3, ")
+        second = Command(["train.py", *addresses], module=None, folder=tmp_path)
+        second.wait_for("peers 2, loss")
+        second.interrupt()
+        assert second.wait(60) == 0
+        assert "Traceback" not in second.output
+        first.wait_for("peers 1, loss")
+    finally:
+        first.close()
+        if second is not None:
+            second.close()
+
+
+@pytest.mark.long
 def test_a_run_is_evaluated_by_a_peer_that_is_not_in_it() -> None:
     trainer = start("quickstart.py")
     evaluator = None

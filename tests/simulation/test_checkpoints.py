@@ -208,6 +208,30 @@ def test_two_peers_that_resume_go_on_as_one_run(local_steps: LocalSteps | None, 
     assert before.members["p0"].optimizer.state_digest() != after.members["p0"].optimizer.state_digest()
 
 
+@pytest.mark.parametrize("has_older", [True, False])
+def test_a_state_of_the_others_that_is_newer_than_the_checkpoint_is_saved_at_the_end(
+    has_older: bool, tmp_path: Path
+) -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    if has_older:
+
+        def begin(member: Member) -> None:
+            with Checkpoints(tmp_path, member.optimizer, member.model) as checkpoints:
+                steps_of(member, range(2), checkpoints)
+
+        alone(begin)
+
+    def join(member: Member) -> None:
+        steps_of(member, range(3))  # in place of loading the state of others at step 3
+        with Checkpoints(tmp_path, member.optimizer, member.model, every=2) as checkpoints:
+            assert not checkpoints.resume()
+            checkpoints.save_if_due()
+            assert not (tmp_path / "checkpoint-3").exists(), "not at once: it may be the first step of many"
+
+    alone(join)
+    assert (tmp_path / "checkpoint-3").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

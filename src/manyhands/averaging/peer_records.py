@@ -62,7 +62,11 @@ S = TypeVar("S", bound=SeenRecord[PeerRecord])
 
 
 class RecordReader(ABC, Generic[R, S]):
-    """The records of the other peers of a run, as last read. Lives on the network thread."""
+    """The records of the other peers of a run, as last read. Lives on the network thread.
+
+    Attributes:
+        last_said_goodbye: whether none of the other peers is left, and the last one left on purpose.
+    """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, key: str, schema: Schema) -> None:
         self._endpoint = endpoint
@@ -74,6 +78,7 @@ class RecordReader(ABC, Generic[R, S]):
         self._observed: Mapping[PeerId, S] = {}
         self._observed_until = -math.inf  # loop time
         self._version = 0
+        self.last_said_goodbye = False
 
     @abstractmethod
     def _seen_as(self, known: S | None, record: R, stored: StoredValue, now: float) -> S | None:
@@ -135,6 +140,8 @@ class RecordReader(ABC, Generic[R, S]):
         if record == GOODBYE:  # however it was encoded
             self._seen.pop(peer_id, None)
             self._note_change()
+            if known is not None:
+                self.last_said_goodbye = not self.observed()
         elif (seen := self._seen_as(known, record, stored, now)) is not None:
             self._keep(peer_id, seen)
             if known is None or known.record.addresses != record.addresses:
@@ -149,6 +156,7 @@ class RecordReader(ABC, Generic[R, S]):
 
     def _keep(self, peer_id: PeerId, seen: S) -> None:
         self._seen[peer_id] = seen
+        self.last_said_goodbye = False
         self._note_change()
 
     def _note_change(self) -> None:

@@ -116,9 +116,11 @@ class Checkpoints:
             ConfigError: the checkpoint was made with another model or other settings, or none can be loaded.
         """
         here = self._optimizer.global_step
+        self._saved_step = 0
         for checkpoint in self._folder.newest(self._optimizer.manifest):
             if checkpoint.global_step <= here:
                 logger.info("The run is at global step %d; %s is not needed", here, checkpoint.path)
+                self._saved_step = checkpoint.global_step
                 return False
             try:
                 self._load(checkpoint.path)
@@ -138,7 +140,7 @@ class Checkpoints:
             self._save()
 
     def close(self) -> None:
-        """Save if there were global steps since the last checkpoint, and unlock the folder. Close the peer after it."""
+        """Save if the run is further than the last checkpoint, and unlock the folder. Close the peer after it."""
         try:
             self._save()
         finally:

@@ -18,6 +18,7 @@ from manyhands.checkpoints.checkpoint_dir import (
     read_about,
 )
 from manyhands.optim.manifest import RunManifest
+from manyhands.recipes.albert.adoption import is_recipe
 
 checkpoint = App(name="checkpoint", help="Look at checkpoints, check them, and take the model out.")
 
@@ -104,10 +105,17 @@ def _lines_of(run: RunManifest) -> list[tuple[str, str]]:
         ("model", f"{num_parameters:,} parameters in {counted(len(run.tensors), 'tensor')}, {len(run.frozen)} frozen"),
         ("optimizer", f"{run.optimizer}, {counted(len(groups), 'parameter group')}"),
         *(("", group) for group in groups),
-        ("schedule", run.scheduler or "none"),
+        ("schedule", _schedule_of(run)),
         ("batch", f"{run.target_batch_size} samples of all peers"),
         ("settings", ", ".join(f"{name} {value}" for name, value in sorted(run.extra.items())) or "none"),
     ]
+
+
+def _schedule_of(run: RunManifest) -> str:
+    warmup, total = run.extra.get("warmup_steps"), run.extra.get("total_steps")
+    if is_recipe(run.extra) and warmup and total:
+        return f"linear: warm-up of {warmup} steps, {total} in all"
+    return run.scheduler or "none"
 
 
 def _printable(text: str) -> str:

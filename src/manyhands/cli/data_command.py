@@ -29,6 +29,7 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
     """
     settings = settings or Preparation()
     require_albert()
+    from manyhands.recipes.albert.data.dataset import SHARDS, address_of
     from manyhands.recipes.albert.data.prepare import prepare as make  # imports torch, which takes seconds
 
     result = make(settings)
@@ -39,7 +40,8 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
         f"Tokenizer of {about.vocab_size} tokens: {about.tokenizer}",
     ]
     if settings.shards is not None:
-        lines.append(f"Shards: {result.folder / 'shards'}")
+        shards = result.folder / SHARDS
+        lines.append(f"Shards: {shards}; on this machine: manyhands train --dataset-url {address_of(shards)}")
     if settings.archive is not None:
         packed = "" if settings.archive.suffix == ".tar" else "z"
         lines += [
@@ -53,7 +55,7 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
 def verify(
     place: Annotated[str, Parameter(help="Folder with an index.json or manyhands.json, or an address.")], /
 ) -> int:
-    """Check the sizes and SHA-256 of shards against their index.
+    """Check the SHA-256 of shards and samples.
 
     Shards at an address are downloaded first. Prints a line for each problem; the
     exit code is 1 if there is one. For example:

@@ -17,7 +17,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import found_data, require_albert
 from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe
-from manyhands.recipes.albert.data.corpus import load_documents
+from manyhands.recipes.albert.data.corpus import check_text
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def evaluate(
     own = {name: getattr(evaluation, name) for name in OWN_SETTINGS if hasattr(evaluation, name)}
     given = found_data(own | {"batch_size": 1}, output)
     if evaluation.text:
-        load_documents(evaluation.text)  # report an unreadable file at once
+        check_text(evaluation.text)
     elif given.get("dataset_url"):
         from manyhands.recipes.albert.data.stream import fetch_index
 

@@ -32,7 +32,7 @@ from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_recipe
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data import given as given_data
-from manyhands.recipes.albert.data.corpus import load_documents
+from manyhands.recipes.albert.data.corpus import check_text
 from manyhands.recipes.albert.memory import check_memory
 from manyhands.recipes.albert.settings import TrainingSettings, own_rank
 from manyhands.state_dir import StateDir
@@ -59,7 +59,7 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
         raise ConfigError("--auxiliary helps a run that is there: name one of its peers, --initial-peers ADDRESS")
     require_albert()
     if text := given.get("text"):  # Python's own documentation needs no check
-        load_documents(text)
+        check_text(text)
     given_data.settings_of(given)
     if given.get("dataset_path") and not given.get("tokenizer") and not network.initial_peers:
         raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from manyhands.base.errors import ConfigError, ManyhandsError
@@ -133,6 +133,8 @@ class RunMonitor:
         self._trainers_seen: dict[PeerId, float] = {}  # when last seen, also of those that have left
         self._leading_step = -1
         self._heldout_step = -1
+        self._read: set[tuple[PeerId, MetricsRecord | HeldoutRecord]] = set()  # at the last look
+        self._stale = self._read  # published before the run went back to an earlier step
         self._last_progress: Progress | None = None
         self._progress: Progress | None = None  # of the last look
         self._target = 0
@@ -219,7 +221,7 @@ class RunMonitor:
             self._last_progress = progress
         if leading.step + 1 < self._steps.newest_step:  # the run was begun anew, or resumed from a checkpoint
             self._painter.restarted(self._steps.newest_step, leading.step, self._peer.presence.wall_clock())
-            self._steps, self._heldout_step = CompleteSteps(), -1
+            self._steps, self._heldout_step, self._stale = CompleteSteps(), -1, self._read
         self._leading_step = leading.step
         await self._report_what_was_learnt(trainers)
         return min(delay_s, SETTLED_S) if self._steps.is_waiting else delay_s
@@ -245,8 +247,11 @@ class RunMonitor:
 
     async def _report_what_was_learnt(self, trainers: Collection[PeerId]) -> None:
         if self._leading_step >= 0:  # otherwise no trainer has been seen yet
-            await self._report_steps(trainers)
-            await self._report_heldout()
+            metrics = await read_metrics(self._peer.dht, self._run_id, MetricsRecord)
+            measured = await read_metrics(self._peer.dht, self._run_id, HeldoutRecord)
+            self._read = {*metrics.items(), *measured.items()}
+            self._report_steps(dict(metrics.items() - self._stale), trainers)
+            self._report_heldout(dict(measured.items() - self._stale))
 
     async def _paint(self) -> None:
         """Make a picture of the last look, and show it; in a crowd less often, as each takes longer."""
@@ -272,8 +277,7 @@ class RunMonitor:
         for happened in events:
             self._on_event(happened)
 
-    async def _report_steps(self, trainers: Collection[PeerId]) -> None:
-        metrics = await read_metrics(self._peer.dht, self._run_id, MetricsRecord)
+    def _report_steps(self, metrics: Mapping[PeerId, MetricsRecord], trainers: Collection[PeerId]) -> None:
         now = asyncio.get_running_loop().time()
         self._trainers_seen |= dict.fromkeys(trainers, now)
         self._trainers_seen = {peer_id: at for peer_id, at in self._trainers_seen.items() if now - at < TTL_S}
@@ -287,9 +291,8 @@ class RunMonitor:
             self._on_event(made)
             self._painter.made.append(made)
 
-    async def _report_heldout(self) -> None:
+    def _report_heldout(self, measured: Mapping[PeerId, HeldoutRecord]) -> None:
         """Report the measurements of evaluators; of several for one step, the first counts."""
-        measured = await read_metrics(self._peer.dht, self._run_id, HeldoutRecord)
         for record in sorted(measured.values(), key=lambda record: record.step):
             if self._heldout_step < record.step <= self._leading_step:
                 self._heldout_step = record.step

@@ -82,12 +82,14 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         step: the last global step that it has made or loaded.
         publish_failures: consecutive failures to publish its progress.
         alone_s: seconds since another peer of the run was seen; None if one is there.
+        last_said_goodbye: whether the last other peer left on purpose.
         clock_offset_s: how far its clock is ahead of the median of some others; None if no peer has answered.
     """
 
     step: int
     publish_failures: int = 0
     alone_s: float | None = None
+    last_said_goodbye: bool = False
     clock_offset_s: float | None = None
 
     def faults(self) -> dict[str, str]:
@@ -129,7 +131,8 @@ class HealthLog:
     def tell(self, health: Health) -> None:
         faults = health.faults()
         for field in faults.keys() - self._told:
-            logger.warning("%s", faults[field])
+            is_normal = field == "alone_s" and health.last_said_goodbye
+            logger.log(logging.INFO if is_normal else logging.WARNING, "%s", faults[field])
         for field in sorted(self._told - faults.keys()):
             logger.info("%s", RECOVERED[field])
         self._told = set(faults)

@@ -366,6 +366,8 @@ class Optimizer(OptimizerWrapper):
             return False
         if self._must_check_target:
             self._check_target(samples)
+        if advice := self._advice.after_batch(samples, self._options.target_batch_size):
+            logger.warning("%s", advice)
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
         self._speed.count(samples, self.peer.time())
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
@@ -504,7 +506,10 @@ class Optimizer(OptimizerWrapper):
         self._num_failures += 1
         self.last_failure = Failure(self._replica.position.step + 1, str(error))
         waiting = self._samples.waiting
-        logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, waiting)
+        level = logging.INFO if self._collaboration.tracker.reader.last_said_goodbye else logging.WARNING
+        logger.log(
+            level, "Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, waiting
+        )
         if self._num_failures % FAILURES_UNTIL_ADVICE == 0:
             logger.warning(
                 "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "

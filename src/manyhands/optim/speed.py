@@ -40,11 +40,24 @@ class SpeedMeter:
 
 
 class Advice:
-    """Advises once to raise the target, when the run has averaged for longer than it computed in several steps."""
+    """Advises once to raise the target, when the run has averaged for longer than it computed in several steps; and
+    once when a batch of this peer is larger than the target."""
 
     def __init__(self, target_batch_size: int) -> None:
         self._target_batch_size = target_batch_size
         self._num_short = 0  # steps in a row
+        self._is_batch_told = False
+
+    def after_batch(self, samples: int, target_batch_size: int) -> str:
+        """The advice after one batch, with the target of the run; mostly empty."""
+        if samples <= target_batch_size or self._is_batch_told:
+            return ""
+        self._is_batch_told = True
+        return (
+            f"a batch of {samples} samples is larger than target_batch_size={target_batch_size}: global steps have "
+            f"more samples than that. Compute at most {target_batch_size} in one step here, or begin the run with a "
+            "larger target"
+        )
 
     def after_step(self, samples_per_second: float, averaging_s: float) -> str:
         """The advice after one global step, of all peers at that speed; mostly empty."""

@@ -165,7 +165,8 @@ def report_step(
     contribution, speed = optimizer.last_contribution, optimizer.samples_per_second
     logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
     logger.info("Your current contribution: %s", counted(contribution, "sample"), extra=SHOWN_LIVE)
-    logger.info("Performance: %.3f samples/sec", speed, extra=SHOWN_LIVE)
+    if speed > 0:  # else this peer came right before the step, and has computed no whole batch
+        logger.info("Performance: %.3f samples/sec", speed, extra=SHOWN_LIVE)
     if account is not None:
         account.step_made()
     finite = [loss for loss in losses if math.isfinite(loss)]

@@ -57,6 +57,15 @@ def test_show_says_what_it_is_of(folder: Path, capsys: pytest.CaptureFixture[str
     assert lines[-1] == said.splitlines()[-1]
 
 
+def test_show_says_the_schedule_of_an_albert_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = {"recipe": "albert", "warmup_steps": "6", "total_steps": "10000"}
+    run_of_albert = msgspec.structs.replace(RUN, scheduler="LambdaLR(lr_lambdas=[None, None])", extra=extra)
+    with CheckpointDir(tmp_path, "my-run").adding(1, run_of_albert) as draft:
+        (draft / "model.safetensors").write_text("")
+    assert run(["checkpoint", "show", str(tmp_path)]) == OK
+    assert "  schedule   linear: warm-up of 6 steps, 10000 in all\n" in capsys.readouterr().out
+
+
 def test_verify_checks_each_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["checkpoint", "verify", str(folder)]) == OK
     assert capsys.readouterr().out.splitlines() == [

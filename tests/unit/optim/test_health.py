@@ -33,6 +33,16 @@ def test_what_turns_bad_is_said_once(health: Health, said: str, caplog: pytest.L
     assert len(caplog.records) == 2
 
 
+@pytest.mark.parametrize(("last_said_goodbye", "level"), [(True, "INFO"), (False, "WARNING")])
+def test_a_peer_that_the_others_have_left_on_purpose_is_not_warned(
+    last_said_goodbye: bool, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    HealthLog().tell(Health(step=3, alone_s=125.0, publish_failures=3, last_said_goodbye=last_said_goodbye))
+    assert {record.levelname for record in caplog.records if "has been seen" in record.message} == {level}
+    assert {record.levelname for record in caplog.records if "published" in record.message} == {"WARNING"}
+
+
 def test_a_wrong_clock_and_a_peer_that_is_alone_show(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "manyhands.optim.health")
     machines = Machines()

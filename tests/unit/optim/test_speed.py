@@ -73,3 +73,10 @@ def test_who_comes_too_late_hears_of_a_target_that_works() -> None:
     assert "target_batch_size=480 instead of 48, on all peers" in describe_late_states(4, 30.0, 3.0, 48)
     for computing_s in (0.0, 40.0):  # not known; or it is something else that takes so long
         assert "a target_batch_size above 48, on all peers" in describe_late_states(4, 30.0, computing_s, 48)
+
+
+def test_a_batch_that_is_larger_than_the_target_is_said_once() -> None:
+    advice = Advice(2)  # of one fragment of four
+    said = [advice.after_batch(samples, target_batch_size=8) for samples in (8, 9, 100, 4)]
+    assert [bool(text) for text in said] == [False, True, False, False]
+    assert said[1].startswith("a batch of 9 samples is larger than target_batch_size=8: ")

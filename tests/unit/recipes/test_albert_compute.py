@@ -11,9 +11,15 @@ from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.model import build_model, loss_of
 
 
-@pytest.mark.parametrize("device", ["cuda:77", "nonsense", "meta", "", "cpu:x"])
+@pytest.mark.parametrize("device", ["cuda:77", "meta"])
 def test_a_device_that_cannot_be_used_is_named(device: str) -> None:
     with pytest.raises(ConfigError, match=f"device '{device}' cannot be used here: .+; for example cpu"):
+        Compute(device, "auto")
+
+
+@pytest.mark.parametrize("device", ["gpu", "", "cpu:x"])
+def test_a_mistyped_device_is_answered_with_those_that_are_used(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"^device '{device}' is unknown; write cpu, cuda, cuda:1 or mps$"):
         Compute(device, "auto")
 
 
@@ -31,6 +37,14 @@ def test_the_cpu_computes_in_float32() -> None:
     assert not compute.scaler.is_enabled()
     with compute.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("precision", "num_warnings"), [("auto", 0), ("float32", 0), ("bfloat16", 0), ("float16", 1)])
+def test_float16_on_a_cpu_is_warned_of(precision, num_warnings, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "manyhands")
+    Compute("cpu", precision).log_choice()
+    assert "Computing on cpu in" in caplog.text
+    assert caplog.text.count("leave out --precision (--fp16)") == num_warnings
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ import pyarrow.parquet
 import pytest
 import transformers
 
+from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
 from manyhands.recipes.albert.data.corpus import load_documents
-from manyhands.recipes.albert.data.dataset import open_prepared
+from manyhands.recipes.albert.data.dataset import INDEX, open_prepared
 from manyhands.recipes.albert.data.preparation import Preparation
 from manyhands.recipes.albert.data.prepare import Result, prepare
 from manyhands.recipes.albert.data.sample_files import SampleFiles
-from manyhands.recipes.albert.data.shards import INDEX, sha256_of
 from manyhands.recipes.albert.data.tokenizer import wrapped
 from manyhands.recipes.albert.data.tokenizer_file import digest_of_json, read_tokenizer
 from tests.unit.recipes.texts import BOOK, write_book

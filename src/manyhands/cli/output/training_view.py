@@ -73,9 +73,19 @@ def line_of(standing: Standing, width: int) -> str:
 def card_of(account: Account) -> tuple[str, list[tuple[str, str]]]:
     """The heading of the summary, and its (label, text) lines."""
     share = account.samples_used / account.samples_of_all if account.samples_of_all else 0.0
+    has_state = account.num_steps > 0 or account.is_alone  # else the run may be further than this peer
+    samples = f"{account.samples_used} of yours"
+    if account.num_steps:
+        samples += f", {share:.1%} of all {account.samples_of_all} in these steps"
+    if (lost := account.samples_lost) > 0:
+        samples += f"; {lost} of a step that was not finished {'is' if lost == 1 else 'are'} lost"
     lines = [
-        ("steps", f"{counted(account.num_steps, 'global step')} with you; the run is at step {account.step}"),
-        ("samples", f"{account.samples_used} of yours, {share:.1%} of all {account.samples_of_all} in these steps"),
+        (
+            "steps",
+            f"{counted(account.num_steps, 'global step')} with you; "
+            f"the {'run' if has_state else 'model here'} is at step {account.step}",
+        ),
+        ("samples", samples),
     ]
     if account.first_loss is not None and account.last_loss is not None:
         lines.append(("loss", f"{account.first_loss:.4f} at first, {account.last_loss:.4f} at last, on your samples"))
@@ -85,7 +95,8 @@ def card_of(account: Account) -> tuple[str, list[tuple[str, str]]]:
     if account.folder is None:
         lines.append(("model", "not saved, as --no-checkpoints says"))
     elif account.checkpoint is None:
-        lines.append(("model", f"not saved yet; the next start with {account.folder} begins anew"))
+        next_start = "begins anew" if account.is_alone else "loads the state of the others"
+        lines.append(("model", f"not saved yet; the next start with {account.folder} {next_start}"))
     else:
         lines.append(("model", str(account.checkpoint)))
         lines.append(("try it", f'manyhands fill {shlex.quote(str(account.folder))} "{SAMPLE_TEXT}"'))

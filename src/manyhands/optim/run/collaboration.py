@@ -188,6 +188,7 @@ class Collaboration:
             step=self._local.position.step,
             publish_failures=self.tracker.publisher.num_failures,
             alone_s=now - since if since is not None else None,
+            last_said_goodbye=self.tracker.reader.last_said_goodbye,
             clock_offset_s=self._clock_offset_s,
         )
 

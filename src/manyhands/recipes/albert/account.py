@@ -50,6 +50,8 @@ class Account:
         num_steps: those that this peer took part in.
         samples_used: of this peer, in these steps.
         samples_of_all: of all peers, in these steps.
+        samples_lost: of this peer, in a step that it did not finish.
+        is_alone: whether no other peer of the run is seen.
         first_loss, last_loss: means over this peer's batches of the first and the last step in which it had any.
         heldout: None if there was no time to compute it.
         folder: with the checkpoints; None if none are kept.
@@ -62,6 +64,8 @@ class Account:
     num_steps: int
     samples_used: int
     samples_of_all: int
+    samples_lost: int
+    is_alone: bool
     first_loss: float | None
     last_loss: float | None
     heldout: HeldoutLosses | None

@@ -46,6 +46,12 @@ class Compute:
         self._dtype = _dtype_for(self.device, precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self._dtype == torch.float16)
 
+    def log_choice(self) -> None:
+        """Log the device and the precision, with a warning if they do not suit each other."""
+        logger.info("Computing on %s", self)
+        if self.device.type == "cpu" and self._dtype == torch.float16:
+            logger.warning("float16 is many times slower than float32 on a CPU; leave out --precision (--fp16)")
+
     def on_device(self, model: transformers.AlbertForPreTraining) -> transformers.AlbertForPreTraining:
         """Move the model to the device.
 
@@ -108,6 +114,9 @@ def _device_named(name: str) -> torch.device:
 def _checked(name: str) -> torch.device:
     try:
         device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; write cpu, cuda, cuda:1 or mps") from error
+    try:
         torch.ones(1, device=device).add_(1).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on how torch was built
         reason = str(error).strip().partition("\n")[0]

@@ -199,7 +199,7 @@ def _tokenizer_for(
         raise ConfigError(
             f"the samples in {recipe.dataset_path} need the tokenizer that they were made with: --tokenizer FOLDER"
         )
-    logger.info("Training the tokenizer on %d documents", len(documents))
+    logger.info("Training the tokenizer on %s", counted(len(documents), "document"))
     tokenizer = train_tokenizer(documents, recipe.vocab_size)
     if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
         raise Unavailable(

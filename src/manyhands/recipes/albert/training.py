@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from manyhands.base.errors import ManyhandsError
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
@@ -75,7 +76,7 @@ class AlbertTrainer:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._compute = Compute(settings.device, settings.precision)
-        logger.info("Computing on %s", self._compute)
+        self._compute.log_choice()
         if settings.device == "auto" and (num_gpus := self._compute.num_idle_gpus()) and num_ranks() == 1:
             logger.info(
                 "%s of this machine will be idle. For all of them, as one peer: torchrun --standalone "
@@ -147,7 +148,9 @@ class AlbertTrainer:
         share = recipe.target_batch_size // (num_batches * self._settings.gradient_accumulation_steps)
         limit = min(max(1, share), len(samples.training))
         fitting = FittingBatchSize(seconds_for, limit)
-        logger.info("A short trial chose %d samples for each batch (--batch-size overrides it)", fitting.size)
+        logger.info(
+            "A short trial chose %s for each batch (--batch-size overrides it)", counted(fitting.size, "sample")
+        )
         return fitting
 
     @property
@@ -209,12 +212,20 @@ class AlbertTrainer:
             num_steps=counts.rounds_committed + counts.steps_alone,
             samples_used=counts.samples_used,
             samples_of_all=counts.samples_of_all,
+            samples_lost=self._optimizer.samples_accumulated,
+            is_alone=self._is_alone(),
             first_loss=_mean(losses) if losses else self._first_loss,
             last_loss=_mean(losses) if losses else self._last_loss,
             heldout=self._compare_heldout(),
             folder=folder.path if folder is not None else None,
             checkpoint=folder.newest_path() if folder is not None else None,
         )
+
+    def _is_alone(self) -> bool:
+        try:
+            return self._optimizer.health.alone_s is not None
+        except ManyhandsError:  # the summary is shown in any case
+            return False
 
     def _compare_heldout(self) -> HeldoutLosses | None:
         try:

@@ -20,7 +20,7 @@ STANDING = Standing(
 ACCOUNT = Account(
     run_id="demo", seconds=723.0, step=318, num_steps=118, samples_used=4096, samples_of_all=16384,
     first_loss=8.321, last_loss=6.51, heldout=HeldoutLosses(before=8.31, after=6.49, num_samples=64),
-    folder=Path("my model"), checkpoint=Path("my model/checkpoint-318"),
+    folder=Path("my model"), checkpoint=Path("my model/checkpoint-318"), samples_lost=0, is_alone=False,
 )  # fmt: skip
 
 
@@ -81,8 +81,14 @@ def test_the_card_says_where_there_is_no_model() -> None:
     _, lines = card_of(replace(ACCOUNT, folder=None, checkpoint=None))
     assert dict(lines)["model"] == "not saved, as --no-checkpoints says"
     assert "try it" not in dict(lines)
-    _, lines = card_of(replace(ACCOUNT, checkpoint=None))
-    assert dict(lines)["model"].startswith("not saved yet")
+    _, lines = card_of(replace(ACCOUNT, checkpoint=None, is_alone=True))
+    assert dict(lines)["model"] == "not saved yet; the next start with my model begins anew"
+
+
+def test_the_card_of_a_trainer_that_never_got_the_state_of_the_run() -> None:
+    _, lines = card_of(replace(ACCOUNT, step=0, num_steps=0, samples_used=0, samples_of_all=0, checkpoint=None))
+    assert dict(lines)["steps"] == "0 global steps with you; the model here is at step 0"
+    assert dict(lines)["model"] == "not saved yet; the next start with my model loads the state of the others"
 
 
 def test_a_trainer_that_made_no_step_has_a_card() -> None:
@@ -90,8 +96,17 @@ def test_a_trainer_that_made_no_step_has_a_card() -> None:
         ACCOUNT, num_steps=0, samples_used=0, samples_of_all=0, first_loss=None, last_loss=None, heldout=None
     )
     _, lines = card_of(nothing)
-    assert dict(lines)["samples"] == "0 of yours, 0.0% of all 0 in these steps"
+    assert dict(lines)["samples"] == "0 of yours"
     assert not {"loss", "held-out loss"} & dict(lines).keys()
+
+
+def test_samples_of_an_unfinished_step_are_told_apart() -> None:
+    _, lines = card_of(replace(ACCOUNT, num_steps=0, samples_used=0, samples_of_all=0, samples_lost=257))
+    assert dict(lines)["samples"] == "0 of yours; 257 of a step that was not finished are lost"
+    _, lines = card_of(replace(ACCOUNT, samples_lost=1))
+    assert dict(lines)["samples"] == (
+        "4096 of yours, 25.0% of all 16384 in these steps; 1 of a step that was not finished is lost"
+    )
 
 
 def test_the_command_of_the_card_can_be_copied_from_a_narrow_terminal() -> None:

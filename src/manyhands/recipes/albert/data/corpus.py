@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.text import counted
 from manyhands.recipes.albert.data import python_docs
 
 DOCUMENT_CHARS = 4_000
@@ -50,6 +51,21 @@ def load_documents(paths: Sequence[Path] = ()) -> list[list[str]]:
         ConfigError: a file is missing, unreadable, a directory, not UTF-8 or empty.
     """
     return list(iter_documents(paths))
+
+
+def check_text(paths: Sequence[Path]) -> None:
+    """Check that text files can be read, and are not so short that no tokenizer makes enough samples of them.
+
+    Raises:
+        ConfigError: as :func:`load_documents`; or there is a single document.
+    """
+    documents = load_documents(paths)
+    if len(documents) < 2:
+        num_chars = sum(map(len, documents[0]))
+        raise ConfigError(
+            f"the text is too short: it has {counted(num_chars, 'character')}, and a part of it is kept out of "
+            "training; give more text, some dozens of pages"
+        )
 
 
 def iter_documents(paths: Sequence[Path] = (), split: Splitter | None = None) -> Iterator[list[str]]:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import NUM_PAIR_TOKENS, AlbertRecipe
 from manyhands.recipes.albert.data.pairs import StoredSample
@@ -28,6 +30,7 @@ FORMAT = 1
 
 DEFAULT_FOLDER = Path("data")
 SAMPLES, TOKENIZER, ABOUT = "albert_tokenized_wikitext", "tokenizer", "manyhands.json"
+SHARDS, INDEX = "shards", "index.json"
 """Names in the folder."""
 TRAINING, VALIDATION = "train", "validation"
 
@@ -43,6 +46,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         tokenizer: its digest.
         source: origin of the text.
         num_samples: of each split.
+        sha256: of each file of samples, by its path in their folder, with ``/``.
     """
 
     format: int
@@ -53,6 +57,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     splitter: str
     seed: int
     num_samples: dict[str, int]
+    sha256: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -124,11 +129,13 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
     """Open a folder with samples.
 
     Raises:
-        ConfigError: it is missing, damaged or truncated, or was made with another tokenizer.
+        ConfigError: it is missing, damaged or truncated, or was made with another tokenizer; or it has shards.
     """
+    if (path / INDEX).is_file():
+        raise ConfigError(f"{path} has shards, which are given as an address: --dataset-url {address_of(path)}")
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path} (dataset_path); make the data with: {PREPARE}")
-    about = _read_about(path.parent / ABOUT)
+    about = read_about(path.parent / ABOUT)
     training, validation = (SampleFiles(_files(path / split)) for split in (TRAINING, VALIDATION))
     backend = read_tokenizer(tokenizer) if tokenizer is not None else None
     digest = digest_of_json(backend.to_str()) if backend is not None else None
@@ -152,6 +159,11 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
     if prepared.vocabulary is not None:
         check_samples(prepared, prepared.vocabulary)
     return prepared
+
+
+def address_of(shards: Path) -> str:
+    """The address of the index of shards on this machine, for a shell."""
+    return shlex.quote(f"file://{(shards / INDEX).absolute()}")
 
 
 def check_samples(prepared: Prepared, vocabulary: Vocabulary) -> None:
@@ -186,8 +198,17 @@ def _check_about(path: Path, about: About, splits: Mapping[str, Sequence[StoredS
             )
 
 
-def _read_about(path: Path) -> About | None:
-    """The description of the data; None if there is none."""
+def sample_digests(samples: Path) -> dict[str, str]:
+    """The SHA-256 of each file of samples, as :attr:`About.sha256`."""
+    return {path.relative_to(samples).as_posix(): sha256_of(path) for path in sorted(samples.rglob("*.arrow"))}
+
+
+def read_about(path: Path) -> About | None:
+    """The description of the data; None if there is none.
+
+    Raises:
+        ConfigError: it is damaged, or of another format.
+    """
     try:
         found = path.read_bytes()
     except FileNotFoundError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import queue
 import threading
 import time
@@ -74,6 +75,10 @@ def download(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
             _by_fsspec(url, path, limits, watcher)
     except asyncio.TimeoutError as error:
         raise FetchFailed(f"no answer for {limits.silence_s:.0f} s, or it comes too slowly") from error
+    except aiohttp.ClientConnectorError as error:
+        cause = error.os_error
+        known = os.strerror(cause.errno) if cause.errno is not None and cause.errno > 0 else cause.strerror
+        raise FetchFailed(known or reason_of(error)) from error
     except aiohttp.ClientError as error:
         raise FetchFailed(reason_of(error)) from error
 

@@ -13,9 +13,9 @@ import msgspec
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert.data.dataset import FORMAT
+from manyhands.recipes.albert.data.dataset import FORMAT, INDEX, address_of
 from manyhands.recipes.albert.data.download import FetchFailed, Limits, Watcher, download, size_of
-from manyhands.recipes.albert.data.shards import INDEX, Index, Shard
+from manyhands.recipes.albert.data.shards import Index, Shard
 
 START_PATIENCE_S = 20.0
 """Longest time at the start without data from any mirror; after it the data counts as unavailable."""
@@ -206,8 +206,8 @@ class Mirrors:
 def no_data(reasons: object) -> ConfigError:
     """The error when no address has the data."""
     return ConfigError(
-        f"the data cannot be fetched (--dataset-url): {reasons}. Check the address and whether it is "
-        "served: manyhands data serve FOLDER prints the line"
+        f"the data cannot be fetched: {reasons}. Check the address and whether it is served: manyhands data serve "
+        "FOLDER prints the line"
     )
 
 
@@ -220,6 +220,9 @@ def index_url(url: str) -> str:
     """The address of an index, from its own address or that of its folder."""
     parts = urlsplit(url)
     if not parts.scheme:
+        folder = Path(url).parent if url.endswith(INDEX) else Path(url)
+        if (folder / INDEX).is_file():
+            raise ConfigError(f"dataset_url {url!r} is a path; write its address: --dataset-url {address_of(folder)}")
         raise ConfigError(f"dataset_url {url!r} is not an address; for example http://203.0.113.7:8000/{INDEX}")
     if is_archive(url):
         raise ConfigError(

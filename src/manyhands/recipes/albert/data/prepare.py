@@ -35,10 +35,12 @@ from manyhands.recipes.albert.data.dataset import (
     DEFAULT_FOLDER,
     FORMAT,
     SAMPLES,
+    SHARDS,
     TOKENIZER,
     TRAINING,
     VALIDATION,
     About,
+    sample_digests,
 )
 from manyhands.recipes.albert.data.pair_maker import Chunk, Document, PairMaker, begin_process, make, splitter_named
 from manyhands.recipes.albert.data.pairs import Pair, encoded
@@ -55,7 +57,6 @@ CHUNK_CHARS = 200_000
 """Characters in the chunk of one call: about a third of a second."""
 CHUNKS_AHEAD = 2
 """Queued chunks per process, so that none is idle."""
-SHARDS = "shards"
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def _make(settings: Preparation, source: Source, draft: Path, archive: Path | No
                     "or, if each row of the data set is one sentence, gather them: --rows-per-document 64"
                 )
         _save_to_disk(raw, draft / SAMPLES)
+        about = msgspec.structs.replace(about, sha256=sample_digests(draft / SAMPLES))
         (draft / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
         if settings.shards is not None:
             write_shards(draft / SHARDS, about, text, splits[TRAINING], splits[VALIDATION], settings.shards)

@@ -76,8 +76,8 @@ def make_samples(
     if len(heldout) < recipe.num_heldout or len(training) < recipe.batch_size:
         raise ConfigError(
             f"the text is too short: it gives {len(training)} samples of {recipe.seq_length} tokens for training and "
-            f"{len(heldout)} from documents to hold out; at least {recipe.batch_size} (batch_size) and "
-            f"{recipe.num_heldout} (num_heldout) are needed; add text, or lower these"
+            f"{len(heldout)} from documents to hold out; at least {recipe.batch_size} and {recipe.num_heldout} are "
+            "needed: give more text"
         )
     vocabulary = vocabulary_of(tokenizer.backend_tokenizer)
     return Samples(training=training, heldout=heldout[: recipe.num_heldout], vocabulary=vocabulary)

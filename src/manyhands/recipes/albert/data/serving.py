@@ -9,8 +9,8 @@ from pathlib import Path
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.recipes.albert.data.dataset import INDEX
 from manyhands.recipes.albert.data.fetching import files_of, read_index
-from manyhands.recipes.albert.data.shards import INDEX
 
 try:
     from aiohttp import web

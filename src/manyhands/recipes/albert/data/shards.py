@@ -17,11 +17,9 @@ from pathlib import Path
 import msgspec
 
 from manyhands.base.digests import sha256_of
-from manyhands.recipes.albert.data.dataset import TRAINING, VALIDATION, About
+from manyhands.recipes.albert.data.dataset import INDEX, TRAINING, VALIDATION, About
 from manyhands.recipes.albert.data.sample_files import SampleFiles, SampleWriter
 from manyhands.recipes.albert.data.tokenizer_file import FILE
-
-INDEX = "index.json"
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,17 @@ from pathlib import Path
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert.data.dataset import ABOUT, SAMPLES, TOKENIZER, open_prepared
-from manyhands.recipes.albert.data.shards import INDEX, Index
+from manyhands.recipes.albert.data.dataset import (
+    ABOUT,
+    INDEX,
+    SAMPLES,
+    SHARDS,
+    TOKENIZER,
+    open_prepared,
+    read_about,
+    sample_digests,
+)
+from manyhands.recipes.albert.data.shards import Index
 
 
 def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str]:
@@ -26,15 +35,30 @@ def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str
     elif (folder / INDEX).is_file():
         yield from _shards(folder, advance)
     elif (folder / ABOUT).is_file():
-        try:
-            open_prepared(folder / SAMPLES, folder / TOKENIZER)
-        except ConfigError as error:
-            yield str(error)
+        yield from _prepared(folder, advance)
     else:
         raise ConfigError(
             f"{place} has neither {INDEX} nor {ABOUT}; name a folder that manyhands data prepare made, for example "
             "data/shards, or the address of one"
         )
+
+
+def _prepared(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str]:
+    """Problems of the samples, and of the shards beside them."""
+    try:
+        open_prepared(folder / SAMPLES, folder / TOKENIZER)
+        about = read_about(folder / ABOUT)
+    except ConfigError as error:
+        yield str(error)
+    else:
+        assert about is not None
+        if not about.sha256:
+            yield f"{folder / ABOUT} has no SHA-256 of the samples: only their number was checked; make the data again"
+        for name, digest in sample_digests(folder / SAMPLES).items():
+            if digest != about.sha256.get(name, digest):
+                yield f"{folder / SAMPLES / name} has another SHA-256 than {ABOUT} says"
+    if (folder / SHARDS / INDEX).is_file():
+        yield from _shards(folder / SHARDS, advance)
 
 
 def _shards(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str]:

@@ -1,0 +1,45 @@
+"""What a trainer says when the only other one leaves while a step is waited for."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from manyhands.testing import at
+from tests.simulation.swarm_of_trainers import Member, Swarm
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LEAVES_S = 21.35
+"""The second peer computes no more. With its samples the target is all but reached."""
+GONE_S = LEAVES_S + 4.0
+
+
+@pytest.mark.parametrize("says_goodbye", [True, False])
+def test_a_goodbye_is_no_reason_to_warn_and_a_peer_that_vanishes_is(
+    says_goodbye: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "manyhands.optim")
+    swarm = Swarm(seed=3)
+    swarm.start_coordinator()
+
+    def train(member: Member) -> None:
+        while member.peer.time() < (LEAVES_S if member.name == "other" else 220.0):
+            member.step(member.model(torch.randn(4, 4)).square().mean(), 0.1)
+        if member.name == "other":
+            member.peer.sleep(GONE_S - member.peer.time())
+            member.peer.run(member.peer.presence.stop(), 10.0, "leaving")
+
+    for name, begins_s in (("one", 1.0), ("other", 1.5)):
+        swarm.start(
+            name, lambda: torch.nn.Linear(4, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.01), train,
+            begins_s=begins_s, target_batch_size=256, batch_size_per_step=4,
+        )  # fmt: skip
+    if not says_goodbye:
+        swarm.world.schedule(at(GONE_S - 0.5).kill("other"), at(GONE_S).call(lambda: swarm.done.add("other")))
+    swarm.run()
+    for said in ("Skipped averaging: ", "no other peer of the run has been seen for "):
+        levels = {record.levelname for record in caplog.records if record.message.startswith(said)}
+        assert levels == ({"INFO"} if says_goodbye else {"WARNING"}), said
