@@ -54,7 +54,7 @@ class PeerOptions:
     """File with the private key, created if missing; by default in --state-dir, else a new key at each start."""
 
     state_dir: Path | None = None
-    """Folder of this peer alone. Keeps its private key and the addresses of other peers for the next start."""
+    """Folder of this peer alone. Keeps its private key, its port and the addresses of other peers for the next start."""
 
     def __post_init__(self) -> None:
         given = {"--initial-peers": self.initial_peers, "--listen": self.listen, "--announce": self.announce}

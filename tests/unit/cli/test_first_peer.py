@@ -33,7 +33,11 @@ def test_it_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:
     [
         ({"listen": ("31337",), "identity": Path("key")}, ""),
         ({"listen": ("31337",)}, "its id changes at each start (--state-dir (or --identity) keeps the id)"),
-        ({"identity": Path("key")}, "its port changes at each start (--listen with a number above 0 keeps the port)"),
+        (
+            {"identity": Path("key")},
+            "its port changes at each start (--state-dir, or --listen with a number above 0, keeps the port)",
+        ),
+        ({"state_dir": Path("state")}, ""),
         (
             {"identity": Path("key"), "tunnel": "ngrok"},
             "its address changes at each start (a tunnel has another one each time)",
