@@ -223,8 +223,9 @@ class Peer(FromHivemind):
             in any case.
         identity: a file with the private key, created if missing; by default the one in ``state_dir``, or a new
             identity each time.
-        state_dir: a folder of this peer alone, created if missing. It keeps the identity, the port, if ``listen`` leaves
-            it open, and the addresses of other peers, which the next start also uses to join. An open ``StateDir`` is closed with this peer.
+        state_dir: a folder of this peer alone, created if missing. It keeps the identity, the port, if ``listen`` names
+            none, and the addresses of other peers, which the next start also uses to join. An open ``StateDir`` is
+            closed with this peer.
         must_join: False to start alone if none of the initial peers answers, and keep trying. Coordinators do so, as
             they would wait for each other otherwise.
         before_joining: called on the network thread once this peer listens and before it joins, for at most 12 s; for

@@ -1,4 +1,4 @@
-"""The folder in which one peer keeps what it needs after a restart: identity, port, and the addresses of known peers."""
+"""The folder in which one peer keeps what it needs after a restart: its identity, its port, the addresses of others."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ def test_a_text_that_cannot_be_trained_on(text: bytes, message: str, tmp_path: P
     assert len(output.strip().splitlines()) == 1, output
 
 
-def test_a_taken_port() -> None:
+def test_a_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, output = called("monitor", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}")
@@ -112,7 +113,10 @@ class Silent(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("there", ["nobody", "a web server", "a port that says nothing"])
-def test_an_address_where_no_peer_answers_is_one_line_in_time(there: str) -> None:
+def test_an_address_where_no_peer_answers_is_one_line_in_time(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
         http.server.HTTPServer(("127.0.0.1", 0), Silent) as web,
