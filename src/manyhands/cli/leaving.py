@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -14,8 +15,13 @@ from types import FrameType
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.runtime.exit_delay import exit_delay_s
 
+logger = logging.getLogger(__name__)
+
 LEAVE_TIMEOUT_S = 4.5
 """Time that a command has to shut down after a signal, and again after it has saved what it must."""
+
+SAY_AFTER_S = 0.5
+"""Time after a signal without an end of the command, before it says that it is stopping."""
 
 AGAIN_AFTER_S = 0.01
 """Time for a finalizer to end before KeyboardInterrupt is raised again."""
@@ -89,7 +95,10 @@ def _interrupt_main_thread(has_left: threading.Event) -> None:
 
 def _end_unless(has_left: threading.Event) -> None:
     """End the process if it has not left in time, but let it finish saving first."""
-    if has_left.wait(LEAVE_TIMEOUT_S):
+    if has_left.wait(SAY_AFTER_S):
+        return
+    logger.info("Stopping ...")
+    if has_left.wait(LEAVE_TIMEOUT_S - SAY_AFTER_S):
         return
     if (left_s := exit_delay_s()) > 0:
         while left_s > 0 and not has_left.wait(min(left_s, 0.1)):
