@@ -30,7 +30,7 @@ STARTUP_S = 2.0  # of Python and its imports
         (["monitor", "--run-id", "r", "--initial-peers"], "write --initial-peers HOST:PORT or a multiaddr"),
         (["first-peer", "--initial-peers="], "--initial-peers is given without an address"),
         (["first-peer", "--listen", ""], "--listen is given without an address"),
-        (["doctor", "--initial-peers"], "a variable of the shell is probably unset"),
+        (["doctor", "--initial-peers"], "or a variable of the shell is unset"),
         (["train", "--run-id", "r", "--client-mode"], "in client mode cannot be the first one"),
         (["monitor", "--run-id", "r", "--client-mode"], "give it the address of a peer that accepts connections"),
         (["train", "--run-id", "r", "--initial-peers", "http://host:1"], "write it without http://, like host:1"),

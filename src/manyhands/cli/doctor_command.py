@@ -28,10 +28,12 @@ TIMEOUT_S = 20.0
 
 
 def doctor(
-    *,
-    initial_peers: Annotated[
+    addresses: Annotated[
         tuple[str, ...], Parameter(help="Multiaddrs (or HOST:PORT) of the peers that yours was told to join through.")
-    ],
+    ] = (),
+    /,
+    *,
+    initial_peers: Annotated[tuple[str, ...], Parameter(help="More of them, as your peer is given them.")] = (),
     listen: Annotated[
         tuple[str, ...], Parameter(help="Where your peer accepts connections: the initial peers try to dial it there.")
     ] = ALL_INTERFACES,
@@ -54,7 +56,7 @@ def doctor(
     Give the options that your peer was started with. Takes at most 15 s; the exit code is 0 if all is well, else 1.
     """
     examination = Examination(
-        initial_peers=split_tickets(initial_peers)[0],
+        initial_peers=split_tickets([*addresses, *initial_peers])[0],
         listen=parse_listen_addresses(listen),
         announce=parse_addresses(announce),
         client_mode=client_mode,

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
+from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
+from manyhands.base.ticket import Ticket
 from manyhands.cli.access_commands import ban, invite, members
 from manyhands.cli.aws_command import aws
 from manyhands.cli.checkpoint_command import checkpoint
@@ -22,11 +24,12 @@ from manyhands.cli.join_command import join
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
 from manyhands.cli.notebook_command import notebook
-from manyhands.cli.old_names import Translation, help_of
+from manyhands.cli.old_names import ANY, JOIN, Translation, help_of
 from manyhands.cli.plot_command import plot
 from manyhands.cli.run_command import run_key
 from manyhands.cli.ticket_command import ticket
 from manyhands.cli.train_command import train
+from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.version import __version__
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -63,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
                 result_action="return_value",
             )
     except (CycloptsError, ConfigError, JoinFailed) as error:
-        _complain(_missing(error) if isinstance(error, MissingArgumentError) else str(error))
+        _complain(_explained(error))
         return EXIT_USAGE
     except ManyhandsError as error:
         _complain(str(error))
@@ -82,10 +85,41 @@ def _with_dashes(argument: str) -> str:
     return name.replace("_", "-") + separator + value if name.startswith("--") else argument
 
 
-def _missing(error: MissingArgumentError) -> str:
+def _explained(error: Exception) -> str:
+    """What to write instead."""
+    command = " ".join(error.command_chain or ()) if isinstance(error, CycloptsError) else ""
+    if isinstance(error, MissingArgumentError):
+        return _missing(command, error)
+    if isinstance(error, UnusedCliTokensError):
+        return _left_over(command, error.unused_tokens or [])
+    if isinstance(error, UnknownOptionError):
+        return _unknown(command, error)
+    return str(error)
+
+
+def _left_over(command: str, words: Sequence[str]) -> str:
+    left = " ".join(words)
+    if command == JOIN:
+        return f"join takes one address or ticket, and {left!r} is left over; copy a ticket as one word, without breaks"
+    if command in ANY and any(Ticket.is_one(word) or ":" in word or "/" in word for word in words):
+        return f"{command} takes addresses after an option: write --initial-peers {left}"
+    return f'{command} cannot use {left!r}; "manyhands {command} --help" shows an example'
+
+
+def _unknown(command: str, error: UnknownOptionError) -> str:
+    option = (error.token.keyword or error.token.value).partition("=")[0]
+    name = option.lstrip("-").replace("-", "_")
+    if command not in ANY or name not in ("model", *AlbertRecipe.__dataclass_fields__):
+        return str(error)
+    if command == JOIN:
+        return f"{option} comes from the run: leave it out (manyhands train --initial-peers ADDRESS compares it)"
+    return f"{option} is set by the trainers of a run: leave it out"
+
+
+def _missing(command: str, error: MissingArgumentError) -> str:
     """What to add to a command line that lacks an argument, or the value of an option."""
     assert error.argument is not None
-    name, command = error.argument.name, " ".join(error.command_chain or ())
+    name = error.argument.name
     is_positional = error.argument.index is not None and error.keyword is None
     needed = name.lstrip("-").upper() if is_positional else f"{error.keyword or name} VALUE"
     return f'{command} needs {needed}; "manyhands {command} --help" shows an example'
