@@ -74,7 +74,9 @@ class Scout:
                 break
             time.sleep(PERIOD_S)
         if run_id is None:
-            raise RunNotFound("no run is there yet")
+            places = " ".join(map(str, self._addresses))
+            begin = f"manyhands train --run-id NAME --start-new --initial-peers {places}"
+            raise RunNotFound(f"no run is there yet; begin one with: {begin}")
         raise RunNotFound(nobody_is_in(run_id, self._peer.dht.num_known_peers, runs))
 
     def charter_of(self, run_id: str) -> bytes:
