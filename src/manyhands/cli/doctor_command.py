@@ -8,12 +8,12 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console
 
 from manyhands.base.address import parse_addresses, parse_listen_addresses
 from manyhands.base.identity import Identity
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import split_tickets
+from manyhands.cli.output.waiting import shown
 from manyhands.doctor import Check, Examination
 from manyhands.doctor.checks import NAMES
 from manyhands.doctor.page import lines_of
@@ -68,7 +68,7 @@ def doctor(
     examiner = Identity.load_or_create(identity) if identity is not None else Identity.generate()
     runtime = LoopThread("manyhands doctor")
     try:
-        with Console(stderr=True).status("checking", spinner="line") as status:
+        with shown("checking") as status:
 
             def show(check: Check) -> None:
                 status.update(f"checked {NAMES[check.check]}" + (f" of {check.address}" if check.address else ""))
