@@ -55,7 +55,8 @@ def leave_slowly(announced: threading.Event) -> None:
 def test_an_end_that_takes_a_while_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     announced = threading.Event()
     monkeypatch.setattr(leaving, "SAY_AFTER_S", 0.0)
-    monkeypatch.setattr(leaving.logger, "info", lambda text: announced.set())
+    monkeypatch.setattr("os.isatty", lambda file: True)
+    monkeypatch.setattr("os.write", lambda file, text: announced.set())
     with pytest.raises(KeyboardInterrupt), leaving_on_signals():
         leave_slowly(announced)
 
