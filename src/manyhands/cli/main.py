@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter
-from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
+from cyclopts.exceptions import CoercionError, UnknownOptionError, UnusedCliTokensError
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.base.ticket import Ticket
@@ -32,7 +32,16 @@ from manyhands.cli.train_command import train
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.version import __version__
 
+NUMBERS: dict[type | None, str] = {int: "a whole number, for example 4", float: "a number, for example 0.5"}
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+
+def _shown(default: object) -> str | None:
+    """A default value, as it would be written; None for nothing."""
+    if isinstance(default, tuple):
+        return " ".join(map(str, default)) or None
+    return str(default) if default is not None else None
+
 
 app = App(
     name="manyhands",
@@ -40,7 +49,7 @@ app = App(
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
-    default_parameter=Parameter(negative="", consume_multiple=True),
+    default_parameter=Parameter(negative="", consume_multiple=True, show_default=_shown),
 )
 for command in (join, train, evaluate, fill, monitor, first_peer, ticket, invite, ban, members, doctor, demo):
     app.command(command, help_epilogue=help_of(command.__name__.replace("_", "-")))
@@ -58,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         with leaving_on_signals():
             translation = Translation(arguments)
             for note in translation.notes:
-                _complain(note)
+                print(f"Note: {note}", file=sys.stderr)  # noqa: T201
             code = app(
                 [_with_dashes(word) for word in translation.words],
                 exit_on_error=False,
@@ -94,6 +103,9 @@ def _explained(error: Exception) -> str:
         return _left_over(command, error.unused_tokens or [])
     if isinstance(error, UnknownOptionError):
         return _unknown(command, error)
+    if isinstance(error, CoercionError) and error.token is not None and error.target_type in NUMBERS:
+        option = error.token.keyword or "the argument"
+        return f"{option} is {error.token.value!r}; it must be {NUMBERS[error.target_type]}"
     return str(error)
 
 

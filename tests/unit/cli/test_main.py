@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,21 @@ from manyhands.cli.main import run
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command) == 0
     assert "Usage: manyhands" in capsys.readouterr().out
+
+
+def test_help_shows_defaults_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["train"], ["doctor"], ["data", "prepare"]):
+        assert run([*command, "--help"]) == 0
+        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert not re.search(r"default: ?(\(|None|\])", shown)
+        assert ("[default: /ip4/0.0.0.0/tcp/0]" in shown) == (command[0] != "data")
+
+
+def test_an_old_option_that_does_nothing_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--overwrite_output_dir", "--run-id", "a.b"]) == 2
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith("Note: --overwrite_output_dir does nothing here: ")
+    assert error.startswith("manyhands: run_id 'a.b'")
 
 
 def test_underscores_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +91,8 @@ def test_what_is_missing_is_named(arguments: list[str], message: str, capsys: py
         ("join 127.0.0.1:1 --hidden-size 512", "--hidden-size comes from the run: leave it out"),
         ("join 127.0.0.1:1 --model=small", "--model comes from the run: leave it out (manyhands train --initial-peers"),
         ("monitor --hidden-size 64", "--hidden-size is set by the trainers of a run: leave it out"),
+        ("train --batch-size {size}", "--batch-size is '{size}'; it must be a whole number, for example 4"),
+        ("train --learning-rate much", "--learning-rate is 'much'; it must be a number, for example 0.5"),
         ("join 127.0.0.1:1 --run-ib x", "Unknown option: --run-ib. Did you mean --run-id?"),
     ],
 )
