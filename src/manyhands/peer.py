@@ -107,7 +107,7 @@ class Presence:
             ConfigError: a port is taken, or a host is not of this machine.
             JoinFailed: none of the initial peers answered, and no peer seen before.
         """
-        await self.endpoint.listen(listen, announce)
+        await self._listen(listen, announce)
         if before_joining is not None:
             await before_joining(self)
         if finds_mode and (initial_peers or self._knows_others):
@@ -115,6 +115,14 @@ class Presence:
         await self.dht.join(initial_peers, must_join=must_join)
         if self._state_dir is not None:
             self._tasks.spawn(self._save_now_and_then(self._state_dir), name="writing the known peers down")
+
+    async def _listen(self, listen: Sequence[Address], announce: Sequence[Address]) -> None:
+        """Listen; the first address, if any free port will do, on the port of the last start: others may dial it."""
+        if self._state_dir is None or not listen or listen[0].port:
+            await self.endpoint.listen(listen, announce)
+            return
+        await self.endpoint.listen(listen, announce, last_port=self._state_dir.load_port())
+        self._state_dir.save_port(self.endpoint.bound_addresses[0].port)
 
     # runs with a charter
 
@@ -215,8 +223,9 @@ class Peer(FromHivemind):
             in any case.
         identity: a file with the private key, created if missing; by default the one in ``state_dir``, or a new
             identity each time.
-        state_dir: a folder of this peer alone, created if missing. It keeps the identity and the addresses of other
-            peers, which the next start also uses to join. An open ``StateDir`` is closed with this peer.
+        state_dir: a folder of this peer alone, created if missing. It keeps the identity, the port, if ``listen`` names
+            none, and the addresses of other peers, which the next start also uses to join. An open ``StateDir`` is
+            closed with this peer.
         must_join: False to start alone if none of the initial peers answers, and keep trying. Coordinators do so, as
             they would wait for each other otherwise.
         before_joining: called on the network thread once this peer listens and before it joins, for at most 12 s; for

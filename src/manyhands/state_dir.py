@@ -1,10 +1,11 @@
-"""The folder in which one peer keeps what it needs after a restart: its identity, and the addresses of known peers."""
+"""The folder in which one peer keeps what it needs after a restart: its identity, its port, the addresses of others."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError
@@ -24,6 +25,7 @@ class StateDir:
         path: of the folder, where other parts keep files as well.
         identity_path: the private key, unless the user named another file.
         peers_path: the addresses of other peers.
+        port_path: the port that this peer got at its last start, if it asked for a free one.
     Raises:
         FolderInUse: another process uses it.
         ConfigError: it cannot be used at all.
@@ -34,6 +36,7 @@ class StateDir:
         self._writing = threading.Lock()
         self.identity_path = self.path / "identity.pem"
         self.peers_path = self.path / "peers.json"
+        self.port_path = self.path / "port"
         self._lock = FolderLock(self.path, "state dir")
 
     def load_peers(self) -> KnownPeers:
@@ -51,15 +54,31 @@ class StateDir:
         return KnownPeers()
 
     def save_peers(self, raw: bytes) -> None:
-        """Write the output of :meth:`KnownPeers.to_json` atomically: readers see the old file or the new one."""
+        """Write the output of :meth:`KnownPeers.to_json`."""
+        self._save(self.peers_path, raw)
+
+    def load_port(self) -> int:
+        """The port of the last start; 0 if there is none."""
+        with suppress(OSError, ValueError):
+            port = int(self.port_path.read_text())
+            return port if 0 < port < 1 << 16 else 0
+        return 0
+
+    def save_port(self, port: int) -> None:
+        """Write down the port that this peer got."""
+        if port != self.load_port():
+            self._save(self.port_path, str(port).encode())
+
+    def _save(self, path: Path, raw: bytes) -> None:
+        """Write a file atomically: readers see the old one or the new one."""
         if not self._writing.acquire(timeout=WRITE_TIMEOUT_S):  # another thread is writing to a hanging disk
             return
-        draft = self.peers_path.with_suffix(".new")
+        draft = path.with_suffix(".new")
         try:
             draft.write_bytes(raw)
-            draft.replace(self.peers_path)
+            draft.replace(path)
         except OSError as error:
-            logger.warning("cannot write %s: %s", self.peers_path, error.strerror)
+            logger.warning("cannot write %s: %s", path, error.strerror)
         finally:
             self._writing.release()
 

@@ -151,7 +151,10 @@ def besieged(folder: Path) -> Iterator[Siege]:
             return process
 
         listen = f"/ip4/{machines.host(MONITOR)}/tcp/{networks.PORT}"
-        monitor = start(MONITOR, "monitor", "manyhands", "monitor", "--run-id", RUN_ID, "--listen", listen)
+        key = str(folder / "monitor.pem")  # with it the monitor makes no folder here
+        monitor = start(
+            MONITOR, "monitor", "manyhands", "monitor", "--run-id", RUN_ID, "--listen", listen, "--identity", key
+        )
         address = next(
             word for word in monitor.wait_for("/p2p/").split() if word.startswith("/ip4/") and "/p2p/" in word
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 import manyhands
+from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, JoinFailed
 from manyhands.dht import KnownPeers
 from manyhands.dht.known_peers import VERSION
@@ -32,6 +34,35 @@ def test_a_peer_keeps_its_id_and_comes_back_by_the_peers_it_knew(tmp_path: Path)
         with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path / "a" / "b") as peer:
             assert peer.peer_id == peer_id
             assert [contact.peer_id for contact in peer.dht.contacts()] == [other.peer_id]
+
+
+def test_a_peer_keeps_its_port_where_any_will_do(tmp_path: Path) -> None:
+    with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path) as peer:
+        addresses = peer.addresses
+    with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path) as peer:
+        assert peer.addresses == addresses, "whoever has a ticket of before can use it"
+    with manyhands.Peer(listen=["127.0.0.1:0", "127.0.0.1:0"], state_dir=tmp_path) as peer:
+        assert len(peer.addresses) == 2, "one port cannot serve twice"
+
+
+def test_a_port_that_is_taken_since_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path) as peer:
+        port = Address.parse(peer.addresses[0]).port
+    with socket.create_server(("127.0.0.1", port)), manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path) as peer:
+        other_port = Address.parse(peer.addresses[0]).port
+        assert other_port != port
+        (warning,) = caplog.messages
+        assert f"port {port} of the last start is taken" in warning
+    with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path) as peer:
+        assert Address.parse(peer.addresses[0]).port == other_port, "the last one counts"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"70000", b"0", b"-1", b"1e3"])
+def test_a_damaged_port_file_is_written_anew(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "port").write_bytes(content)
+    with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path) as peer:
+        assert (tmp_path / "port").read_text() == str(Address.parse(peer.addresses[0]).port)
+    assert not caplog.messages
 
 
 def test_it_joins_though_none_of_the_initial_peers_answers(tmp_path: Path) -> None:

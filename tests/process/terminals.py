@@ -8,6 +8,7 @@ import re
 import select
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,12 +33,13 @@ class Terminal:
 
     def __init__(self, *command: str, env: Mapping[str, str] | None = None) -> None:
         self.screen = ""
+        self._folder = tempfile.TemporaryDirectory()
         self._is_closed = threading.Event()
         self._master, slave = os.openpty()
         self.resize(120, 40)
         self._process = subprocess.Popen(
             [sys.executable, "-c", TAKE_TERMINAL, sys.executable, "-m", "manyhands", *command],
-            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True, cwd=self._folder.name,
             env=_without(os.environ, "COLUMNS", "LINES", "NO_COLOR") | {"TERM": "xterm"} | (env or {}),
         )  # fmt: skip
         os.close(slave)
@@ -102,6 +104,7 @@ class Terminal:
         self._process.kill()
         self._process.wait()
         self.hang_up()
+        self._folder.cleanup()
 
 
 def _without(env: Mapping[str, str], *names: str) -> dict[str, str]:

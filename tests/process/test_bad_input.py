@@ -30,7 +30,7 @@ STARTUP_S = 2.0  # of Python and its imports
         (["monitor", "--run-id", "r", "--initial-peers"], "write --initial-peers HOST:PORT or a multiaddr"),
         (["first-peer", "--initial-peers="], "--initial-peers is given without an address"),
         (["first-peer", "--listen", ""], "--listen is given without an address"),
-        (["doctor", "--initial-peers"], "a variable of the shell is probably unset"),
+        (["doctor", "--initial-peers"], "or a variable of the shell is unset"),
         (["train", "--run-id", "r", "--client-mode"], "in client mode cannot be the first one"),
         (["train", "--run-id", "r", "--client-mode", "--announce", "1.2.3.4:5"], "--client-mode says that they cannot"),
         (["train", "--run-id", "r", "--no-client-mode", "--client-mode"], "contradict each other; leave one out"),
@@ -97,7 +97,8 @@ def test_a_text_that_is_too_short_is_told_before_anything_is_started(
     assert [entry.name for entry in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_a_taken_port() -> None:
+def test_a_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, output = called("monitor", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}")
@@ -132,7 +133,10 @@ class Silent(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("there", ["nobody", "a web server", "a port that says nothing"])
-def test_an_address_where_no_peer_answers_is_one_line_in_time(there: str) -> None:
+def test_an_address_where_no_peer_answers_is_one_line_in_time(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with (
         socket.create_server(("127.0.0.1", 0)) as listening,
         http.server.HTTPServer(("127.0.0.1", 0), Silent) as web,

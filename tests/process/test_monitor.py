@@ -13,7 +13,7 @@ import pytest
 from manyhands.cli.main import run
 from manyhands.monitor.history import open_history
 from tests.credited import leaders_in
-from tests.process.commands import LOOPBACK, running
+from tests.process.commands import LOOPBACK, address_of, running
 from tests.unit.monitor.curve_files import tensorboard_points, wandb_points
 from tests.unit.monitor.fake_hub import fake_hub
 
@@ -70,6 +70,26 @@ def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
         later.wait_for("Optimizer step: done!")
         later.interrupt()
         assert later.wait(15) == INTERRUPTED, later.output
+
+
+def test_a_monitor_that_starts_again_has_the_address_of_before(tmp_path: Path) -> None:
+    watching = ("monitor", "--run-id", "seen", "--listen", LOOPBACK)
+    with running(*watching, folder=tmp_path) as first:
+        address = address_of(first)
+        with running(*watching, folder=tmp_path) as second:
+            assert "uses manyhands-seen.monitor-2" in second.wait_for("in use by another process")
+            assert address_of(second) != address
+        first.kill()
+        first.wait(10)
+    with running(*watching, folder=tmp_path) as again:
+        assert address_of(again) == address
+
+
+def test_a_monitor_needs_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "manyhands-seen.monitor").touch()  # as where nothing can be written
+    with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, folder=tmp_path) as monitor:
+        monitor.wait_for("tickets are void then")
+        monitor.wait_for("Found no active peers")
 
 
 @pytest.mark.long

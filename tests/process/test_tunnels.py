@@ -38,7 +38,10 @@ def ngrok(monkeypatch: pytest.MonkeyPatch) -> None:
         ("good-token", ["monitor", "--announce", "203.0.113.7:31337"], "--announce gives another"),
     ],
 )
-def test_bad_input(token: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(
+    token: str, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NGROK_AUTHTOKEN", token)
     monkeypatch.syspath_prepend(FAKES)
     code, output = called(*arguments, "--tunnel", "ngrok", "--listen", LOOPBACK)

@@ -68,7 +68,7 @@ class Address:
             return _parse_multiaddr(text[:-1] + "0" if text.endswith("/tcp/*") else text)
         host, separator, port = text.rpartition(":")
         if host in ("", "*") and (separator or port.isdigit()):
-            host = "[::]"
+            return cls.of("::", 0 if port == "*" else _checked_port(text, port))
         return _parse_host_port(f"{host}:{0 if port == '*' else port}" if host else text, _LISTEN_EXAMPLE)
 
     @classmethod

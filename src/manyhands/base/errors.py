@@ -109,7 +109,7 @@ class DialReason(enum.Enum):
     TIMED_OUT = "timed out: no answer"
     UNREACHABLE = "network unreachable"
     NAME_NOT_FOUND = "the host name does not resolve"
-    WRONG_IDENTITY = "another identity answered"
+    WRONG_IDENTITY = "another identity answered: the peer has a new key, or another one has its address now"
     PROTOCOL_VERSION = "it speaks another protocol version"
     NOT_MANYHANDS = "not a manyhands peer"
     ITSELF = "the address is this peer itself"

@@ -98,7 +98,10 @@ class Identity:
             _keep_to_owner(path)
             key = serialization.load_pem_private_key(pem, password=None)
         except OSError as error:
-            raise ConfigError(f"identity file {path}: {error.strerror}") from error
+            raise ConfigError(
+                f"identity file {path}: {error.strerror}; name a file that can be read, or one in a folder that can be "
+                "written"
+            ) from error
         except ConfigError:
             raise
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:

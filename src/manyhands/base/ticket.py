@@ -78,17 +78,17 @@ class Ticket:
 
     @classmethod
     def is_one(cls, text: str) -> bool:
-        """Whether a text looks like a ticket, and not like an address."""
-        return _WORD.fullmatch(text.strip()) is not None
+        """Whether a text looks like a ticket, and not like an address; spaces and line breaks in it are ignored."""
+        return _WORD.fullmatch("".join(text.split())) is not None
 
     @classmethod
     def parse(cls, text: str) -> Ticket:
-        """Read a ticket.
+        """Read a ticket; spaces and line breaks in it, as chat programs add them, are ignored.
 
         Raises:
             ConfigError: it was cut off or mistyped, or is of another version.
         """
-        text = text.strip()
+        text = "".join(text.split())
         shown = text if len(text) <= 20 else f"{text[:16]}…"
         match = _WORD.fullmatch(text)
         if match is None or len(text) > MAX_LENGTH:

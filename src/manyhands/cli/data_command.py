@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from manyhands.cli.output.logs import log_to_stdout
+from manyhands.cli.output.waiting import shown
 from manyhands.cli.taking_part import require_albert
 from manyhands.recipes.albert.data.preparation import Preparation
 
@@ -29,8 +30,10 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
     """
     settings = settings or Preparation()
     require_albert()
-    from manyhands.recipes.albert.data.dataset import SHARDS, address_of
-    from manyhands.recipes.albert.data.prepare import prepare as make  # imports torch, which takes seconds
+    settings.check()
+    with shown("Loading PyTorch and transformers"):
+        from manyhands.recipes.albert.data.dataset import SHARDS, address_of
+        from manyhands.recipes.albert.data.prepare import prepare as make
 
     result = make(settings)
     about = result.about

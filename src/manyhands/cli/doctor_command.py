@@ -8,12 +8,12 @@ from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
-from rich.console import Console
 
 from manyhands.base.address import parse_addresses, parse_listen_addresses
 from manyhands.base.identity import Identity
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import split_tickets
+from manyhands.cli.output.waiting import shown
 from manyhands.doctor import Check, Examination
 from manyhands.doctor.checks import NAMES
 from manyhands.doctor.page import lines_of
@@ -28,10 +28,12 @@ TIMEOUT_S = 20.0
 
 
 def doctor(
-    *,
-    initial_peers: Annotated[
+    addresses: Annotated[
         tuple[str, ...], Parameter(help="Multiaddrs (or HOST:PORT) of the peers that yours was told to join through.")
-    ],
+    ] = (),
+    /,
+    *,
+    initial_peers: Annotated[tuple[str, ...], Parameter(help="More of them, as your peer is given them.")] = (),
     listen: Annotated[
         tuple[str, ...], Parameter(help="Where your peer accepts connections: the initial peers try to dial it there.")
     ] = ALL_INTERFACES,
@@ -54,7 +56,7 @@ def doctor(
     Give the options that your peer was started with. Takes at most 15 s; the exit code is 0 if all is well, else 1.
     """
     examination = Examination(
-        initial_peers=split_tickets(initial_peers)[0],
+        initial_peers=split_tickets([*addresses, *initial_peers])[0],
         listen=parse_listen_addresses(listen),
         announce=parse_addresses(announce),
         client_mode=client_mode,
@@ -66,7 +68,7 @@ def doctor(
     examiner = Identity.load_or_create(identity) if identity is not None else Identity.generate()
     runtime = LoopThread("manyhands doctor")
     try:
-        with Console(stderr=True).status("checking", spinner="line") as status:
+        with shown("checking") as status:
 
             def show(check: Check) -> None:
                 status.update(f"checked {NAMES[check.check]}" + (f" of {check.address}" if check.address else ""))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 
 EXIT_INTERRUPTED = 130
@@ -13,6 +15,7 @@ def main(*before: str) -> None:
     Args:
         before: the name of a command, put before the arguments of the program.
     """
+    atexit.register(gc.freeze)  # else Python's exit visits each object of torch and transformers, for seconds
     try:
         from manyhands.cli.main import run
 

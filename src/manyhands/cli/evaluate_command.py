@@ -104,7 +104,7 @@ def evaluate(
     with network.connect() as peer:
         name_in_logs(peer=str(peer.peer_id))
         logger.info("Evaluating as peer %s, which trains nothing", peer.peer_id)
-        run = wait_for_run(peer, run_id, given)
+        run = wait_for_run(peer, run_id, given, may_be_mistyped=True)
         name_in_logs(run=run.run_id)
         logger.info("Loading PyTorch and transformers")
         from manyhands.recipes.albert.evaluator import AlbertEvaluator

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoint_dir import newest_checkpoint
+from manyhands.cli.output.waiting import shown
 from manyhands.cli.taking_part import require_albert
 
 MASK = "[MASK]"
@@ -29,9 +30,10 @@ def fill(
     if MASK not in text:
         raise ConfigError(f'the text has no {MASK} for the model to fill; for example "The capital of {MASK} is ..."')
     require_albert()
-    from manyhands.recipes.albert.fill import MaskFiller  # imports torch, which takes seconds
+    with shown("Loading PyTorch and the model"):
+        from manyhands.recipes.albert.fill import MaskFiller
 
-    filled = MaskFiller(path).fill(text)
+        filled = MaskFiller(path).fill(text)
     print(filled.text)  # noqa: T201
     for number, guesses in enumerate(filled.guesses, start=1):
         if len(filled.guesses) > 1:

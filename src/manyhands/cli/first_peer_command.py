@@ -105,8 +105,8 @@ def what_changes(options: PeerOptions) -> str:
         advice["its id"] = "--state-dir (or --identity) keeps the id"
     if options.tunnel is not None:
         advice["its address"] = "a tunnel has another one each time"
-    elif any(address.port == 0 for address in parse_listen_addresses(options.listen)):
-        advice["its port"] = "--listen with a number above 0 keeps the port"
+    elif options.state_dir is None and any(not address.port for address in parse_listen_addresses(options.listen)):
+        advice["its port"] = "--state-dir, or --listen with a number above 0, keeps the port"
     if not advice:
         return ""
     verb = "change" if len(advice) > 1 else "changes"

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from manyhands.cli.entry import EXIT_INTERRUPTED
@@ -16,6 +16,11 @@ from manyhands.runtime.exit_delay import exit_delay_s
 
 LEAVE_TIMEOUT_S = 4.5
 """Time that a command has to shut down after a signal, and again after it has saved what it must."""
+
+SAY_AFTER_S = 0.5
+"""Time after a signal without an end of the command, before it says that it is stopping."""
+
+STDERR = 2
 
 AGAIN_AFTER_S = 0.01
 """Time for a finalizer to end before KeyboardInterrupt is raised again."""
@@ -40,6 +45,7 @@ def leaving_on_signals() -> Iterator[None]:
     """
     has_left = threading.Event()
     ends_on_hangup = _has_terminal() and not any(signal.getsignal(one) is signal.SIG_IGN for one in HANGUP)
+    notice = threading.Thread(target=_say_unless, args=[has_left], name="stopping", daemon=True)
     last_resort = threading.Thread(target=_end_unless, args=[has_left], name="last resort", daemon=True)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -50,6 +56,7 @@ def leaving_on_signals() -> Iterator[None]:
         for other in SIGNALS:  # shutdown has begun: ignore further signals
             signal.signal(other, signal.SIG_IGN)
         last_resort.start()
+        notice.start()
         raise KeyboardInterrupt
 
     def interrupt_again(number: int, frame: FrameType | None) -> None:
@@ -85,6 +92,13 @@ def _interrupt_main_thread(has_left: threading.Event) -> None:
         signal.raise_signal(signal.SIGINT)
     else:
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type] # it has begun
+
+
+def _say_unless(has_left: threading.Event) -> None:
+    """Tell the person at the terminal that the command is stopping, unless it has left by then."""
+    if not has_left.wait(SAY_AFTER_S) and os.isatty(STDERR):
+        with suppress(OSError):  # the terminal was closed
+            os.write(STDERR, b"\nStopping ...\n")  # past Python's locks: the terminal may take no output
 
 
 def _end_unless(has_left: threading.Event) -> None:

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, RepeatArgumentError
+from cyclopts.exceptions import CoercionError, UnknownOptionError, UnusedCliTokensError
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
+from manyhands.base.ticket import Ticket
 from manyhands.cli.access_commands import ban, invite, members
 from manyhands.cli.aws_command import aws
 from manyhands.cli.checkpoint_command import checkpoint
@@ -22,7 +24,7 @@ from manyhands.cli.join_command import join
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
 from manyhands.cli.notebook_command import notebook
-from manyhands.cli.old_names import Translation, help_of
+from manyhands.cli.old_names import ANY, JOIN, Translation, help_of
 from manyhands.cli.plot_command import plot
 from manyhands.cli.run_command import run_key
 from manyhands.cli.ticket_command import ticket
@@ -30,7 +32,16 @@ from manyhands.cli.train_command import settings_given, train
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.version import __version__
 
+NUMBERS: dict[type | None, str] = {int: "a whole number, for example 4", float: "a number, for example 0.5"}
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+
+def _shown(default: object) -> str | None:
+    """A default value, as it would be written; None for nothing."""
+    if isinstance(default, tuple):
+        return " ".join(map(str, default)) or None
+    return str(default) if default is not None else None
+
 
 app = App(
     name="manyhands",
@@ -38,7 +49,7 @@ app = App(
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
-    default_parameter=Parameter(negative="", consume_multiple=True),
+    default_parameter=Parameter(negative="", consume_multiple=True, show_default=_shown),
 )
 for command in (join, train, evaluate, fill, monitor, first_peer, ticket, invite, ban, members, doctor, demo):
     app.command(command, help_epilogue=help_of(command.__name__.replace("_", "-")))
@@ -56,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         with leaving_on_signals():
             translation = Translation(arguments)
             for note in translation.notes:
-                _complain(note)
+                print(f"Note: {note}", file=sys.stderr)  # noqa: T201
             code = app(
                 [_with_dashes(word) for word in translation.words],
                 exit_on_error=False,
@@ -64,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
                 result_action="return_value",
             )
     except (CycloptsError, ConfigError, JoinFailed) as error:
-        _complain(_reason_of(error))
+        _complain(_explained(error))
         return EXIT_USAGE
     except ManyhandsError as error:
         _complain(str(error))
@@ -87,7 +98,7 @@ def check_train(arguments: Sequence[str]) -> None:
     try:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise ConfigError(_reason_of(error)) from None
+        raise ConfigError(_explained(error)) from None
     if command is not train:
         raise ConfigError("--help and --version start no trainer; leave them out")
     AlbertRecipe(**settings_given(bound.arguments.get("recipe")))
@@ -99,9 +110,18 @@ def _with_dashes(argument: str) -> str:
     return name.replace("_", "-") + separator + value if name.startswith("--") else argument
 
 
-def _reason_of(error: Exception) -> str:
+def _explained(error: Exception) -> str:
+    """What to write instead."""
+    command = " ".join(error.command_chain or ()) if isinstance(error, CycloptsError) else ""
     if isinstance(error, MissingArgumentError):
-        return _missing(error)
+        return _missing(command, error)
+    if isinstance(error, UnusedCliTokensError):
+        return _left_over(command, error.unused_tokens or [])
+    if isinstance(error, UnknownOptionError):
+        return _unknown(command, error)
+    if isinstance(error, CoercionError) and error.token is not None and error.target_type in NUMBERS:
+        option = error.token.keyword or "the argument"
+        return f"{option} is {error.token.value!r}; it must be {NUMBERS[error.target_type]}"
     if isinstance(error, RepeatArgumentError) and error.token.keyword is not None:
         option = "--" + error.token.keyword.removeprefix("--no-").removeprefix("--")
         both = {option, option.replace("--", "--no-", 1)}
@@ -110,10 +130,29 @@ def _reason_of(error: Exception) -> str:
     return str(error)
 
 
-def _missing(error: MissingArgumentError) -> str:
+def _left_over(command: str, words: Sequence[str]) -> str:
+    left = " ".join(words)
+    if command == JOIN:
+        return f"join takes one address or ticket, and {left!r} is left over; copy a ticket as one word, without breaks"
+    if command in ANY and any(Ticket.is_one(word) or ":" in word or "/" in word for word in words):
+        return f"{command} takes addresses after an option: write --initial-peers {left}"
+    return f'{command} cannot use {left!r}; "manyhands {command} --help" shows an example'
+
+
+def _unknown(command: str, error: UnknownOptionError) -> str:
+    option = (error.token.keyword or error.token.value).partition("=")[0]
+    name = option.lstrip("-").replace("-", "_")
+    if command not in ANY or name not in ("model", *AlbertRecipe.__dataclass_fields__):
+        return str(error)
+    if command == JOIN:
+        return f"{option} comes from the run: leave it out (manyhands train --initial-peers ADDRESS compares it)"
+    return f"{option} is set by the trainers of a run: leave it out"
+
+
+def _missing(command: str, error: MissingArgumentError) -> str:
     """What to add to a command line that lacks an argument, or the value of an option."""
     assert error.argument is not None
-    name, command = error.argument.name, " ".join(error.command_chain or ())
+    name = error.argument.name
     is_positional = error.argument.index is not None and error.keyword is None
     needed = name.lstrip("-").upper() if is_positional else f"{error.keyword or name} VALUE"
     return f'{command} needs {needed}; "manyhands {command} --help" shows an example'

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +31,7 @@ from manyhands.cli.output.live_view import LiveScreen, LogLine
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import screen_of
 from manyhands.cli.run_to_follow import wait_for_run
-from manyhands.cli.taking_part import require_albert
+from manyhands.cli.taking_part import first_free, require_albert
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, page_of
 from manyhands.monitor import RunMonitor
@@ -44,6 +44,7 @@ from manyhands.monitor.picture import Point, RunPicture
 from manyhands.monitor.web import MonitorSource
 from manyhands.monitor.web.address import url_of
 from manyhands.peer import Peer
+from manyhands.state_dir import StateDir
 
 logger = logging.getLogger(__name__)
 
@@ -231,12 +232,16 @@ def monitor(
         emit = output.begin()
         history = open_history(run_id, network.state_dir)
         cleanup.callback(history.close)
-        peer = cleanup.enter_context(network.connect())
         keeper = Keeping(keeping, run_id, repo) if keeping.checkpoint_dir is not None else None
         if keeper is not None:
             cleanup.callback(keeper.close)
+        if not network.initial_peers and network.client_mode is None:
+            network = replace(network, client_mode=False)  # it is there to be dialled, also by peers that it knows
+        peer = cleanup.enter_context(network.connect(own_dir=own_dir(run_id, network)))
         name_in_logs(run=run_id, peer=str(peer.peer_id))
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
+        if peer.state_path is not None:
+            logger.info("Its id and port are in %s: the next start has the same", peer.state_path)
         if charter is not None and signed is not None:
             coordinate(peer, charter, signed, network)
         if run_id not in peer.presence.members:
@@ -267,6 +272,25 @@ def monitor(
             keeper.run(peer)
         while True:  # an unbounded wait cannot be interrupted on every platform
             threading.Event().wait(3600.0)
+
+
+def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
+    """Open the folder that keeps id and port of the monitor where none is named: those who join have its address.
+
+    A trainer of any run has another one, as a run id has no dot.
+
+    Returns:
+        None if the folder of the options serves, or if none can be created.
+    """
+    if network.state_dir is not None or network.identity is not None:
+        return None
+    try:
+        return first_free(f"manyhands-{run_id}.monitor", StateDir)
+    except ConfigError as error:
+        logger.warning(
+            "%s (--state-dir DIR); without one, each start has another id and port: tickets are void then", error
+        )
+        return None
 
 
 class Drawing:

@@ -18,8 +18,9 @@ Values = list[str]
 Convert = Callable[[str, Values], Values]
 """Takes an old option, as it was written, and its values; returns the arguments that replace it."""
 
-TRAIN, MONITOR, FIRST_PEER, EVALUATE = "train", "monitor", "first-peer", "evaluate"
-ANY = (TRAIN, MONITOR, FIRST_PEER, EVALUATE)
+TRAIN, JOIN, MONITOR, FIRST_PEER, EVALUATE = "train", "join", "monitor", "first-peer", "evaluate"
+TRAINERS = (TRAIN, JOIN)
+ANY = (*TRAINERS, MONITOR, FIRST_PEER, EVALUATE)
 
 NOTHING = "None"
 """Options with this value are treated as not given."""
@@ -41,7 +42,7 @@ class OldName:
 
     old: tuple[str, ...]
     new: str
-    commands: tuple[str, ...] = (TRAIN,)
+    commands: tuple[str, ...] = TRAINERS
     why: str = ""
     convert: Convert | None = None
     gives_way: bool = False
@@ -94,16 +95,16 @@ def _curves(written: str, values: Values) -> Values:
 
 
 TABLE = (
-    OldName(("experiment_prefix",), "--run-id", (TRAIN, MONITOR, EVALUATE)),
+    OldName(("experiment_prefix",), "--run-id", (*TRAINERS, MONITOR, EVALUATE)),
     OldName(("experiment_prefix",), "", (FIRST_PEER,), "a first peer welcomes the peers of any run"),
     OldName(("dht_listen_on", "listen_on", "host_maddrs"), "--listen", ANY),
     OldName(("announce_maddrs", "endpoint", "address"), "--announce", ANY, "HOST:PORT or a multiaddr", _announced),
     OldName(("identity_path",), "--identity", ANY),
-    OldName(("client_mode",), "--client-mode", (TRAIN, MONITOR, EVALUATE), convert=_CLIENT_MODE),
+    OldName(("client_mode",), "--client-mode", (*TRAINERS, MONITOR, EVALUATE), convert=_CLIENT_MODE),
     OldName(("averaging_expiration", "matchmaking_time"), "--matchmaking-time-s"),
     OldName(("averaging_timeout",), "--averaging-timeout-s"),
     OldName(("bandwidth",), "--bandwidth-mbit-s"),
-    OldName(("target_group_size",), "--max-group-size", why="set by the peer that begins the run"),
+    OldName(("target_group_size",), "--max-group-size", (TRAIN,), "set by the peer that begins the run"),
     OldName(("statistics_expiration",), "--metrics-ttl-s"),
     OldName(("metadata_expiration",), "--progress-ttl-s"),
     OldName(("min_refresh_period",), "--min-refresh-s"),
@@ -111,11 +112,11 @@ TABLE = (
     OldName(("default_refresh_period",), "--default-refresh-s"),
     OldName(("per_device_train_batch_size",), "--batch-size"),
     OldName(
-        ("fp16",), "--precision float16", (TRAIN,),
+        ("fp16",), "--precision float16",
         convert=_switch(["--precision", "float16"], ["--precision", "float32"]),
     ),
     OldName(
-        ("bf16",), "--precision bfloat16", (TRAIN,),
+        ("bf16",), "--precision bfloat16",
         convert=_switch(["--precision", "bfloat16"], ["--precision", "float32"]),
     ),
     OldName(("output_dir",), "--checkpoint-dir"),
@@ -128,8 +129,9 @@ TABLE = (
     ),
     OldName(("logging_steps",), "--log-every"),
     OldName(("logging_first_step",), "--log-first-batch", convert=_switch(["--log-first-batch"])),
-    OldName(("tokenizer_path",), "--tokenizer", (TRAIN, EVALUATE)),
-    OldName(("config_path", "model_config_path"), "--model", why="albert-large-v2, small, or a config.json"),
+    OldName(("tokenizer_path",), "--tokenizer", (*TRAINERS, EVALUATE)),
+    OldName(("config_path", "model_config_path"), "--model", (TRAIN,), "albert-large-v2, small, or a config.json"),
+    OldName(("target_group_size", "config_path", "model_config_path"), "", (JOIN,), "it comes from the run"),
     OldName(("save_checkpoint_step_interval",), "--checkpoint-every", (MONITOR,)),
     OldName(("store_checkpoints",), "--checkpoint-dir", (MONITOR,), "in ./checkpoints; needs torch",
             _switch(["--checkpoint-dir", "checkpoints"]), gives_way=True),
@@ -140,7 +142,7 @@ TABLE = (
     OldName(("backup_every_steps",), "", why="values that are not finite never reach the parameters"),
     OldName(("dataloader_num_workers",), "", why="batches are made in the trainer's own process"),
     OldName(("per_device_eval_batch_size",), "", why="held-out samples are computed a few at a time"),
-    OldName(("do_train", "do_eval"), "", (TRAIN, EVALUATE), "a trainer trains; manyhands evaluate evaluates"),
+    OldName(("do_train", "do_eval"), "", (*TRAINERS, EVALUATE), "a trainer trains; manyhands evaluate evaluates"),
     OldName(("fp16_opt_level",), "", why="--precision says what to compute in"),
     OldName(
         ("averaging_expiration", "matchmaking_time", "averaging_timeout", "bandwidth", "target_group_size",

@@ -55,7 +55,7 @@ class PeerOptions:
     """File with the private key, created if missing; by default in --state-dir, else a new key at each start."""
 
     state_dir: Path | None = None
-    """Folder of this peer alone. Keeps its private key and the addresses of other peers for the next start."""
+    """Folder of this peer alone. Keeps its private key, its port and addresses of other peers for the next start."""
 
     def __post_init__(self) -> None:
         given = {"--initial-peers": self.initial_peers, "--listen": self.listen, "--announce": self.announce}
@@ -128,7 +128,8 @@ class NetworkOptions(PeerOptions):
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
 
     def _is_first(self, peer: Peer) -> bool:
-        return super()._is_first(peer) and not peer.dht.num_known_peers  # it may have met others before
+        has_met_others = peer.dht.num_known_peers > 0 and self.client_mode is not False
+        return super()._is_first(peer) and not has_met_others
 
     def __post_init__(self) -> None:
         if self.tunnel is not None and self.client_mode:

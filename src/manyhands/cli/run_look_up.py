@@ -11,6 +11,7 @@ from manyhands.access.charters import read_charters
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
 from manyhands.base.ticket import split_tickets
+from manyhands.cli.output.waiting import shown
 from manyhands.optim.run.records import Run, find_runs, listed, look_up_run, nobody_is_in
 from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
 from manyhands.runtime.retrying import until_reached
@@ -34,7 +35,8 @@ class Scout:
 
     def __init__(self, addresses: Sequence[str | Address]) -> None:
         self._addresses, self._tickets = split_tickets(addresses)
-        self._peer = Peer(self._addresses, client_mode=True)
+        with shown(f"dialling {' '.join(address.host_port for address in self._addresses)}"):
+            self._peer = Peer(self._addresses, client_mode=True)
         try:
             for ticket in self._tickets:
                 if ticket.is_charted:
@@ -60,6 +62,10 @@ class Scout:
             RunNotFound: there is no such run.
             ConfigError: there are several to choose from; the message lists them.
         """
+        with shown(f"looking for run {run_id}" if run_id is not None else "looking for runs"):
+            return self._choose(run_id, is_trained=is_trained, expected=expected)
+
+    def _choose(self, run_id: str | None, *, is_trained: bool, expected: bytes) -> Run:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             runs = self.runs(run_id, expected)
@@ -74,7 +80,9 @@ class Scout:
                 break
             time.sleep(PERIOD_S)
         if run_id is None:
-            raise RunNotFound("no run is there yet")
+            places = " ".join(map(str, self._addresses))
+            begin = f"manyhands train --run-id NAME --start-new --initial-peers {places}"
+            raise RunNotFound(f"no run is there yet; begin one with: {begin}")
         raise RunNotFound(nobody_is_in(run_id, self._peer.dht.num_known_peers, runs))
 
     def charter_of(self, run_id: str) -> bytes:

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from manyhands.base.errors import ConfigError, Unavailable
-from manyhands.cli.run_look_up import LOOK_TIMEOUT_S
+from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
+from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, PATIENCE_S
 from manyhands.optim.run.records import Run, find_runs, listed, nobody_is_in
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, adopted
@@ -25,30 +25,35 @@ class RunToFollow(NamedTuple):
     recipe: RunRecipe
 
 
-def wait_for_run(peer: Peer, run_id: str | None, given: Mapping[str, Any]) -> RunToFollow:
+def wait_for_run(
+    peer: Peer, run_id: str | None, given: Mapping[str, Any], *, may_be_mistyped: bool = False
+) -> RunToFollow:
     """Wait until a run has trainers; without a name, the only run there is.
 
     Args:
         given: settings of the recipe that this peer chooses itself.
+        may_be_mistyped: do not wait for a run that nobody knows while there are others.
     Raises:
+        RunNotFound: there are other runs, and none of this name.
         ConfigError: there are several runs, the recipe cannot be used, or its model does not fit into the memory.
     """
     from manyhands.recipes.albert.memory import check_memory  # needs a package of manyhands[albert]
 
-    run = wait_for_trainers(peer, run_id)
+    run = wait_for_trainers(peer, run_id, may_be_mistyped=may_be_mistyped)
     assert run.manifest is not None
     found = adopted(run.run_id, run.manifest.extra, given)
     check_memory(run.run_id, found.recipe, found.vocab_size)
     return RunToFollow(run.run_id, found)
 
 
-def wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
+def wait_for_trainers(peer: Peer, run_id: str | None, *, may_be_mistyped: bool = False) -> Run:
     """Wait until a run has trainers; without a name, the only run there is.
 
     Raises:
-        ConfigError: there are several.
+        RunNotFound, ConfigError: as for :func:`wait_for_run`.
     """
     tell_at = peer.time()
+    patient_until = tell_at + PATIENCE_S
     while True:
         runs: list[Run] = []
         try:
@@ -60,9 +65,11 @@ def wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
             raise ConfigError(f"{len(trained)} runs are there: {listed(trained)}; choose one of them with --run-id")
         if trained:
             return trained[0]
+        others = [run for run in runs if run.run_id != run_id]
+        seen = "" if run_id is None else nobody_is_in(run_id, peer.dht.num_known_peers, others)
+        if may_be_mistyped and run_id is not None and others and others == runs and peer.time() >= patient_until:
+            raise RunNotFound(f"{seen}. Check --run-id")
         if peer.time() >= tell_at:
             tell_at = peer.time() + TELL_PERIOD_S
-            others = [run for run in runs if run.run_id != run_id]
-            seen = "" if run_id is None else f" ({nobody_is_in(run_id, peer.dht.num_known_peers, others)})"
-            logger.info("Waiting for a trainer%s", seen)
+            logger.info("Waiting for a trainer%s", f" ({seen})" if seen else "")
         peer.sleep(LOOK_PERIOD_S)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,6 +40,7 @@ from manyhands.state_dir import StateDir
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[msgspec.Struct], None]
+Folder = TypeVar("Folder")
 MAX_FOLDERS = 64
 NOTE_TIMEOUT_S = 5.0
 
@@ -228,15 +229,28 @@ def open_folders(run_id: str, network: NetworkOptions, training: TrainingSetting
         return OwnFolders(None, None)  # the peer opens a named state dir itself
     if training.checkpoint_dir is not None:
         return _open_folder(training.checkpoint_dir, run_id, network, training)
+    try:
+        return first_free(f"manyhands-{run_id}", lambda path: _open_folder(path, run_id, network, training))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --checkpoint-dir names one, --no-checkpoints needs none") from error
+
+
+def first_free(name: str, open_folder: Callable[[Path], Folder]) -> Folder:
+    """Open ``./NAME``, or the first of ``-2``, ``-3`` ... that no other process uses.
+
+    Raises:
+        ConfigError: a folder cannot be used.
+    """
     for number in range(1, MAX_FOLDERS + 1):
-        name = f"manyhands-{run_id}" if number == 1 else f"manyhands-{run_id}-{number}"
+        path = Path(name if number == 1 else f"{name}-{number}")
         try:
-            return _open_folder(Path(name), run_id, network, training)
-        except FolderInUse:  # another trainer was started here
+            opened = open_folder(path)
+        except FolderInUse:  # another one was started here
             continue
-        except ConfigError as error:
-            raise ConfigError(f"{error}; --checkpoint-dir names one, --no-checkpoints needs none") from error
-    raise ConfigError(f"{MAX_FOLDERS} trainers of run {run_id!r} were started here; name a --checkpoint-dir")
+        if number > 1:
+            logger.info("%s is in use by another process: this one uses %s", name, path)
+        return opened
+    raise ConfigError(f"{MAX_FOLDERS} processes use {name}, {name}-2 and so on")
 
 
 def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:

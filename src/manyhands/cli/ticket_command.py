@@ -69,8 +69,12 @@ def print_ticket(
         charter: digest of the charter of the run, if it has one.
         token: an invitation.
     """
-    ticket = str(Ticket(run_id, parse_addresses(addresses), fingerprint, charter, token))
+    places = parse_addresses(addresses)
+    ticket = str(Ticket(run_id, places, fingerprint, charter, token))
     print(f"\n    manyhands join {ticket}\n", flush=True)  # noqa: T201
+    if places and all(place.is_loopback for place in places):
+        print(f"    On this machine only: no other one can dial {places[0].host_port}.\n", flush=True)  # noqa: T201
+        return
     if not sys.stdout.isatty():
         return
     with suppress(UnicodeError):  # the terminal has no block characters

@@ -30,6 +30,9 @@ NAMES: Final[dict[Kind, str]] = {
 STEPS: Final[tuple[Kind, ...]] = ("dns", "tcp", "tls", "identity", "protocol", "dht")
 """Steps that an address must pass before a peer can join there, in this order."""
 
+NEEDED: Final[tuple[Kind, ...]] = ("listen", "run")
+"""Checks of this machine and the swarm without which no peer starts."""
+
 _ORDER = {kind: number for number, kind in enumerate(NAMES)}
 
 
@@ -70,7 +73,8 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         ok: whether no check failed and a peer can join.
-        can_join: whether at least one of the initial peers passes all steps; one is enough.
+        can_join: whether at least one of the initial peers passes all steps (one is enough), the run is there, and the
+            port is free.
         peer_id: the identity that this machine used.
         seconds: how long all checks took.
     """
@@ -88,6 +92,7 @@ def report_of(checks: Sequence[Check], peer_id: str, seconds: float) -> Report:
     in_order = sorted(checks, key=lambda check: _ORDER[check.check])
     ordered = [check for address in [*addresses, None] for check in in_order if check.address == address]
     can_join = any(_passes([check for check in checks if check.address == address]) for address in addresses)
+    can_join &= not any(check.ok is False and check.check in NEEDED for check in checks)
     ok = can_join and all(check.ok is not False for check in checks)
     return Report(ok, can_join, peer_id, round(seconds, 3), ordered)
 

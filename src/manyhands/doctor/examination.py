@@ -55,8 +55,8 @@ class Examination:
     def __post_init__(self) -> None:
         if not self.initial_peers:
             raise ConfigError(
-                "no initial peer is given: a variable of the shell is probably unset; "
-                "give the addresses that your peer was started with"
+                "no initial peer is given (or a variable of the shell is unset); give the addresses that your peer was "
+                "started with: manyhands doctor HOST:PORT"
             )
         if len(set(self.initial_peers)) > MAX_INITIAL_PEERS:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from manyhands.doctor.checks import NAMES, Check, Report
+from manyhands.doctor.checks import NAMES, NEEDED, Check, Report
 
 _MARKS = {True: "ok", False: "FAIL", None: "-"}
 _NAME_WIDTH = max(map(len, NAMES.values()))
@@ -36,4 +36,6 @@ def verdict(report: Report) -> str:
     failed = {0: "", 1: "1 check failed. "}.get(num_failed, f"{num_failed} checks failed. ")
     if report.can_join:
         return f"{failed}A peer with these options can join all the same, since one initial peer is enough."
-    return f"{failed}A peer with these options cannot join: no initial peer can be used."
+    missing = [NAMES[check.check] for check in report.checks if check.ok is False and check.check in NEEDED]
+    why = f"see {' and '.join(missing)} above" if missing else "no initial peer can be used"
+    return f"{failed}A peer with these options cannot join: {why}."

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 from manyhands.base.address import Address
@@ -118,16 +119,29 @@ class Endpoint:
 
     # set-up and end
 
-    async def listen(self, addresses: Sequence[Address], announce: Sequence[Address] = ()) -> None:
+    async def listen(
+        self, addresses: Sequence[Address], announce: Sequence[Address] = (), *, last_port: int = 0
+    ) -> None:
         """Accept connections, and announce addresses that others can dial.
 
         Args:
             addresses: where to listen; port 0 takes a free one.
             announce: addresses to announce instead of those of this machine (behind a tunnel, say).
+            last_port: for the first address, in place of port 0; logs a warning if it is taken.
         Raises:
             ConfigError: a port is taken, a host is not of this machine, or an announced address cannot be dialled.
         """
         check_announced(announce)
+        if addresses and last_port:
+            try:
+                wanted = replace(addresses[0], port=last_port)
+                self._listeners.append(await self._transport.listen(wanted, self._accepted))
+                addresses = addresses[1:]
+            except ConfigError:
+                logger.warning(
+                    "port %d of the last start is taken: this peer takes a free one, and tickets with the last one are "
+                    "void; make a new one with: manyhands ticket ADDRESS", last_port,
+                )  # fmt: skip
         for address in addresses:
             self._listeners.append(await self._transport.listen(address, self._accepted))
         if bound := self.bound_addresses:

@@ -26,7 +26,8 @@ class MemoryNetwork:
         self._ports = itertools.count(1024)
 
     def free_port(self) -> int:
-        return next(self._ports)
+        taken = {port for _, port in self.listeners}
+        return next(port for port in self._ports if port not in taken)
 
 
 class MemoryStream(Piecewise):

@@ -138,7 +138,7 @@ def test_where_to_listen_may_be_said_in_short(text: str, multiaddr: str) -> None
         ("*", "cannot read address '*'"),
         (":http", "'http' is not a port"),
         (":", "'' is not a port"),
-        ("65536", "'65536' is not a port"),
+        ("65536", "in address '65536', '65536' is not a port"),
         ("http://0.0.0.0:1337", "is a URL, not an address; write it without http://, like 0.0.0.0:1337"),
         ("::1:80", "write an IPv6 address in brackets"),
     ],

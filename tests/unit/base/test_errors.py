@@ -48,7 +48,8 @@ MESSAGES = [
     ),
     (
         DialFailed("/dns/a/tcp/80", DialReason.WRONG_IDENTITY, "12D3KooWB"),
-        "/dns/a/tcp/80: another identity answered (12D3KooWB)",
+        "/dns/a/tcp/80: another identity answered: the peer has a new key, or another one has its address now "
+        "(12D3KooWB)",
     ),
     (Refused("12D3KooWA", "busy", "try again later"), "peer 12D3KooWA: refused (busy): try again later"),
     (ProtocolViolation("12D3KooWA", "frame of 2 GiB"), "peer 12D3KooWA: frame of 2 GiB"),

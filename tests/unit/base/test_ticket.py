@@ -29,6 +29,9 @@ def test_a_ticket_is_one_word_that_holds_all(run_id: str, addresses: list[Addres
     assert re.fullmatch("mh1[0-9A-Za-z]+", text)
     assert Ticket.is_one(text)
     assert Ticket.parse(f" {text}\n") == Ticket(run_id, addresses, digest[:DIGEST_BYTES])
+    broken = f"{text[:9]}\n  {text[9:]}"
+    assert Ticket.is_one(broken), "as chat programs break it"
+    assert Ticket.parse(broken) == Ticket.parse(text)
 
 
 @pytest.mark.parametrize("address", ["203.0.113.7:31337", str(ADDRESSES[0]), "mh1.example:31337"])

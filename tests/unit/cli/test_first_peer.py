@@ -11,7 +11,7 @@ import pytest
 import manyhands
 from manyhands.cli import first_peer_command
 from manyhands.cli.first_peer_command import standing_of, tell_standing, what_changes
-from manyhands.cli.options import PeerOptions
+from manyhands.cli.options import NetworkOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
 
 
@@ -33,7 +33,11 @@ def test_it_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:
     [
         ({"listen": ("31337",), "identity": Path("key")}, ""),
         ({"listen": ("31337",)}, "its id changes at each start (--state-dir (or --identity) keeps the id)"),
-        ({"identity": Path("key")}, "its port changes at each start (--listen with a number above 0 keeps the port)"),
+        (
+            {"identity": Path("key")},
+            "its port changes at each start (--state-dir, or --listen with a number above 0, keeps the port)",
+        ),
+        ({"state_dir": Path("state")}, ""),
         (
             {"identity": Path("key"), "tunnel": "ngrok"},
             "its address changes at each start (a tunnel has another one each time)",
@@ -65,3 +69,12 @@ def test_a_machine_that_hangs_for_a_while_does_not_end_it(
         tell_standing(peer, emit)
     emit.close()
     assert (tmp_path / "events").read_text().count("standing_by") == 1
+
+
+@pytest.mark.parametrize(("client_mode", "is_first"), [(None, False), (False, True)])
+def test_a_monitor_that_comes_back_looks_for_its_public_address_too(client_mode: bool | None, is_first: bool) -> None:
+    """It knows peers of before, and others join through it all the same; a trainer may be one of many."""
+    listen = ["/ip4/127.0.0.1/tcp/0"]
+    with manyhands.Peer(listen=listen) as first, manyhands.Peer(first.addresses, listen=listen) as again:
+        assert again.dht.num_known_peers == 1
+        assert NetworkOptions(client_mode=client_mode)._is_first(again) == is_first

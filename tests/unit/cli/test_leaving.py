@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from manyhands.cli import leaving
 from manyhands.cli.leaving import leaving_on_signals
 
 
@@ -43,6 +45,22 @@ def test_an_interrupt_within_a_finalizer_is_not_lost(capfd: pytest.CaptureFixtur
     assert "Traceback" not in capfd.readouterr().err
 
 
+def leave_slowly(announced: threading.Event) -> None:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        assert announced.wait(4.0)  # the last resort ends the process after 4.5 s
+
+
+def test_an_end_that_takes_a_while_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    announced = threading.Event()
+    monkeypatch.setattr(leaving, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr("os.isatty", lambda file: True)
+    monkeypatch.setattr("os.write", lambda file, text: announced.set())
+    with pytest.raises(KeyboardInterrupt), leaving_on_signals():
+        leave_slowly(announced)
+
+
 class FaultyFinalizer:
     def __del__(self) -> None:
         raise ValueError("of a user")
@@ -54,6 +72,20 @@ def test_other_faults_of_finalizers_are_reported_as_before(monkeypatch: pytest.M
     with leaving_on_signals():
         make_and_forget(FaultyFinalizer)
     assert reported == [ValueError]
+
+
+def test_the_exit_does_not_visit_all_objects_and_runs_all_hooks(tmp_path: Path) -> None:
+    """A trainer has more than a million of them: the collections of Python's exit take seconds."""
+    (tmp_path / "ends.py").write_text(
+        "import atexit, gc, manyhands.cli.main, manyhands.cli.entry\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 10_000))\n"  # hooks run from the last one to the first
+        "manyhands.cli.main.run = lambda arguments: atexit.register(print, 'hook') and 7\n"
+        "manyhands.cli.entry.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "ends"], cwd=tmp_path, timeout=60, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.split()) == (7, ["hook", "True"]), done.stderr
 
 
 def test_an_interrupt_within_exec_of_text_ends_with_the_exit_code_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,21 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert "Usage: manyhands" in capsys.readouterr().out
 
 
+def test_help_shows_defaults_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["train"], ["doctor"], ["data", "prepare"]):
+        assert run([*command, "--help"]) == 0
+        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert not re.search(r"default: ?(\(|None|\])", shown)
+        assert ("[default: /ip4/0.0.0.0/tcp/0]" in shown) == (command[0] != "data")
+
+
+def test_an_old_option_that_does_nothing_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--overwrite_output_dir", "--run-id", "a.b"]) == 2
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith("Note: --overwrite_output_dir does nothing here: ")
+    assert error.startswith("manyhands: run_id 'a.b'")
+
+
 def test_underscores_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["monitor", "--run_id", "a.b"]) == 2
     assert "run_id 'a.b'" in capsys.readouterr().err
@@ -35,9 +51,11 @@ def test_underscores_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["--initial-peers", "nonsense"], "cannot read address 'nonsense'"),
+        (["rubbish"], "cannot read address 'rubbish'"),
         (["--initial-peers", "127.0.0.1:1", "--listen", "nowhere"], "cannot read address 'nowhere'"),
-        ([], "--initial-peers"),
-        (["--initial-peers", *(f"127.0.0.1:{port}" for port in range(1, 18))], "at most 16"),
+        ([], "no initial peer is given (or a variable of the shell is unset)"),
+        (["--initial-peers"], "manyhands doctor HOST:PORT"),
+        (["127.0.0.1:99", "--initial-peers", *(f"127.0.0.1:{port}" for port in range(1, 17))], "at most 16"),
     ],
 )
 def test_a_doctor_is_told_what_it_shall_examine(
@@ -61,6 +79,30 @@ def test_a_doctor_is_told_what_it_shall_examine(
 def test_what_is_missing_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("evaluate 127.0.0.1:41337", "evaluate takes addresses after an option: write --initial-peers 127.0.0.1:41337"),
+        ("train --run-id r -- mh1abc", "train takes addresses after an option: write --initial-peers mh1abc"),
+        ("monitor now", """monitor cannot use 'now'; "manyhands monitor --help" shows an example"""),
+        ("join mh1abc def", "join takes one address or ticket, and 'def' is left over; copy a ticket as one word"),
+        ("join 127.0.0.1:1 --hidden-size 512", "--hidden-size comes from the run: leave it out"),
+        ("join 127.0.0.1:1 --model=small", "--model comes from the run: leave it out (manyhands train --initial-peers"),
+        ("monitor --hidden-size 64", "--hidden-size is set by the trainers of a run: leave it out"),
+        ("train --batch-size {size}", "--batch-size is '{size}'; it must be a whole number, for example 4"),
+        ("train --learning-rate much", "--learning-rate is 'much'; it must be a number, for example 0.5"),
+        ("join 127.0.0.1:1 --run-ib x", "Unknown option: --run-ib. Did you mean --run-id?"),
+    ],
+)
+def test_what_is_too_much_is_told_where_it_belongs(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words.split()) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert len(errors.splitlines()) == 1, errors
 
 
 def test_a_monitor_never_imports_torch() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from manyhands.cli import old_names, train_command
-from manyhands.cli.main import run
-from manyhands.cli.old_names import ANY, TABLE, TRAIN, Translation
+from manyhands.cli.main import app, run
+from manyhands.cli.old_names import ANY, JOIN, TABLE, TRAIN, OldName, Translation
 
 HERE = "/ip4/127.0.0.1/tcp/0"
 USAGE = 2
@@ -98,6 +98,12 @@ REACHES: list[tuple[str, Get, Any]] = [
 def test_an_option_of_the_trainer_reaches_its_part(taken: Taken, words: str, get: Get, expected: Any) -> None:
     assert run(["train", *words.split()]) == 0
     assert get(taken) == expected
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if JOIN in row.commands and row.new], ids=lambda row: row.old[0])
+def test_a_volunteer_may_use_them_too(row: OldName) -> None:
+    known = {name for argument in app["join"].assemble_argument_collection() for name in argument.names}
+    assert row.new.split()[0] in known
 
 
 def test_all_that_trainers_take_is_tested() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from manyhands.doctor.checks import Check, Kind, report_of
 from manyhands.doctor.page import lines_of, verdict
 
@@ -28,6 +30,14 @@ def test_one_initial_peer_is_enough_to_join() -> None:
     assert not report.ok
     assert report.can_join
     assert verdict(report).startswith("1 check failed. A peer with these options can join all the same")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("run", "run"), ("listen", "listening")])
+def test_without_the_run_or_the_port_no_peer_can_join(kind: Kind, name: str) -> None:
+    report = report_of([*steps(A), check(kind, False, None)], "me", 0.5)
+    assert not report.can_join
+    assert verdict(report) == f"1 check failed. A peer with these options cannot join: see {name} above."
+    assert report_of([*steps(A), check(kind, None, None)], "me", 0.5).can_join
 
 
 def test_a_peer_with_another_identity_is_not_the_one_to_join() -> None:

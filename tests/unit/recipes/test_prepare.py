@@ -258,6 +258,25 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments, message, book, tmp_
     assert not Path("data/albert_tokenized_wikitext").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "missing.txt"], "text file missing.txt: No such file"),
+        (["--text", "here"], "text file here: Is a directory"),
+        (["--text", "book.txt", "--shards", "2"], "data/shards is there already; remove it, or name another --output"),
+        (["--text", "book.txt", "--archive", "nowhere/data.tar"], "there is no folder nowhere"),
+    ],
+)
+def test_what_needs_no_torch_is_checked_before_it_is_imported(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "manyhands.recipes.albert.data.prepare", None)
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("A book.")
+    Path("here").mkdir()
+    Path("data/shards").mkdir(parents=True)
+    assert run(["data", "prepare", "--train-tokenizer", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_data_that_is_there_is_never_overwritten(made, book):
     settings = settings_for(book, made.folder.parent)
     with pytest.raises(ConfigError, match="albert_tokenized_wikitext is there already; remove it, or name another"):

@@ -77,6 +77,30 @@ class Preparation:
             raise ConfigError("train_tokenizer makes a new tokenizer; leave out tokenizer, or train_tokenizer")
 
     @property
+    def targets(self) -> list[str]:
+        """What is made in the output folder."""
+        from manyhands.recipes.albert.data.dataset import ABOUT, SAMPLES, SHARDS, TOKENIZER  # needs numpy
+
+        return [SAMPLES, TOKENIZER, ABOUT] + [SHARDS] * (self.shards is not None)
+
+    def check(self) -> None:
+        """Check the files before anything slow is imported.
+
+        Raises:
+            ConfigError: a text cannot be read, or a target is there already.
+        """
+        for path in [self.output / name for name in self.targets] + ([self.archive] if self.archive else []):
+            if path.exists():
+                raise ConfigError(f"{path} is there already; remove it, or name another --output and --archive")
+        if self.archive is not None and not self.archive.absolute().parent.is_dir():
+            raise ConfigError(f"there is no folder {self.archive.parent} for the archive; make it first")
+        for path in self.text:
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                raise ConfigError(f"text file {path}: {error.strerror}; name a text file that can be read") from error
+
+    @property
     def num_processes(self) -> int:
         """The given number, or the number of CPU cores that this process may use."""
         if self.num_proc is not None:

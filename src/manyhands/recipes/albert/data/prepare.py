@@ -80,12 +80,7 @@ def prepare(settings: Preparation) -> Result:
     """
     splitter_named(settings.splitter)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each attempt
-    targets = [SAMPLES, TOKENIZER, ABOUT] + [SHARDS] * (settings.shards is not None)
-    for path in [settings.output / name for name in targets] + ([settings.archive] if settings.archive else []):
-        if path.exists():
-            raise ConfigError(f"{path} is there already; remove it, or name another --output and --archive")
-    if settings.archive is not None and not settings.archive.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {settings.archive.parent} for the archive; make it first")
+    settings.check()
     source = _text_source(settings) if settings.text else _dataset_source(settings)
     with contextlib.suppress(OSError):
         settings.output.mkdir(parents=True, exist_ok=True)  # readable by others
@@ -99,7 +94,7 @@ def prepare(settings: Preparation) -> Result:
         shutil.rmtree(draft, ignore_errors=True)  # left by a killed process
         draft.mkdir()
         result = _make(settings, source, draft, archive)
-        for name in targets:
+        for name in settings.targets:
             (draft / name).replace(settings.output / name)
         if archive is not None and settings.archive is not None:
             archive.replace(settings.archive)
@@ -172,10 +167,7 @@ def _text_source(settings: Preparation) -> Source:
     def documents() -> Iterator[tuple[str, Document]]:
         return _with_validation(iter_documents(settings.text, split))
 
-    try:
-        total = sum(path.stat().st_size for path in settings.text)
-    except OSError as error:
-        raise ConfigError(f"text file {error.filename}: {error.strerror}; name a text file that can be read") from error
+    total = sum(path.stat().st_size for path in settings.text)
     return Source(documents, total, lambda document: sum(map(len, document)) + len(document))
 
 
