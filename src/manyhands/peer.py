@@ -129,6 +129,11 @@ class Presence:
         self._keep(members)
         return coordinator.is_delegated
 
+    def check_own(self, run_id: str) -> None:
+        """Raises ``ConfigError`` if this peer is banned from a run."""
+        if (members := self.members.get(run_id)) is not None:
+            members.check_own()
+
     def _keep(self, members: Members) -> None:
         self.members[members.charter.run_id] = members
         self.on_close.append(members.close)

@@ -143,7 +143,7 @@ class Averager(FromHivemind):
             timeout_s: seconds for the whole step. Members should use about the same.
         Raises:
             ConfigError: an argument breaks its rule, a value is not finite (it was not sent), or a tensor has been
-                resized or freed; no tensor was written.
+                resized or freed, or this peer is banned from the run; no tensor was written.
             NothingToAverage: all members gave a weight of 0.
         """
         if not 0 <= _number(weight) <= MAX_WEIGHT:

@@ -100,6 +100,7 @@ class AveragerLoop:
         """
         if self._is_closed:
             return StepOutcome(reason=CLOSED)
+        self._presence.check_own(self._run_id)
         outcome = StepOutcome()
         loop = asyncio.get_running_loop()
         running = loop.create_task(self._try(outcome, flat_N, weight, loop.time() + timeout_s))

@@ -228,13 +228,14 @@ class Collaboration:
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
         Raises:
-            ConfigError: another process with this peer's identity began earlier.
+            ConfigError: another process with this peer's identity began earlier, or this peer is banned.
             ManyhandsError: this peer has left the run.
         """
         if self.tasks.is_closed:
             raise ManyhandsError("this peer left the run")
         tracker = self.tracker
         tracker.twin.check(asyncio.get_running_loop().time())
+        self._presence.check_own(self.run_id)
         tracker.report(samples, samples_per_second, batch_s)
         self._contacts.warn_if_stranded()
         if tracker.is_worth_a_look():
