@@ -147,7 +147,7 @@ def test_a_banned_peer_is_out_of_the_next_round(tmp_path: Path) -> None:
             assert bad.peer_id not in one.get(progress_key(RUN))
             assert trainers[0].optimizer.last_round is not None
             assert sorted(trainers[0].optimizer.last_round.members) == sorted([one.peer_id, two.peer_id])
-            with pytest.raises(ConfigError, match="this peer was banned from run 'invited' by .*; ask its owner"):
+            with pytest.raises(ConfigError, match=r"this peer was banned from run 'invited' by .*; ask its owner"):
                 trainers[2].train_until(3)
             with pytest.raises(ConfigError, match="this peer was banned from run 'invited'"):
                 manyhands.Peer([ticket], listen=LISTEN, identity=bad.identity)

@@ -13,6 +13,7 @@ from manyhands.access.config import AccessConfig
 from manyhands.access.lease import Lease, Role, SignedLease
 from manyhands.access.ledger import Ledger
 from manyhands.access.messages import (
+    BANNED,
     CHARTER_RECORDS,
     MAX_ADDRESSES,
     MAX_BANS,
@@ -123,7 +124,7 @@ class Coordinator:
                 "(timedatectl set-ntp true)",
             )
         if remote in self._ledger.bans.banned_at:
-            raise Refused(remote, "banned", f"this peer was banned from run {self._charter.run_id!r}; ask its owner")
+            raise Refused(remote, BANNED, f"this peer was banned from run {self._charter.run_id!r}; ask its owner")
 
     def _renewed_role(self, remote: PeerId, request: LeaseRequest) -> Role | None:
         """The role of the lease that a peer already has, if it is still valid, whichever coordinator signed it."""

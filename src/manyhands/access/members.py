@@ -18,6 +18,7 @@ from manyhands.access.invitation import SignedInvitation
 from manyhands.access.kept import KeptLease
 from manyhands.access.lease import Lease, SignedLease
 from manyhands.access.messages import (
+    BANNED,
     CHARTER_KIND,
     LEASE_RECORD_TTL_S,
     LEASE_RECORDS,
@@ -157,7 +158,7 @@ class Members:
         """See the gate. Banned peers never pass; in a run by invitation only peers with a lease do."""
         run_id = self.charter.run_id
         if (by := self._banned.get(peer_id)) is not None:
-            raise Refused(peer_id, "banned", f"peer {peer_id} was banned from run {run_id!r} by {by}")
+            raise Refused(peer_id, BANNED, f"peer {peer_id} was banned from run {run_id!r} by {by}")
         if self.charter.is_open:
             return
         lease = self.lease_of(peer_id)
@@ -170,6 +171,10 @@ class Members:
             )
         if not (lease.takes_part or for_observers):
             raise Refused(peer_id, "observer", f"peer {peer_id} may only look at run {run_id!r}: its role is observer")
+
+    def is_banned(self, peer_id: PeerId) -> bool:
+        """See the gate."""
+        return peer_id in self._banned
 
     def check_own(self) -> None:
         """Raises ``ConfigError`` if this peer is banned."""

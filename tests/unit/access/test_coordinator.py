@@ -133,7 +133,7 @@ async def test_the_owner_bans_and_lists_over_the_network_and_nobody_else_does() 
         (member,) = await manage(owner.endpoint, owner.dht, CHARTER, [bad.peer_id])
         assert member.is_banned
         await bad.members[RUN].close()
-        with pytest.raises(ConfigError, match="this peer was banned from run 'ours' by .*; ask its owner"):
+        with pytest.raises(ConfigError, match=r"this peer was banned from run 'ours' by .*; ask its owner"):
             await bad.join_run(world.ticket(token_of()))
 
 

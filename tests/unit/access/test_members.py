@@ -22,7 +22,18 @@ from manyhands.peer import Presence
 from manyhands.rpc import Method
 from tests.network import ECHO, Text, serve_echo
 from tests.unit.access.world import (
-    CHARTER, HOUR_S, OWNER, PEER, RUN, SECOND, START_S, World, charter_of, lease_of, new_world, token_of,
+    CHARTER,
+    HOUR_S,
+    OWNER,
+    PEER,
+    RUN,
+    SECOND,
+    START_S,
+    World,
+    charter_of,
+    lease_of,
+    new_world,
+    token_of,
 )  # fmt: skip
 
 CONFIG = AccessConfig(look_period_s=0.05, retry_s=0.2)
@@ -207,7 +218,7 @@ async def test_a_banned_peer_ends_when_it_is_told_and_does_not_come_back_with_it
         owner = await world.peer(1)
         await manage(owner.endpoint, owner.dht, CHARTER, [bad.peer_id])
         await until(lambda: bad.peer_id in bad.members[RUN]._banned)
-        with pytest.raises(ConfigError, match="this peer was banned from run 'ours' by .*; ask its owner"):
+        with pytest.raises(ConfigError, match=r"this peer was banned from run 'ours' by .*; ask its owner"):
             bad.check_own(RUN)
         await bad.members[RUN].close()
         with pytest.raises(ConfigError, match="this peer was banned from run 'ours'"):
