@@ -129,6 +129,17 @@ class Presence:
         self._keep(members)
         return coordinator.is_delegated
 
+    async def check_run(self, run_id: str) -> None:
+        """Check, before this peer takes part in a run, that it does not do so outside of the gate by mistake.
+
+        Raises:
+            ConfigError: its ticket is for another run, or it is banned from this one.
+        """
+        if self.members and run_id not in self.members:
+            (other, *_) = self.members
+            raise ConfigError(f"the ticket is for run {other!r}, and run_id is {run_id!r}; use run_id={other!r}")
+        self.check_own(run_id)
+
     def check_own(self, run_id: str) -> None:
         """Raises ``ConfigError`` if this peer is banned from a run."""
         if (members := self.members.get(run_id)) is not None:

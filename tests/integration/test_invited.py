@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 import manyhands
 from manyhands.access import AccessConfig, Charter, Invitation, SignedCharter
@@ -26,7 +27,7 @@ from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from manyhands.optim.state.download import download_state
 from tests.network import identity_of
-from tests.trainers import LISTEN, Trainer, in_threads, kill
+from tests.trainers import LISTEN, Trainer, in_threads, kill, new_model
 
 RUN = "invited"
 OWNER = identity_of(91)
@@ -119,6 +120,17 @@ def test_an_uninvited_peer_gets_into_no_round_no_state_and_no_count(tmp_path: Pa
             trainer.train_until(4)
             assert trainer.optimizer.statistics.states_loaded == 0
             assert trainer.optimizer.statistics.steps_alone == 4, "the samples that the stranger claims do not count"
+
+
+def test_a_ticket_for_another_run_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run, member(run, run.ticket()) as one:
+        error = r"the ticket is for run 'invited', and run_id is 'prog'; use run_id='invited'"
+        with pytest.raises(ConfigError, match=error):
+            Trainer(one, "prog", 8)
+        with pytest.raises(ConfigError, match=error):
+            manyhands.Averager([torch.zeros(3)], peer=one, run_id="prog")
+        with pytest.raises(ConfigError, match=error):
+            manyhands.load_state_from_peers(one, "prog", into=new_model())
 
 
 def test_an_observer_has_the_state_and_is_in_no_round(tmp_path: Path) -> None:

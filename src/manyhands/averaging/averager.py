@@ -95,7 +95,8 @@ class Averager(FromHivemind):
         averaging: times and sizes of the rounds.
         matchmaking_time_s: as in ``averaging``: how long a step waits for expected peers.
     Raises:
-        ConfigError: an argument breaks a rule, or the peer averages under this run id already.
+        ConfigError: an argument breaks a rule, the peer averages under this run id already, or its ticket is for
+            another run.
         ManifestMismatch: the tensors of the others differ; says whose, and how.
         Unavailable: the DHT does not answer in time.
     """

@@ -117,10 +117,12 @@ class Collaboration:
         """Join the run.
 
         Raises:
+            ConfigError: this peer's ticket is for another run.
             ManifestMismatch: this peer does not fit it.
             Unavailable: the DHT does not answer.
         """
         presence, manifest = self._presence, self._manifest
+        await presence.check_run(manifest.run_id)
         await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
         self.tracker = ProgressTracker(
