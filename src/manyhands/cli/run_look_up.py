@@ -11,8 +11,10 @@ from manyhands.access.charters import read_charters
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
 from manyhands.base.ticket import split_tickets
+from manyhands.dht import DhtConfig
 from manyhands.optim.run.records import Run, find_runs, listed, look_up_run, nobody_is_in
 from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
+from manyhands.reach.clocks import check_clock
 from manyhands.runtime.retrying import until_reached
 
 LOOK_TIMEOUT_S = 5.0
@@ -58,7 +60,8 @@ class Scout:
             expected: the manifest digest of a ticket for ``run_id``; manifests that differ from it are ignored.
         Raises:
             RunNotFound: there is no such run.
-            ConfigError: there are several to choose from; the message lists them.
+            ConfigError: there are several to choose from, or by the clock of this machine nobody seems to train; the
+                message says which.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -69,13 +72,23 @@ class Scout:
                 raise ConfigError(f"{len(runs)} runs are there: {listed(runs)}; choose one of them with --run-id")
             for run in candidates:
                 if is_late or run.is_trained or not is_trained:
+                    if not run.is_trained:
+                        self.check_clock()
                     return run
             if is_late:
                 break
             time.sleep(PERIOD_S)
+        self.check_clock()
         if run_id is None:
             raise RunNotFound("no run is there yet")
         raise RunNotFound(nobody_is_in(run_id, self._peer.dht.num_known_peers, runs))
+
+    def check_clock(self) -> None:
+        """Raises ``ConfigError`` if this machine's clock is too wrong to read the records of runs."""
+        peer = self._peer
+        contacts = [contact.peer_id for contact in peer.dht.contacts()]
+        checking = check_clock(peer.endpoint, peer.presence.wall_clock, contacts, DhtConfig().max_clock_skew_s)
+        peer.run(checking, LOOK_TIMEOUT_S, "comparing the clocks")
 
     def charter_of(self, run_id: str) -> bytes:
         """The digest of a run's charter, from the ticket or else from the peers whose addresses were given.

@@ -101,6 +101,8 @@ def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) ->
         charter = scout.charter_of(run_id) if run_id is not None else b""
         if start_new or charter:
             run = next((run for run in scout.runs(run_id) if run.run_id == run_id), None)
+            if run is None or not run.is_trained:
+                scout.check_clock()
         else:
             run = _chosen(scout, run_id)
             charter = scout.charter_of(run.run_id) if run is not None else b""

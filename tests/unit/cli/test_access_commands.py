@@ -14,7 +14,7 @@ from manyhands.access.charter import Access
 from manyhands.access.invitation import SignedInvitation
 from manyhands.access.ledger import Ledger
 from manyhands.base.address import Address, parse_addresses
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.identity import Identity
 from manyhands.base.ticket import Ticket
 from manyhands.cli.access_commands import seconds_of
@@ -200,6 +200,19 @@ def test_two_charters_and_no_ticket(folder: Path) -> None:
             assert scout.charter_of("ours") == digest
         with Scout([str(Ticket("ours", parse_addresses(two.addresses), b""))]) as scout:
             assert scout.charter_of("ours") == b"", "a ticket without a charter is of a run without one"
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(90.0, "90 s ahead of"), (-3600.0, "3600 s behind")])
+def test_a_wrong_clock_is_told_where_no_run_seems_to_be_there(ahead_s: float, words: str) -> None:
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as first, Scout(first.addresses) as scout:
+        with pytest.raises(RunNotFound):
+            scout.choose("ours")
+        scout._peer.presence.wall_clock = lambda: time.time() + ahead_s
+        for name in ("ours", None):
+            with pytest.raises(
+                ConfigError, match=f"the clock of this machine is about {words} those of the peers here"
+            ):
+                scout.choose(name)
 
 
 def test_a_peer_that_joins_an_open_run_by_an_address_knows_its_charter(folder: Path) -> None:

@@ -25,7 +25,7 @@ from manyhands.averaging.state.server import StateServer
 from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
+from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of
@@ -37,6 +37,7 @@ from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
 from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_steps
 from manyhands.peer import Presence
+from manyhands.reach.clocks import clock_offset_s
 from manyhands.runtime import TaskOwner
 from manyhands.runtime.executor import run_to_end
 
@@ -198,7 +199,8 @@ class Collaboration:
         await asyncio.sleep(FIRST_LOOK_S)
         while True:
             others = filter(self._presence.endpoint.is_connected, self.tracker.reader.observed())
-            self._clock_offset_s = await clock_offset_s(self._presence, list(others))
+            endpoint, wall_clock = self._presence.endpoint, self._presence.wall_clock
+            self._clock_offset_s = await clock_offset_s(endpoint, wall_clock, list(others))
             log.tell(self.health())
             await asyncio.sleep(LOOK_PERIOD_S)
 
