@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
-from manyhands.access import SignedCharter
-from manyhands.access.charters import read_charters
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
+from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.ticket import split_tickets
 from manyhands.dht import DhtConfig
 from manyhands.optim.run.records import Run, find_runs, listed, look_up_run, nobody_is_in
@@ -35,8 +32,8 @@ class Scout:
     """
 
     def __init__(self, addresses: Sequence[str | Address]) -> None:
-        self._addresses, self._tickets = split_tickets(addresses)
-        self._peer = Peer(self._addresses, client_mode=True)
+        named, self._tickets = split_tickets(addresses)
+        self._peer = Peer(named, client_mode=True)
         try:
             for ticket in self._tickets:
                 if ticket.is_charted:
@@ -93,8 +90,6 @@ class Scout:
     def charter_of(self, run_id: str) -> bytes:
         """The digest of a run's charter, from the ticket or else from the peers whose addresses were given.
 
-        Other peers are not asked: anybody could publish a charter for a run that has none.
-
         Returns:
             Empty if the run has none.
         Raises:
@@ -103,7 +98,8 @@ class Scout:
         charted = [ticket.charter for ticket in self._tickets if ticket.is_charted and ticket.run_id == run_id]
         if charted or any(ticket.run_id == run_id for ticket in self._tickets):
             return charted[0] if charted else b""
-        published = self._peer.run(self._published(run_id), LOOK_TIMEOUT_S, f"looking for the charter of {run_id}")
+        looking = self._peer.presence.named_charters(run_id)
+        published = self._peer.run(looking, LOOK_TIMEOUT_S, f"looking for the charter of {run_id}")
         charters = {charter.digest: charter for charter in published}
         if len(charters) > 1:
             raise ConfigError(
@@ -116,16 +112,18 @@ class Scout:
             )
         return next(iter(charters), b"")
 
-    async def _published(self, run_id: str) -> list[SignedCharter]:
-        entries = await read_charters(self._peer.dht, run_id)
-        if not entries:
-            return []
-        named = {address.peer_id for address in self._addresses if address.peer_id is not None}
-        for address in self._addresses:
-            if address.peer_id is None:
-                with suppress(Unavailable):
-                    named.add(await self._peer.endpoint.connect(address))
-        return [entry.charter for entry in entries if entry.peer_id in named]
+    def charted_run(self) -> str | None:
+        """The run whose charter is served by the peers whose addresses were given, also if nobody trains in it yet.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        looking = self._peer.presence.named_charters()
+        charters = self._peer.run(looking, LOOK_TIMEOUT_S, "looking which runs have a charter")
+        run_ids = sorted({charter.run_id for charter in charters})
+        if len(run_ids) > 1:
+            raise ConfigError(f"{len(run_ids)} runs are there: {', '.join(run_ids)}; choose one of them with --run-id")
+        return run_ids[0] if run_ids else None
 
     def runs(self, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
         """All runs that are found, the largest first; ``wanted`` is looked up in any case."""

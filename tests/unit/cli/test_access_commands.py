@@ -18,6 +18,7 @@ from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.identity import Identity
 from manyhands.base.ticket import Ticket
 from manyhands.cli.access_commands import seconds_of
+from manyhands.cli.charter_options import run_id_of
 from manyhands.cli.main import EXIT_OK, EXIT_USAGE, run
 from manyhands.cli.options import NetworkOptions
 from manyhands.cli.run_look_up import Scout
@@ -157,6 +158,9 @@ def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys
             assert (
                 "run 'ours' is by invitation; ask its owner for a ticket, and join with: manyhands join TICKET" in said
             )
+            options = NetworkOptions(initial_peers=(place,))
+            with pytest.raises(ConfigError, match="run 'ours' is by invitation; ask its owner for a ticket"):
+                look_for(options, None, start_new=False)
         ticket = str(Ticket("other", [Address.parse(address)], b"", bytes(32)))
         assert "the ticket is for run 'other'" in complaint(
             ["train", "--run-id", "ours", "--initial-peers", ticket], capsys
@@ -220,7 +224,9 @@ def test_a_peer_that_joins_an_open_run_by_an_address_knows_its_charter(folder: P
     with manyhands.Peer(listen=listen, identity=identity_of(21)) as first:
         first.coordinate(signed_by_owner(21, "open", folder / "one"))
         given = NetworkOptions(initial_peers=(f"127.0.0.1:{first.endpoint.addresses[0].port}",), listen=listen)
-        _, network = look_for(given, "ours", start_new=True)
-        with network.connect() as peer:
-            assert peer.presence.members["ours"].charter.charter.owner == first.peer_id
+        for name, is_new in (("ours", True), (None, False)):
+            _, network = look_for(given, name, start_new=is_new)
+            assert run_id_of(network, None) == "ours"
+            with network.connect() as peer:
+                assert peer.presence.members["ours"].charter.charter.owner == first.peer_id
         assert look_for(NetworkOptions(initial_peers=tuple(first.addresses)), "other", start_new=True)[1].initial_peers
