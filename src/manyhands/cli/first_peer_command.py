@@ -84,7 +84,10 @@ def first_peer(
         logger.info("Running a first peer as peer %s", peer.peer_id)
         if changing := what_changes(network):
             logger.warning("%s; peers that have the old address cannot find this peer then", changing)
-        logger.info("Others can join through this peer with:")
+        if signed is None or signed.is_open:
+            logger.info("Others can join through this peer with:")
+        else:
+            logger.info("Only peers with a ticket can join. Its address, for a ban from elsewhere or another coordinator:")
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
         if charter is None or signed is None:
             print_ticket("", peer.addresses)
