@@ -153,12 +153,18 @@ class Presence:
         """Check, before this peer takes part in a run, that it does not do so outside of the gate by mistake.
 
         Raises:
-            ConfigError: its ticket is for another run, or it is banned from this one.
+            ConfigError: its ticket is for another run, it has no ticket for this one, or it is banned from it.
         """
         if self.members and run_id not in self.members:
             (other, *_) = self.members
             raise ConfigError(f"the ticket is for run {other!r}, and run_id is {run_id!r}; use run_id={other!r}")
-        self.check_own(run_id)
+        if run_id in self.members:
+            self.check_own(run_id)
+        elif any(not charter.is_open for charter in await self.named_charters(run_id)):
+            raise ConfigError(
+                f"run {run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the "
+                "address"
+            )
 
     def check_own(self, run_id: str) -> None:
         """Raises ``ConfigError`` if this peer is banned from a run."""

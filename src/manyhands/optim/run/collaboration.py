@@ -118,7 +118,7 @@ class Collaboration:
         """Join the run.
 
         Raises:
-            ConfigError: this peer's ticket is for another run.
+            ConfigError: this peer's ticket is for another run, or it has none for a run by invitation.
             ManifestMismatch: this peer does not fit it.
             Unavailable: the DHT does not answer.
         """
