@@ -162,8 +162,7 @@ class Presence:
             self.check_own(run_id)
         elif any(not charter.is_open for charter in await self.named_charters(run_id)):
             raise ConfigError(
-                f"run {run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the "
-                "address"
+                f"run {run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the address"
             )
 
     def check_own(self, run_id: str) -> None:

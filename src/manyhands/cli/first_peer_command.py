@@ -87,7 +87,9 @@ def first_peer(
         if signed is None or signed.is_open:
             logger.info("Others can join through this peer with:")
         else:
-            logger.info("Only peers with a ticket can join. Its address, for a ban from elsewhere or another coordinator:")
+            logger.info(
+                "Only peers with a ticket can join. Its address, for a ban from elsewhere or another coordinator:"
+            )
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
         if charter is None or signed is None:
             print_ticket("", peer.addresses)

@@ -30,6 +30,7 @@ from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.output.live_view import LiveScreen, LogLine
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import screen_of
+from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
@@ -186,7 +187,8 @@ def monitor(
     run_id: Annotated[
         str | None,
         Parameter(
-            help="Name of the run: 1 to 64 characters, without '.'; by default that of the charter, else albert."
+            help="Name of the run: 1 to 64 characters, without '.'; by default that of the charter or ticket, or the "
+            "only one there, else albert."
         ),
     ] = None,
     charter: Annotated[
@@ -218,7 +220,11 @@ def monitor(
     signed = checked_charter(charter, network)
     if signed is not None and run_id not in (None, signed.run_id):
         raise ConfigError(f"the charter is of run {signed.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
-    run_id = signed.run_id if signed is not None else run_id_of(network, run_id) or DEFAULT_RUN_ID
+    run_id = signed.run_id if signed is not None else run_id_of(network, run_id)
+    if run_id is None and network.initial_peers:
+        with Scout(network.initial_peers) as scout:
+            run_id = scout.only_run()
+    run_id = run_id or DEFAULT_RUN_ID
     checked_run_id(run_id)
     checked_refresh_s(refresh_period)
     repo = keeping.check()
@@ -232,6 +238,8 @@ def monitor(
         history = open_history(run_id, network.state_dir)
         cleanup.callback(history.close)
         peer = cleanup.enter_context(network.connect())
+        if signed is None:
+            peer.run(peer.presence.check_run(run_id), LOOK_TIMEOUT_S, "looking for a charter")
         keeper = Keeping(keeping, run_id, repo) if keeping.checkpoint_dir is not None else None
         if keeper is not None:
             cleanup.callback(keeper.close)

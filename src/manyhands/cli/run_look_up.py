@@ -112,6 +112,17 @@ class Scout:
             )
         return next(iter(charters), b"")
 
+    def only_run(self) -> str | None:
+        """The name of the only run, also if nobody trains in it yet; None without one.
+
+        Raises:
+            ConfigError: there are several, or the clock of this machine is wrong.
+        """
+        try:
+            return self.choose(None).run_id
+        except RunNotFound:
+            return self.charted_run()
+
     def charted_run(self) -> str | None:
         """The run whose charter is served by the peers whose addresses were given, also if nobody trains in it yet.
 

@@ -46,9 +46,11 @@ def wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
     """Wait until a run has trainers; without a name, the only run there is.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: there are several, or the run is by invitation and this peer has no ticket.
     """
     tell_at = peer.time()
+    if run_id is not None:
+        _check_access(peer, run_id)
     while True:
         runs: list[Run] = []
         try:
@@ -59,10 +61,20 @@ def wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
         if len(trained) > 1:
             raise ConfigError(f"{len(trained)} runs are there: {listed(trained)}; choose one of them with --run-id")
         if trained:
+            _check_access(peer, trained[0].run_id)
             return trained[0]
         if peer.time() >= tell_at:
             tell_at = peer.time() + TELL_PERIOD_S
+            if run_id is None:
+                looking = peer.presence.named_charters()
+                for charter in peer.run(looking, LOOK_TIMEOUT_S, "looking which runs have a charter"):
+                    _check_access(peer, charter.run_id)
             others = [run for run in runs if run.run_id != run_id]
             seen = "" if run_id is None else f" ({nobody_is_in(run_id, peer.dht.num_known_peers, others)})"
             logger.info("Waiting for a trainer%s", seen)
         peer.sleep(LOOK_PERIOD_S)
+
+
+def _check_access(peer: Peer, run_id: str) -> None:
+    """Raises ``ConfigError`` if a run is by invitation and this peer has no ticket."""
+    peer.run(peer.presence.check_run(run_id), LOOK_TIMEOUT_S, "looking for a charter")

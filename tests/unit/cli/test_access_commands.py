@@ -22,6 +22,7 @@ from manyhands.cli.charter_options import run_id_of
 from manyhands.cli.main import EXIT_OK, EXIT_USAGE, run
 from manyhands.cli.options import NetworkOptions
 from manyhands.cli.run_look_up import Scout
+from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.train_command import look_for
 from tests.network import identity_of
 
@@ -204,6 +205,22 @@ def test_two_charters_and_no_ticket(folder: Path) -> None:
             assert scout.charter_of("ours") == digest
         with Scout([str(Ticket("ours", parse_addresses(two.addresses), b""))]) as scout:
             assert scout.charter_of("ours") == b"", "a ticket without a charter is of a run without one"
+
+
+def test_evaluators_and_monitors_without_a_ticket_are_told_to_ask_for_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    identity = new_coordinator(folder)
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"], identity=identity) as first:
+        first.coordinate("ours.charter")
+        address = first.addresses[0]
+        with manyhands.Peer([address], listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
+            for name in ("ours", None):
+                with pytest.raises(ConfigError, match="run 'ours' is by invitation; ask its owner for a ticket"):
+                    wait_for_trainers(peer, name)
+        for command in (["monitor"], ["monitor", "--run-id", "ours"]):
+            assert run([*command, "--initial-peers", address]) == EXIT_USAGE
+            assert "run 'ours' is by invitation; ask its owner for a ticket" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("ahead_s", "words"), [(90.0, "90 s ahead of"), (-3600.0, "3600 s behind")])
