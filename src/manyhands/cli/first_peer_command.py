@@ -49,7 +49,11 @@ class StandingBy(msgspec.Struct, tag="standing_by"):
 def first_peer(
     *,
     charter: Annotated[
-        Path | None, Parameter(help="Charter of a run (manyhands run create), to publish it and to be its coordinator.")
+        Path | None,
+        Parameter(
+            help="Charter of a run (manyhands run create), to publish it and to be its coordinator; "
+            "by default the one that this state dir served last."
+        ),
     ] = None,
     web: WebOptions | None = None,
     network: PeerOptions | None = None,
@@ -91,10 +95,10 @@ def first_peer(
                 "Only peers with a ticket can join. Its address, for a ban from elsewhere or another coordinator:"
             )
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
-        if charter is None or signed is None:
+        if signed is None:
             print_ticket("", peer.addresses)
         else:
-            coordinate(peer, charter, signed, network)
+            coordinate(peer, signed, network)
         emit(Listening(peer.peer_id, peer.addresses))
         if signed is not None:
             cleanup.enter_context(page_beside(peer, signed.run_id, bound, network.state_dir))

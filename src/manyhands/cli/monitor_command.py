@@ -192,7 +192,11 @@ def monitor(
         ),
     ] = None,
     charter: Annotated[
-        Path | None, Parameter(help="Charter of the run (manyhands run create), to publish it and to coordinate.")
+        Path | None,
+        Parameter(
+            help="Charter of the run (manyhands run create), to publish it and to coordinate; by default "
+            "the one that this state dir served last."
+        ),
     ] = None,
     refresh_period: Annotated[
         float, Parameter(help="Longest time between two refreshes in seconds; shorter before a global step.")
@@ -245,8 +249,8 @@ def monitor(
             cleanup.callback(keeper.close)
         name_in_logs(run=run_id, peer=str(peer.peer_id))
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
-        if charter is not None and signed is not None:
-            coordinate(peer, charter, signed, network)
+        if signed is not None:
+            coordinate(peer, signed, network)
         if run_id not in peer.presence.members:
             welcome(run_id, peer.addresses, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))

@@ -18,12 +18,13 @@ from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.identity import Identity
 from manyhands.base.ticket import Ticket
 from manyhands.cli.access_commands import seconds_of
-from manyhands.cli.charter_options import run_id_of
+from manyhands.cli.charter_options import checked_charter, run_id_of
 from manyhands.cli.main import EXIT_OK, EXIT_USAGE, run
-from manyhands.cli.options import NetworkOptions
+from manyhands.cli.options import NetworkOptions, PeerOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.train_command import look_for
+from manyhands.state_dir import StateDir
 from tests.network import identity_of
 
 PEER = identity_of(9).peer_id
@@ -140,12 +141,25 @@ def test_an_open_run_needs_no_invitation(folder: Path, capsys: pytest.CaptureFix
 def test_bans_and_members_on_the_machine_of_a_coordinator(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator = new_coordinator(folder)
     assert run(["ban", PEER, "--state-dir", "state"]) == EXIT_OK
+    assert "the ban takes effect when it is started" in capsys.readouterr().out
+    running = StateDir("state")
     assert run(["ban", identity_of(8).peer_id, "--state-dir", "state"]) == EXIT_OK
+    running.close()
+    assert capsys.readouterr().out.endswith(" is banned from run ours.\n")
     capsys.readouterr()
     assert run(["members", "--state-dir", "state"]) == EXIT_OK
     assert f"{PEER}  banned" in capsys.readouterr().out
     arguments = ["ban", coordinator.peer_id, "--state-dir", "state"]
     assert "those cannot be banned" in complaint(arguments, capsys)
+
+
+def test_a_coordinator_that_is_started_again_needs_no_charter_option(folder: Path) -> None:
+    assert checked_charter(None, PeerOptions()) is None
+    assert checked_charter(None, PeerOptions(state_dir=folder / "new")) is None
+    new_coordinator(folder)
+    charter = checked_charter(None, PeerOptions(state_dir=folder / "state"))
+    assert charter is not None
+    assert charter.digest == SignedCharter.load("ours.charter").digest
 
 
 def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
