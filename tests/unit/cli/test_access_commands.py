@@ -117,6 +117,7 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["members", "--charter", "ours.charter", "--key", "lost.key"], "key lost.key does not exist"),
         (["run", "create", "--run-id", "a.b"], "run_id 'a.b' has a '.'"),
         (["run", "create", "--run-id", "r", "--coordinator", "me"], "'me' is not a peer id"),
+        (["run", "create", "--run-id", "r", "--key", "lost.key"], "key lost.key does not exist, and a run with a new key"),
         (["first-peer", "--charter", "ours.charter"], "in its state dir; name one: --state-dir DIR"),
         (["first-peer", "--charter", "ours.key", "--state-dir", "state"], "ours.key is not a charter"),
         (["monitor", "--charter", "ours.charter", "--state-dir", "s", "--run-id", "x"], "charter is of run 'ours'"),
@@ -130,6 +131,7 @@ def test_one_line_says_what_to_do(
     Ledger(folder / "theirs").keep_charter(SignedCharter.load("ours.charter"))
     assert message in complaint(arguments, capsys)
     assert not (folder / "lost.key").exists()
+    assert not (folder / "r.charter").exists()
 
 
 def test_an_open_run_needs_no_invitation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
