@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,17 @@ def invite(
     )
     token = SignedInvitation.sign(identity, invitation).signed.encoded()
     print_ticket(charter.run_id, addresses, charter=charter.digest, token=token)
+    if role == "observer":
+        print("An observer measures the run with: manyhands evaluate --initial-peers TICKET")  # noqa: T201
+    else:
+        print("The first trainer begins the run with: manyhands train --initial-peers TICKET")  # noqa: T201
+    if not any(address.is_public for address in addresses):
+        where = "this machine" if all(address.is_loopback for address in addresses) else "this network"
+        print(  # noqa: T201
+            f"The addresses in the ticket can be dialled from {where} only; for peers elsewhere name another one: "
+            "--initial-peers HOST:PORT",
+            file=sys.stderr,
+        )
 
 
 def ban(

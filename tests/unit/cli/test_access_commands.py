@@ -184,6 +184,34 @@ def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys
         )
 
 
+@pytest.mark.parametrize(
+    ("addresses", "where"),
+    [("127.0.0.1:1", "this machine"), ("127.0.0.1:1 10.0.0.7:1", "this network"), ("10.0.0.7:1 203.0.114.7:1", "")],
+)
+def test_an_invitation_says_who_begins_the_run_and_who_cannot_dial_its_addresses(
+    folder: Path, capsys: pytest.CaptureFixture[str], addresses: str, where: str
+) -> None:
+    new_coordinator(folder)
+    capsys.readouterr()
+    assert run(["invite", "--state-dir", "state", "--initial-peers", *addresses.split()]) == EXIT_OK
+    said = capsys.readouterr()
+    assert "The first trainer begins the run with: manyhands train --initial-peers TICKET" in said.out
+    assert (f"can be dialled from {where} only" in said.err) if where else not said.err
+    assert run(["invite", "--state-dir", "state", "--role", "observer"]) == EXIT_OK
+    assert "An observer measures the run with: manyhands evaluate --initial-peers TICKET" in capsys.readouterr().out
+
+
+def test_a_ticket_for_a_run_that_nobody_trains_yet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    identity = new_coordinator(folder)
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"], identity=identity) as first:
+        first.coordinate("ours.charter")
+        charter = SignedCharter.load("ours.charter")
+        ticket = str(Ticket("ours", parse_addresses(first.addresses), b"", charter.digest))
+        said = complaint(["join", ticket], capsys)
+    assert "nobody trains in run 'ours' yet; to begin it with your model and settings: manyhands train" in said
+    assert said.strip().endswith("--initial-peers TICKET")
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("12h", 43200), ("7d", 604800)])
 def test_durations(text: str, seconds: int) -> None:
     assert seconds_of(text) == seconds
