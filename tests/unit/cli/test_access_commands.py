@@ -117,7 +117,7 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["members", "--charter", "ours.charter", "--key", "lost.key"], "key lost.key does not exist"),
         (["run", "create", "--run-id", "a.b"], "run_id 'a.b' has a '.'"),
         (["run", "create", "--run-id", "r", "--coordinator", "me"], "'me' is not a peer id"),
-        (["run", "create", "--run-id", "r", "--key", "lost.key"], "key lost.key does not exist, and a run with a new key"),
+        (["run", "create", "--run-id", "r", "--key", "lost.key"], "and a run with a new key has another owner"),
         (["first-peer", "--charter", "ours.charter"], "in its state dir; name one: --state-dir DIR"),
         (["first-peer", "--charter", "ours.key", "--state-dir", "state"], "ours.key is not a charter"),
         (["monitor", "--charter", "ours.charter", "--state-dir", "s", "--run-id", "x"], "charter is of run 'ours'"),
