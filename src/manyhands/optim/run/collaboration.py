@@ -198,9 +198,11 @@ class Collaboration:
         log = HealthLog()
         await asyncio.sleep(FIRST_LOOK_S)
         while True:
-            others = filter(self._presence.endpoint.is_connected, self.tracker.reader.observed())
-            endpoint, wall_clock = self._presence.endpoint, self._presence.wall_clock
-            self._clock_offset_s = await clock_offset_s(endpoint, wall_clock, list(others))
+            presence = self._presence
+            others = list(filter(presence.endpoint.is_connected, self.tracker.reader.observed()))
+            if not others:  # with a wrong clock it can read no records
+                others = [contact.peer_id for contact in presence.dht.contacts()]
+            self._clock_offset_s = await clock_offset_s(presence.endpoint, presence.wall_clock, others)
             log.tell(self.health())
             await asyncio.sleep(LOOK_PERIOD_S)
 
