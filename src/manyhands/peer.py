@@ -141,7 +141,8 @@ class Presence:
         if not self._named:
             return []
         run_ids = [run_id] if run_id is not None else await charted_runs(self.dht)
-        entries = [entry for name in run_ids for entry in await read_charters(self.dht, name)]
+        published = await asyncio.gather(*(read_charters(self.dht, name) for name in run_ids))
+        entries = [entry for entries in published for entry in entries]
         named = {address.peer_id for address in self._named if address.peer_id is not None}
         for address in self._named if entries else ():
             if address.peer_id is None:

@@ -25,7 +25,7 @@ class Published(NamedTuple):
     record: CharterRecord
 
 
-MAX_RUNS = 16
+MAX_RUNS = 64
 """Runs whose charters are read, if no name is given."""
 
 
