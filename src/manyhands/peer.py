@@ -8,15 +8,17 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
+from manyhands.access.charters import charted_runs, read_charters
 from manyhands.access.joining import Place, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
+from manyhands.base.errors import ConfigError, ManyhandsError, Timeout, Unavailable
 from manyhands.base.from_hivemind import FromHivemind
 from manyhands.base.identity import Identity, PeerId
 from manyhands.base.ticket import Ticket, split_tickets
@@ -78,6 +80,7 @@ class Presence:
         """Start of this process's participation, in seconds since 1970."""
         self._access_config = access_config or AccessConfig()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
+        self._named: Sequence[Address] = ()  # the peers that this one was told to join
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
         self._state_dir = state_dir
         known_peers = state_dir.load_peers() if state_dir is not None else None
@@ -107,6 +110,7 @@ class Presence:
             ConfigError: a port is taken, or a host is not of this machine.
             JoinFailed: none of the initial peers answered, and no peer seen before.
         """
+        self._named = initial_peers
         await self._listen(listen, announce)
         if before_joining is not None:
             await before_joining(self)
@@ -136,6 +140,44 @@ class Presence:
         self.on_close.append(coordinator.close)
         self._keep(members)
         return coordinator.is_delegated
+
+    async def named_charters(self, run_id: str | None = None) -> list[SignedCharter]:
+        """The charters of a run, by default of all runs, that the peers serve whose addresses this peer was given.
+
+        Other peers are not asked: anybody could publish a charter for a run that has none.
+        """
+        if not self._named:
+            return []
+        run_ids = [run_id] if run_id is not None else await charted_runs(self.dht)
+        published = await asyncio.gather(*(read_charters(self.dht, name) for name in run_ids))
+        entries = [entry for entries in published for entry in entries]
+        named = {address.peer_id for address in self._named if address.peer_id is not None}
+        for address in self._named if entries else ():
+            if address.peer_id is None:
+                with suppress(Unavailable):
+                    named.add(await self.endpoint.connect(address))
+        return [entry.charter for entry in entries if entry.peer_id in named]
+
+    async def check_run(self, run_id: str) -> None:
+        """Check, before this peer takes part in a run, that it does not do so outside of the gate by mistake.
+
+        Raises:
+            ConfigError: its ticket is for another run, it has no ticket for this one, or it is banned from it.
+        """
+        if self.members and run_id not in self.members:
+            (other, *_) = self.members
+            raise ConfigError(f"the ticket is for run {other!r}, and run_id is {run_id!r}; use run_id={other!r}")
+        if run_id in self.members:
+            self.check_own(run_id)
+        elif any(not charter.is_open for charter in await self.named_charters(run_id)):
+            raise ConfigError(
+                f"run {run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the address"
+            )
+
+    def check_own(self, run_id: str) -> None:
+        """Raises ``ConfigError`` if this peer is banned from a run."""
+        if (members := self.members.get(run_id)) is not None:
+            members.check_own()
 
     def _keep(self, members: Members) -> None:
         self.members[members.charter.run_id] = members

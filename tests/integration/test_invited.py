@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 import manyhands
 from manyhands.access import AccessConfig, Charter, Invitation, SignedCharter
@@ -26,7 +27,7 @@ from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from manyhands.optim.state.download import download_state
 from tests.network import identity_of
-from tests.trainers import LISTEN, Trainer, in_threads, kill
+from tests.trainers import LISTEN, Trainer, in_threads, kill, new_model
 
 RUN = "invited"
 OWNER = identity_of(91)
@@ -105,7 +106,7 @@ def test_an_uninvited_peer_gets_into_no_round_no_state_and_no_count(tmp_path: Pa
             assert reached == one.peer_id
             with pytest.raises(Refused, match=r"is by invitation, and peer .* has no valid lease here"):
                 stranger.run(join_a_round(stranger, trainer), 5.0, "joining a round")
-            with pytest.raises(Unavailable, match="is by invitation"):
+            with pytest.raises(ConfigError, match="is by invitation"):
                 Trainer(stranger, RUN, 8)
 
             async def publish() -> None:
@@ -119,6 +120,31 @@ def test_an_uninvited_peer_gets_into_no_round_no_state_and_no_count(tmp_path: Pa
             trainer.train_until(4)
             assert trainer.optimizer.statistics.states_loaded == 0
             assert trainer.optimizer.statistics.steps_alone == 4, "the samples that the stranger claims do not count"
+
+
+def test_a_ticket_for_another_run_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run, member(run, run.ticket()) as one:
+        error = r"the ticket is for run 'invited', and run_id is 'prog'; use run_id='invited'"
+        with pytest.raises(ConfigError, match=error):
+            Trainer(one, "prog", 8)
+        with pytest.raises(ConfigError, match=error):
+            manyhands.Averager([torch.zeros(3)], peer=one, run_id="prog")
+        with pytest.raises(ConfigError, match=error):
+            manyhands.load_state_from_peers(one, "prog", into=new_model())
+
+
+def test_a_program_with_an_address_alone_is_told_to_ask_for_a_ticket(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        for place in (run.first.addresses[0], f"127.0.0.1:{run.first.endpoint.addresses[0].port}"):
+            with manyhands.Peer([place], listen=LISTEN) as stranger:
+                error = "run 'invited' is by invitation; ask its owner for a ticket"
+                with pytest.raises(ConfigError, match=error):
+                    Trainer(stranger, RUN, 8)
+                with pytest.raises(ConfigError, match=error):
+                    manyhands.Averager([torch.zeros(3)], peer=stranger, run_id=RUN)
+                with pytest.raises(ConfigError, match=error):
+                    manyhands.load_state_from_peers(stranger, RUN, into=new_model())
+                Trainer(stranger, "another", 8).train_until(1)  # a peer of an open run may know the same coordinator
 
 
 def test_an_observer_has_the_state_and_is_in_no_round(tmp_path: Path) -> None:
@@ -147,6 +173,8 @@ def test_a_banned_peer_is_out_of_the_next_round(tmp_path: Path) -> None:
             assert bad.peer_id not in one.get(progress_key(RUN))
             assert trainers[0].optimizer.last_round is not None
             assert sorted(trainers[0].optimizer.last_round.members) == sorted([one.peer_id, two.peer_id])
+            with pytest.raises(ConfigError, match=r"this peer was banned from run 'invited' by .*; ask its owner"):
+                trainers[2].train_until(3)
             with pytest.raises(ConfigError, match="this peer was banned from run 'invited'"):
                 manyhands.Peer([ticket], listen=LISTEN, identity=bad.identity)
 

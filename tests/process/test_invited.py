@@ -48,10 +48,13 @@ def test_a_run_by_invitation(tmp_path: Path) -> None:
     assert "is not overwritten" in ended(tmp_path, "run", "create", "--run-id", "ours", code=2)
     arguments = ["first-peer", "--charter", "ours.charter", "--listen", LOOPBACK, "--state-dir", "state"]
     with running(*arguments, folder=tmp_path) as first:
+        first.wait_for("Only peers with a ticket can join")
         address = first.wait_for("--initial-peers").split()[-1]
         first.wait_for("manyhands invite")
         invitation = ticket_in(ended(tmp_path, "invite", "--state-dir", "state", "--uses", "2", "--expires", "1h"))
         refused = ended(tmp_path, "train", "--initial-peers", address, "--run-id", "ours", *COMMON, *SMALL, code=2)
+        assert "run 'ours' is by invitation; ask its owner for a ticket" in refused
+        refused = ended(tmp_path, "train", "--initial-peers", address, *COMMON, *SMALL, code=2)
         assert "run 'ours' is by invitation; ask its owner for a ticket" in refused
         with running("train", "--initial-peers", invitation, *COMMON, *SMALL, "--text", str(text)) as one:
             peer_id = one.wait_for("Joining run ours as peer").split()[-1]

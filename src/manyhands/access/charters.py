@@ -8,9 +8,10 @@ from typing import NamedTuple
 import msgspec
 
 from manyhands.access.charter import SignedCharter
-from manyhands.access.messages import CHARTER_RECORDS, CharterRecord, charter_key
+from manyhands.access.messages import CHARTER_KIND, CHARTER_RECORDS, CharterRecord, charter_key
 from manyhands.base.errors import PeerError
 from manyhands.base.identity import PeerId
+from manyhands.base.run_id import is_run_id
 from manyhands.dht import DhtNode
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,15 @@ class Published(NamedTuple):
     peer_id: PeerId
     charter: SignedCharter
     record: CharterRecord
+
+
+MAX_RUNS = 64
+"""Runs whose charters are read, if no name is given."""
+
+
+async def charted_runs(dht: DhtNode) -> list[str]:
+    """Names of runs with charters, as some peers know them."""
+    return sorted(filter(is_run_id, await dht.topics(CHARTER_KIND)))[:MAX_RUNS]
 
 
 async def read_charters(dht: DhtNode, run_id: str, *, quickly: bool = False) -> list[Published]:

@@ -13,6 +13,7 @@ from manyhands.access.config import AccessConfig
 from manyhands.access.lease import Lease, Role, SignedLease
 from manyhands.access.ledger import Ledger
 from manyhands.access.messages import (
+    BANNED,
     CHARTER_RECORDS,
     MAX_ADDRESSES,
     MAX_BANS,
@@ -123,7 +124,7 @@ class Coordinator:
                 "(timedatectl set-ntp true)",
             )
         if remote in self._ledger.bans.banned_at:
-            raise Refused(remote, "banned", f"this peer was banned from run {self._charter.run_id!r}; ask its owner")
+            raise Refused(remote, BANNED, f"this peer was banned from run {self._charter.run_id!r}; ask its owner")
 
     def _renewed_role(self, remote: PeerId, request: LeaseRequest) -> Role | None:
         """The role of the lease that a peer already has, if it is still valid, whichever coordinator signed it."""
@@ -164,7 +165,10 @@ class Coordinator:
                 raise Refused(remote, "no_peer_id", str(error)) from error
         if request.ban:
             for text in request.ban:
-                self._ledger.ban(PeerId(text), self._wall_clock())
+                try:
+                    self._ledger.ban(PeerId(text), self._wall_clock())
+                except ConfigError as error:
+                    raise Refused(remote, "too_many_bans", str(error)) from error
                 logger.warning("Peer %s is banned, as %s asked", text, remote)
             await self._publish()
         return ManageResponse(self._ledger.members())
@@ -192,11 +196,10 @@ class Coordinator:
     async def _publish(self) -> None:
         if self.is_delegated:
             self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
-        newest = sorted(self._ledger.bans.banned_at.items(), key=lambda ban: ban[1])[-MAX_BANS:]
         record = CharterRecord(
             self._charter.signed.encoded(),
             [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]],
-            [peer_id for peer_id, _ in newest],
+            list(self._ledger.bans.banned_at)[:MAX_BANS],
         )
         value = {"charter": record.charter, "addresses": record.addresses, "bans": record.bans}
         await self._dht.store(charter_key(self._charter.run_id), value, RECORD_TTL_S, subkey=self._endpoint.peer_id)

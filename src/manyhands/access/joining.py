@@ -18,7 +18,8 @@ from manyhands.access.ledger import Ledger
 from manyhands.access.members import Members
 from manyhands.base.errors import ConfigError, Unavailable
 from manyhands.base.ticket import Ticket
-from manyhands.dht import DhtNode, Reason
+from manyhands.dht import DhtNode
+from manyhands.reach.clocks import check_clock
 from manyhands.rpc import Endpoint
 
 LOOK_ATTEMPTS = 3
@@ -47,12 +48,12 @@ async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only
         credential: replaces the invitation in the ticket.
         only_looks: get no lease, only the list of members.
     Raises:
-        ConfigError: the run has another charter, or a coordinator refuses a lease.
+        ConfigError: the run has another charter, a coordinator refuses a lease, or this machine's clock is wrong.
         Unavailable: no peer has the charter, or no coordinator answers.
     """
     kept = KeptLease(place.folder, ticket.run_id) if place.folder is not None else None
     charter = kept.charter(ticket.charter) if kept is not None else None
-    members = _members(place, charter or await _charter_of(ticket, place.dht), kept=kept)
+    members = _members(place, charter or await _charter_of(ticket, place), kept=kept)
     await members.watch()
     if not only_looks:
         try:
@@ -94,24 +95,21 @@ def _members(place: Place, charter: SignedCharter, **own: Any) -> Members:
     )
 
 
-async def _charter_of(ticket: Ticket, dht: DhtNode) -> SignedCharter:
+async def _charter_of(ticket: Ticket, place: Place) -> SignedCharter:
     others = False
     for attempt in range(LOOK_ATTEMPTS):
         if attempt:
             await asyncio.sleep(LOOK_PERIOD_S)
-        published = await read_charters(dht, ticket.run_id)
+        published = await read_charters(place.dht, ticket.run_id)
         for entry in published:
             if entry.charter.digest == ticket.charter:
                 return entry.charter
         others = bool(published)
+    contacts = [contact.peer_id for contact in place.dht.contacts()]
+    await check_clock(place.endpoint, place.wall_clock, contacts, place.config.max_clock_skew_s)
     if others:
         raise ConfigError(
             f"run {ticket.run_id!r} has another charter than the one of this ticket; ask for a new ticket"
-        )
-    if dht.refusals[Reason.FROM_THE_FUTURE] or dht.refusals[Reason.EXPIRED]:
-        raise ConfigError(
-            f"the charter of run {ticket.run_id!r} cannot be read: by the clock of this machine, records of the others "
-            "are from the future or long over; set the clock by the network (timedatectl set-ntp true)"
         )
     raise Unavailable(
         f"nobody here knows the charter of run {ticket.run_id!r}; start one of its coordinators, or try again later"

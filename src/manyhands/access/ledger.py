@@ -16,7 +16,7 @@ import msgspec
 
 from manyhands.access.charter import SignedCharter
 from manyhands.access.lease import Lease
-from manyhands.access.messages import MemberEntry
+from manyhands.access.messages import MAX_BANS, MemberEntry
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 
@@ -139,9 +139,15 @@ class Ledger:
         """Ban a peer for good.
 
         Raises:
+            ConfigError: too many are banned already.
             OSError: the file cannot be written.
         """
         self.bans = self._read("bans.json", Bans) or self.bans
+        if peer_id not in self.bans.banned_at and len(self.bans.banned_at) >= MAX_BANS:
+            raise ConfigError(
+                f"{MAX_BANS} peers are banned, and no more can be; begin with a new charter, for which all peers that "
+                "may stay get new tickets"
+            )
         self.bans.banned_at.setdefault(peer_id, wall_now)
         self._write("bans.json", msgspec.json.encode(self.bans))
 

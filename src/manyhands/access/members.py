@@ -18,6 +18,7 @@ from manyhands.access.invitation import SignedInvitation
 from manyhands.access.kept import KeptLease
 from manyhands.access.lease import Lease, SignedLease
 from manyhands.access.messages import (
+    BANNED,
     CHARTER_KIND,
     LEASE_RECORD_TTL_S,
     LEASE_RECORDS,
@@ -118,9 +119,10 @@ class Members:
         Args:
             credential: sent to the coordinators, such as the token of a ticket.
         Raises:
-            ConfigError: a coordinator refused it; says what to do.
+            ConfigError: this peer is banned, or a coordinator refused it; says what to do.
             Unavailable: no coordinator answers.
         """
+        self.check_own()
         if self.charter.is_open:
             return
         if self._sign_own is not None:
@@ -156,7 +158,7 @@ class Members:
         """See the gate. Banned peers never pass; in a run by invitation only peers with a lease do."""
         run_id = self.charter.run_id
         if (by := self._banned.get(peer_id)) is not None:
-            raise Refused(peer_id, "banned", f"peer {peer_id} was banned from run {run_id!r} by {by}")
+            raise Refused(peer_id, BANNED, f"peer {peer_id} was banned from run {run_id!r} by {by}")
         if self.charter.is_open:
             return
         lease = self.lease_of(peer_id)
@@ -169,6 +171,15 @@ class Members:
             )
         if not (lease.takes_part or for_observers):
             raise Refused(peer_id, "observer", f"peer {peer_id} may only look at run {run_id!r}: its role is observer")
+
+    def is_banned(self, peer_id: PeerId) -> bool:
+        """See the gate."""
+        return peer_id in self._banned
+
+    def check_own(self) -> None:
+        """Raises ``ConfigError`` if this peer is banned."""
+        if (by := self._banned.get(self._endpoint.peer_id)) is not None:
+            raise ConfigError(f"this peer was banned from run {self.charter.run_id!r} by {by}; ask its owner")
 
     def lease_of(self, peer_id: PeerId) -> Lease | None:
         """The lease of a peer, if it is known and valid, and the peer is not banned."""
@@ -329,6 +340,7 @@ class Members:
             await asyncio.sleep(config.look_period_s)
             try:
                 await self._look(quickly=True)
+                self._tell_ban()
                 if self._is_renewal_due() and loop.time() >= tried_at + config.retry_s:
                     tried_at = loop.time()
                     await self._renew_again()
@@ -344,6 +356,8 @@ class Members:
         for entry in published:
             if entry.peer_id in self.charter.coordinators and entry.charter.digest == self.charter.digest:
                 self._note(entry)
+
+    def _tell_ban(self) -> None:
         if self._endpoint.peer_id in self._banned and not self._is_ban_told:
             self._is_ban_told = True
             logger.error(
@@ -352,7 +366,8 @@ class Members:
             )  # fmt: skip
 
     def _note(self, entry: Published) -> None:
-        self._banned |= {PeerId(peer_id): entry.peer_id for peer_id in entry.record.bans}
+        bans = map(PeerId, set(entry.record.bans).difference(self.charter.coordinators))
+        self._banned |= dict.fromkeys(bans, entry.peer_id)
         self._endpoint.learn(entry.peer_id, readable(entry.record.addresses))
 
     def _is_renewal_due(self) -> bool:

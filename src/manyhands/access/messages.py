@@ -17,6 +17,8 @@ RECORD_TTL_S = 86400.0
 """Records of coordinators outlive them by the grace time of leases."""
 LEASE_RECORD_TTL_S = 3600.0
 
+BANNED = "banned"
+"""Code of a refusal: the peer is banned from the run."""
 NO_LEASE = "no_lease"
 """Code of a refusal: the other end does not have a valid lease of this peer."""
 

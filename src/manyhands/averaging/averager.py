@@ -95,7 +95,8 @@ class Averager(FromHivemind):
         averaging: times and sizes of the rounds.
         matchmaking_time_s: as in ``averaging``: how long a step waits for expected peers.
     Raises:
-        ConfigError: an argument breaks a rule, or the peer averages under this run id already.
+        ConfigError: an argument breaks a rule, the peer averages under this run id already, or its ticket is for
+            another run.
         ManifestMismatch: the tensors of the others differ; says whose, and how.
         Unavailable: the DHT does not answer in time.
     """
@@ -143,7 +144,7 @@ class Averager(FromHivemind):
             timeout_s: seconds for the whole step. Members should use about the same.
         Raises:
             ConfigError: an argument breaks its rule, a value is not finite (it was not sent), or a tensor has been
-                resized or freed; no tensor was written.
+                resized or freed, or this peer is banned from the run; no tensor was written.
             NothingToAverage: all members gave a weight of 0.
         """
         if not 0 <= _number(weight) <= MAX_WEIGHT:

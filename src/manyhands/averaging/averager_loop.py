@@ -56,6 +56,7 @@ class AveragerLoop:
 
     async def start(self) -> None:
         """Join the averagers under the run id; raises as :class:`manyhands.Averager`."""
+        await self._presence.check_run(self._run_id)
         presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
         settings = f"codec {codec}; groups of up to {max_group_size}"
         fingerprint = hashlib.sha256(self._tensors.fingerprint() + settings.encode()).digest()
@@ -100,6 +101,7 @@ class AveragerLoop:
         """
         if self._is_closed:
             return StepOutcome(reason=CLOSED)
+        self._presence.check_own(self._run_id)
         outcome = StepOutcome()
         loop = asyncio.get_running_loop()
         running = loop.create_task(self._try(outcome, flat_N, weight, loop.time() + timeout_s))

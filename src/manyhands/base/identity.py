@@ -93,10 +93,11 @@ class Identity:
             if not pem:
                 raise ConfigError(
                     f"identity file {path} is empty: the disk was full, or the machine went down, when it was made; "
-                    "delete it to have a new one made, or put back a copy"
+                    "put back a copy, or delete it to have a new one made, which is another identity"
                 )
-            _keep_to_owner(path)
             key = serialization.load_pem_private_key(pem, password=None)
+            if isinstance(key, Ed25519PrivateKey):
+                _keep_to_owner(path)
         except OSError as error:
             raise ConfigError(
                 f"identity file {path}: {error.strerror}; name a file that can be read, or one in a folder that can be "
@@ -171,8 +172,9 @@ def _keep_to_owner(path: Path) -> None:
         )
         return
     logger.warning(
-        "identity file %s was open to others of this machine (mode %o) and is now readable by its owner only; if it "
-        "may have been copied, delete it to get a new identity",
+        "identity file %s was open to others of this machine (mode %o) and is now readable by its owner only; if "
+        "somebody may have copied it, make a new key (a peer: delete the file; a run's owner: move the key and the "
+        "charter away, and make new ones with manyhands run create)",
         path,
         mode,
     )

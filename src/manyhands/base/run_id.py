@@ -21,3 +21,12 @@ def checked_run_id(run_id: str) -> str:
     if not run_id.isprintable() or any(char in "./" or char.isspace() for char in run_id):
         raise ConfigError(f"run_id {run_id!r} has a '.', a '/', a space or an unprintable character in it" + example)
     return run_id
+
+
+def is_run_id(text: str) -> bool:
+    """Whether a text can be the name of a run."""
+    try:
+        checked_run_id(text)
+    except ConfigError:
+        return False
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from manyhands.access.ledger import Ledger
 from manyhands.access.managing import manage
 from manyhands.access.messages import MemberEntry
 from manyhands.base.errors import ConfigError
+from manyhands.base.folder_lock import FolderInUse, FolderLock
 from manyhands.base.identity import Identity, PeerId, public_key_of
 from manyhands.base.ticket import split_tickets
 from manyhands.cli.ticket_command import print_ticket
@@ -138,6 +140,17 @@ def invite(
     )
     token = SignedInvitation.sign(identity, invitation).signed.encoded()
     print_ticket(charter.run_id, addresses, charter=charter.digest, token=token)
+    if role == "observer":
+        print("An observer measures the run with: manyhands evaluate --initial-peers TICKET")  # noqa: T201
+    else:
+        print("The first trainer begins the run with: manyhands train --initial-peers TICKET")  # noqa: T201
+    if not any(address.is_public for address in addresses):
+        where = "this machine" if all(address.is_loopback for address in addresses) else "this network"
+        print(  # noqa: T201
+            f"The addresses in the ticket can be dialled from {where} only; for peers elsewhere name another one: "
+            "--initial-peers HOST:PORT",
+            file=sys.stderr,
+        )
 
 
 def ban(
@@ -160,11 +173,14 @@ def ban(
     identity = power.identity(charter)
     if peer in charter.coordinators:
         raise ConfigError(f"{peer} is the owner or a coordinator of run {charter.run_id!r}; those cannot be banned")
+    later = ""
     if power.state_dir is not None:
         ledger.ban(PeerId(peer), time.time())
+        if not _is_in_use(power.state_dir):
+            later = " The coordinator is stopped: the ban takes effect when it is started."
     else:
         _ask(power, identity, charter, [PeerId(peer)])
-    print(f"Peer {peer} is banned from run {charter.run_id}.")  # noqa: T201
+    print(f"Peer {peer} is banned from run {charter.run_id}.{later}")  # noqa: T201
 
 
 def members(*, power: PowerOptions | None = None) -> None:
@@ -200,6 +216,15 @@ def _ask(
     with Peer(addresses, client_mode=True, identity=identity) as own:
         asking = manage(own.endpoint, own.dht, charter, banned or [])
         return own.run(asking, MANAGE_TIMEOUT_S, "asking the coordinators")
+
+
+def _is_in_use(state_dir: Path) -> bool:
+    """Whether a process runs with this state dir."""
+    try:
+        FolderLock(state_dir, "state dir").release()
+    except FolderInUse:
+        return True
+    return False
 
 
 def seconds_of(text: str) -> int:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from manyhands.access import SignedCharter
+from manyhands.access.ledger import Ledger
 from manyhands.base.errors import ConfigError
 from manyhands.base.ticket import Ticket, split_tickets
 from manyhands.cli.options import PeerOptions
 from manyhands.cli.ticket_command import print_tickets
-from manyhands.peer import Peer
+from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +23,14 @@ Options = TypeVar("Options", bound=PeerOptions)
 def checked_charter(path: Path | None, network: PeerOptions) -> SignedCharter | None:
     """Load the charter that was given to a command, before anything is started.
 
+    By default it is the one that the coordinator with this state dir served last, so that a restart without
+    ``--charter`` goes on giving leases.
+
     Raises:
         ConfigError: the file is not a charter, or the command has no state dir.
     """
     if path is None:
-        return None
+        return Ledger(network.state_dir).load_charter()
     charter = SignedCharter.load(path)
     if network.state_dir is None:
         raise ConfigError(
@@ -35,9 +39,10 @@ def checked_charter(path: Path | None, network: PeerOptions) -> SignedCharter | 
     return charter
 
 
-def coordinate(peer: Peer, path: Path, charter: SignedCharter, network: PeerOptions) -> None:
+def coordinate(peer: Peer, charter: SignedCharter, network: PeerOptions) -> None:
     """Serve a charter, and log how others can join the run."""
-    is_coordinator = peer.coordinate(path)
+    serving = peer.presence.serve_charter(charter)
+    is_coordinator = peer.run(serving, JOIN_RUN_TIMEOUT_S, "publishing the charter")
     run = f"run {charter.run_id} (access {charter.charter.access})"
     if not is_coordinator:
         logger.warning(

@@ -49,7 +49,11 @@ class StandingBy(msgspec.Struct, tag="standing_by"):
 def first_peer(
     *,
     charter: Annotated[
-        Path | None, Parameter(help="Charter of a run (manyhands run create), to publish it and to be its coordinator.")
+        Path | None,
+        Parameter(
+            help="Charter of a run (manyhands run create), to publish it and to be its coordinator; "
+            "by default the one that this state dir served last."
+        ),
     ] = None,
     web: WebOptions | None = None,
     network: PeerOptions | None = None,
@@ -84,12 +88,17 @@ def first_peer(
         logger.info("Running a first peer as peer %s", peer.peer_id)
         if changing := what_changes(network):
             logger.warning("%s; peers that have the old address cannot find this peer then", changing)
-        logger.info("Others can join through this peer with:")
+        if signed is None or signed.is_open:
+            logger.info("Others can join through this peer with:")
+        else:
+            logger.info(
+                "Only peers with a ticket can join. Its address, for a ban from elsewhere or another coordinator:"
+            )
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
-        if charter is None or signed is None:
+        if signed is None:
             print_tickets(peer, "")
         else:
-            coordinate(peer, charter, signed, network)
+            coordinate(peer, signed, network)
         emit(Listening(peer.peer_id, peer.addresses))
         if signed is not None:
             cleanup.enter_context(page_beside(peer, signed.run_id, bound, network.state_dir))

@@ -93,7 +93,10 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tupl
     """The run to join, and the digest of its charter if it has one."""
     assert network.initial_peers
     with Scout(network.initial_peers) as scout:
-        run = scout.choose(run_id, is_trained=True, expected=ticket.digest)
+        try:
+            run = scout.choose(run_id, is_trained=True, expected=ticket.digest)
+        except RunNotFound as error:
+            raise _not_begun(ticket.run_id) if ticket.is_charted else error from None
         charter = scout.charter_of(run.run_id)
     peers = " ".join(network.initial_peers)
     quoted = shlex.quote(run.run_id)
@@ -102,9 +105,18 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tupl
             f"run {run.run_id!r} has other settings now than when the ticket was made; ask for a new one, or join "
             f"without it: manyhands join {network.initial_peers[0]} --run-id {quoted}"
         )
+    if ticket.is_charted and not run.is_trained:
+        raise _not_begun(ticket.run_id)
     if run.manifest is None or not run.is_trained:
         raise RunNotFound(
             f"nobody trains in run {run.run_id!r}, so there is nothing to join; begin it with: "
             f"manyhands train --run-id {quoted} --initial-peers {peers}"
         )
     return run, charter
+
+
+def _not_begun(run_id: str) -> RunNotFound:
+    return RunNotFound(
+        f"nobody trains in run {run_id!r} yet; to begin it with your model and settings: manyhands train "
+        "--initial-peers TICKET"
+    )

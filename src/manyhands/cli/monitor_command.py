@@ -30,6 +30,7 @@ from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.output.live_view import LiveScreen, LogLine
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import screen_of
+from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import first_free, require_albert
 from manyhands.cli.ticket_command import print_tickets
@@ -187,11 +188,16 @@ def monitor(
     run_id: Annotated[
         str | None,
         Parameter(
-            help="Name of the run: 1 to 64 characters, without '.'; by default that of the charter, else albert."
+            help="Name of the run: 1 to 64 characters, without '.'; by default that of the charter or ticket, or the "
+            "only one there, else albert."
         ),
     ] = None,
     charter: Annotated[
-        Path | None, Parameter(help="Charter of the run (manyhands run create), to publish it and to coordinate.")
+        Path | None,
+        Parameter(
+            help="Charter of the run (manyhands run create), to publish it and to coordinate; by default "
+            "the one that this state dir served last."
+        ),
     ] = None,
     refresh_period: Annotated[
         float, Parameter(help="Longest time between two refreshes in seconds; shorter before a global step.")
@@ -219,7 +225,11 @@ def monitor(
     signed = checked_charter(charter, network)
     if signed is not None and run_id not in (None, signed.run_id):
         raise ConfigError(f"the charter is of run {signed.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
-    run_id = signed.run_id if signed is not None else run_id_of(network, run_id) or DEFAULT_RUN_ID
+    run_id = signed.run_id if signed is not None else run_id_of(network, run_id)
+    if run_id is None and network.initial_peers:
+        with Scout(network.initial_peers) as scout:
+            run_id = scout.only_run()
+    run_id = run_id or DEFAULT_RUN_ID
     checked_run_id(run_id)
     checked_refresh_s(refresh_period)
     repo = keeping.check()
@@ -238,12 +248,14 @@ def monitor(
         if not network.initial_peers and network.client_mode is None:
             network = replace(network, client_mode=False)  # it is there to be dialled, also by peers that it knows
         peer = cleanup.enter_context(network.connect(own_dir=own_dir(run_id, network)))
+        if signed is None:
+            peer.run(peer.presence.check_run(run_id), LOOK_TIMEOUT_S, "looking for a charter")
         name_in_logs(run=run_id, peer=str(peer.peer_id))
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
         if peer.state_path is not None:
             logger.info("Its id and port are in %s: the next start has the same", peer.state_path)
-        if charter is not None and signed is not None:
-            coordinate(peer, charter, signed, network)
+        if signed is not None:
+            coordinate(peer, signed, network)
         if run_id not in peer.presence.members:
             welcome(run_id, peer, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))

@@ -31,7 +31,7 @@ def create(
         ),
     ] = (),
     key: Annotated[
-        Path | None, Parameter(help="File of the owner key; by default RUN_ID.key. Made if missing.")
+        Path | None, Parameter(help="File of an owner key that is there; by default RUN_ID.key, made if missing.")
     ] = None,
     charter: Annotated[Path | None, Parameter(help="File to write; by default RUN_ID.charter.")] = None,
 ) -> None:
@@ -52,6 +52,11 @@ def create(
     for peer_id in coordinator:
         public_key_of(PeerId(peer_id))
     key_path, path = key or Path(f"{run_id}.key"), charter or Path(f"{run_id}.charter")
+    if key is not None and not key.exists():
+        raise ConfigError(
+            f"key {key} does not exist, and a run with a new key has another owner; name the file of the owner key, or "
+            f"leave --key out to have {run_id}.key made"
+        )
     if path.exists():
         raise ConfigError(f"charter {path} exists, and is not overwritten; name another file: --charter FILE")
     is_new = not key_path.exists()

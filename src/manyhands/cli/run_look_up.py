@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
-from manyhands.access import SignedCharter
-from manyhands.access.charters import read_charters
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
+from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.ticket import split_tickets
 from manyhands.cli.output.waiting import shown
+from manyhands.dht import DhtConfig
 from manyhands.optim.run.records import Run, find_runs, listed, look_up_run, nobody_is_in
 from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
+from manyhands.reach.clocks import check_clock
 from manyhands.runtime.retrying import until_reached
 
 LOOK_TIMEOUT_S = 5.0
@@ -60,7 +59,8 @@ class Scout:
             expected: the manifest digest of a ticket for ``run_id``; manifests that differ from it are ignored.
         Raises:
             RunNotFound: there is no such run.
-            ConfigError: there are several to choose from; the message lists them.
+            ConfigError: there are several to choose from, or by the clock of this machine nobody seems to train; the
+                message says which.
         """
         with shown(f"looking for run {run_id}" if run_id is not None else "looking for runs"):
             return self._choose(run_id, is_trained=is_trained, expected=expected)
@@ -75,20 +75,28 @@ class Scout:
                 raise ConfigError(f"{len(runs)} runs are there: {listed(runs)}; choose one of them with --run-id")
             for run in candidates:
                 if is_late or run.is_trained or not is_trained:
+                    if not run.is_trained:
+                        self.check_clock()
                     return run
             if is_late:
                 break
             time.sleep(PERIOD_S)
+        self.check_clock()
         if run_id is None:
             places = " ".join(map(str, self._addresses))
             begin = f"manyhands train --run-id NAME --start-new --initial-peers {places}"
             raise RunNotFound(f"no run is there yet; begin one with: {begin}")
         raise RunNotFound(nobody_is_in(run_id, self._peer.dht.num_known_peers, runs))
 
+    def check_clock(self) -> None:
+        """Raises ``ConfigError`` if this machine's clock is too wrong to read the records of runs."""
+        peer = self._peer
+        contacts = [contact.peer_id for contact in peer.dht.contacts()]
+        checking = check_clock(peer.endpoint, peer.presence.wall_clock, contacts, DhtConfig().max_clock_skew_s)
+        peer.run(checking, LOOK_TIMEOUT_S, "comparing the clocks")
+
     def charter_of(self, run_id: str) -> bytes:
         """The digest of a run's charter, from the ticket or else from the peers whose addresses were given.
-
-        Other peers are not asked: anybody could publish a charter for a run that has none.
 
         Returns:
             Empty if the run has none.
@@ -98,7 +106,8 @@ class Scout:
         charted = [ticket.charter for ticket in self._tickets if ticket.is_charted and ticket.run_id == run_id]
         if charted or any(ticket.run_id == run_id for ticket in self._tickets):
             return charted[0] if charted else b""
-        published = self._peer.run(self._published(run_id), LOOK_TIMEOUT_S, f"looking for the charter of {run_id}")
+        looking = self._peer.presence.named_charters(run_id)
+        published = self._peer.run(looking, LOOK_TIMEOUT_S, f"looking for the charter of {run_id}")
         charters = {charter.digest: charter for charter in published}
         if len(charters) > 1:
             raise ConfigError(
@@ -111,16 +120,29 @@ class Scout:
             )
         return next(iter(charters), b"")
 
-    async def _published(self, run_id: str) -> list[SignedCharter]:
-        entries = await read_charters(self._peer.dht, run_id)
-        if not entries:
-            return []
-        named = {address.peer_id for address in self._addresses if address.peer_id is not None}
-        for address in self._addresses:
-            if address.peer_id is None:
-                with suppress(Unavailable):
-                    named.add(await self._peer.endpoint.connect(address))
-        return [entry.charter for entry in entries if entry.peer_id in named]
+    def only_run(self) -> str | None:
+        """The name of the only run, also if nobody trains in it yet; None without one.
+
+        Raises:
+            ConfigError: there are several, or the clock of this machine is wrong.
+        """
+        try:
+            return self.choose(None).run_id
+        except RunNotFound:
+            return self.charted_run()
+
+    def charted_run(self) -> str | None:
+        """The run whose charter is served by the peers whose addresses were given, also if nobody trains in it yet.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        looking = self._peer.presence.named_charters()
+        charters = self._peer.run(looking, LOOK_TIMEOUT_S, "looking which runs have a charter")
+        run_ids = sorted({charter.run_id for charter in charters})
+        if len(run_ids) > 1:
+            raise ConfigError(f"{len(run_ids)} runs are there: {', '.join(run_ids)}; choose one of them with --run-id")
+        return run_ids[0] if run_ids else None
 
     def runs(self, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
         """All runs that are found, the largest first; ``wanted`` is looked up in any case."""

@@ -54,6 +54,8 @@ def wait_for_trainers(peer: Peer, run_id: str | None, *, may_be_mistyped: bool =
     """
     tell_at = peer.time()
     patient_until = tell_at + PATIENCE_S
+    if run_id is not None:
+        _check_access(peer, run_id)
     while True:
         runs: list[Run] = []
         try:
@@ -64,6 +66,7 @@ def wait_for_trainers(peer: Peer, run_id: str | None, *, may_be_mistyped: bool =
         if len(trained) > 1:
             raise ConfigError(f"{len(trained)} runs are there: {listed(trained)}; choose one of them with --run-id")
         if trained:
+            _check_access(peer, trained[0].run_id)
             return trained[0]
         others = [run for run in runs if run.run_id != run_id]
         seen = "" if run_id is None else nobody_is_in(run_id, peer.dht.num_known_peers, others)
@@ -71,5 +74,14 @@ def wait_for_trainers(peer: Peer, run_id: str | None, *, may_be_mistyped: bool =
             raise RunNotFound(f"{seen}. Check --run-id")
         if peer.time() >= tell_at:
             tell_at = peer.time() + TELL_PERIOD_S
+            if run_id is None:
+                looking = peer.presence.named_charters()
+                for charter in peer.run(looking, LOOK_TIMEOUT_S, "looking which runs have a charter"):
+                    _check_access(peer, charter.run_id)
             logger.info("Waiting for a trainer%s", f" ({seen})" if seen else "")
         peer.sleep(LOOK_PERIOD_S)
+
+
+def _check_access(peer: Peer, run_id: str) -> None:
+    """Raises ``ConfigError`` if a run is by invitation and this peer has no ticket."""
+    peer.run(peer.presence.check_run(run_id), LOOK_TIMEOUT_S, "looking for a charter")

@@ -146,7 +146,8 @@ def take_part(
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
         name_in_logs(run=run_id, peer=str(peer.peer_id))
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
-        if peer.addresses:
+        members = peer.presence.members.get(run_id)
+        if peer.addresses and (members is None or members.charter.is_open):
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
         own_dir = folders.state_dir.path if folders.state_dir is not None else None

@@ -86,7 +86,7 @@ def train(
         if network.initial_peers:
             run, network = look_for(network, run_id, start_new=start_new)
         if run_id is None:
-            run_id = run.run_id if run is not None else DEFAULT_RUN_ID
+            run_id = run.run_id if run is not None else run_id_of(network, None) or DEFAULT_RUN_ID
         take_part(run_id, network, training, given, output, run=run, page=page)
 
 
@@ -94,20 +94,26 @@ def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) ->
     """The existing run to join; None for one that is to be begun.
 
     A run is begun without --start-new if no name was given and no run is found, or if this peer was invited to a run
-    that has no trainers yet: in both cases no name can be mistyped.
+    that has no trainers yet: in both cases no name can be mistyped. If the named peers serve a charter, it is that run.
 
     Returns:
         The run, and the options to join with, which name the charter of the run if it has one.
     Raises:
         RunNotFound: the named run does not exist, and ``start_new`` is false.
+        ConfigError: the run is by invitation, and there is no ticket.
     """
     with Scout(network.initial_peers or ()) as scout:
         charter = scout.charter_of(run_id) if run_id is not None else b""
         if start_new or charter:
             run = next((run for run in scout.runs(run_id) if run.run_id == run_id), None)
+            if run is None or not run.is_trained:
+                scout.check_clock()
         else:
             run = _chosen(scout, run_id)
-            charter = scout.charter_of(run.run_id) if run is not None else b""
+            if run is None:
+                run_id = scout.charted_run()
+            named = run_id or (run.run_id if run is not None else None)
+            charter = scout.charter_of(named) if named is not None else b""
     is_named = any(ticket.charter == charter for ticket in split_tickets(network.initial_peers or ())[1])
     named = run_id or (run.run_id if run is not None else None)
     return run, network if is_named or named is None else with_charter(network, named, charter)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-
-from manyhands.base.errors import ManyhandsError
-from manyhands.base.identity import PeerId
-from manyhands.peer import Presence
-from manyhands.reach.messages import EXAMINE, ExamineRequest
 
 logger = logging.getLogger(__name__)
 
 FIRST_HEALTH_CHECK_S = 20.0
 """After joining: by then the others' records have been read."""
 HEALTH_CHECK_PERIOD_S = 60.0
-CLOCKS_ASKED = 3  # one that is wrong itself is outvoted
-ASK_TIMEOUT_S = 5.0
 MAX_FAILURES = 3
 """Consecutive failures to publish; one or two happen on any link."""
 ALONE_S = 120.0
@@ -136,19 +126,3 @@ class HealthLog:
         for field in sorted(self._told - faults.keys()):
             logger.info("%s", RECOVERED[field])
         self._told = set(faults)
-
-
-async def clock_offset_s(presence: Presence, others: Sequence[PeerId]) -> float | None:
-    """How far this peer's clock is ahead of the median of some others; None if no peer answers."""
-
-    async def of(peer_id: PeerId) -> float | None:
-        before = presence.wall_clock()
-        try:
-            answer = await presence.endpoint.call(peer_id, EXAMINE, ExamineRequest(), ASK_TIMEOUT_S)
-        except ManyhandsError:
-            return None
-        return (before + presence.wall_clock()) / 2 - answer.wall_time_s
-
-    offsets = await asyncio.gather(*map(of, others[:CLOCKS_ASKED]))
-    told = [offset for offset in offsets if offset is not None]
-    return statistics.median(told) if told else None

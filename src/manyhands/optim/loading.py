@@ -47,6 +47,7 @@ def load_state_from_peers(
         into: a model with the parameters of the run, by name and shape. It may be on a GPU, or of another precision.
         timeout_s: limit for the download, in seconds.
     Raises:
+        ConfigError: this peer's ticket is for another run, or it is banned.
         ManifestMismatch: the model has other parameters; names them.
         Unavailable: nobody trains this run, or no peer could send its state. The model is unchanged.
         Timeout: the download took longer than ``timeout_s``.
@@ -98,6 +99,7 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
 
 async def _manifest_of(peer: Peer, run_id: str) -> RunManifest:
     presence = peer.presence
+    await presence.check_run(run_id)
     declare_run(presence.dht, run_id)
     members = presence.members.get(run_id)
     signed = await read_manifest(presence.dht, run_id, members.charter.charter.manifest if members is not None else b"")

@@ -19,6 +19,9 @@ class Gate(Protocol):
             Refused: the peer may not make this call.
         """
 
+    def is_banned(self, peer_id: PeerId) -> bool:
+        """Whether a peer is banned from the run."""
+
     async def meet(self, peer_id: PeerId, timeout_s: float) -> None:
         """Exchange credentials with a peer, unless that was done.
 

@@ -11,16 +11,30 @@ import msgspec
 import pytest
 
 from manyhands.access import AccessConfig, Members, RunGate
+from manyhands.access.charters import read_charters
 from manyhands.access.lease import SignedLease
 from manyhands.access.ledger import Ledger
 from manyhands.access.managing import manage
 from manyhands.access.messages import LeaseRequest, RunMethods, leases_key
-from manyhands.base.errors import Refused, Unavailable
+from manyhands.base.errors import ConfigError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.peer import Presence
 from manyhands.rpc import Method
 from tests.network import ECHO, Text, serve_echo
-from tests.unit.access.world import CHARTER, HOUR_S, RUN, START_S, World, charter_of, lease_of, new_world, token_of
+from tests.unit.access.world import (
+    CHARTER,
+    HOUR_S,
+    OWNER,
+    PEER,
+    RUN,
+    SECOND,
+    START_S,
+    World,
+    charter_of,
+    lease_of,
+    new_world,
+    token_of,
+)  # fmt: skip
 
 CONFIG = AccessConfig(look_period_s=0.05, retry_s=0.2)
 
@@ -193,6 +207,31 @@ async def test_banned_peers_pass_no_gate_and_their_records_do_not_count() -> Non
         with pytest.raises(Refused, match="was banned from run 'ours'"):
             await echo(bad, one)
         assert bad.peer_id not in await one.dht.get(f"{RUN}.progress")
+
+
+async def test_a_banned_peer_ends_when_it_is_told_and_does_not_come_back_with_its_kept_lease(tmp_path: Path) -> None:
+    async with new_world() as world:
+        await members(world)
+        bad = await world.peer(11, folder=tmp_path, config=CONFIG)
+        await bad.join_run(world.ticket(token_of()))
+        bad.check_own(RUN)
+        owner = await world.peer(1)
+        await manage(owner.endpoint, owner.dht, CHARTER, [bad.peer_id])
+        await until(lambda: bad.peer_id in bad.members[RUN]._banned)
+        with pytest.raises(ConfigError, match=r"this peer was banned from run 'ours' by .*; ask its owner"):
+            bad.check_own(RUN)
+        await bad.members[RUN].close()
+        with pytest.raises(ConfigError, match="this peer was banned from run 'ours'"):
+            await bad.join_run(world.ticket(token_of()))
+
+
+async def test_no_coordinator_bans_the_owner_or_another_coordinator() -> None:
+    async with new_world() as world:
+        (one,) = await members(world, 10)
+        own, record = [SECOND.peer_id, OWNER.peer_id, PEER.peer_id], await read_charters(one.dht, RUN)
+        entry = record[0]._replace(record=msgspec.structs.replace(record[0].record, bans=own))
+        one.members[RUN]._note(entry)
+        assert set(one.members[RUN]._banned) == {PEER.peer_id}
 
 
 async def test_records_of_a_newcomer_count_at_once() -> None:

@@ -121,7 +121,7 @@ def test_a_file_that_holds_no_key(tmp_path: Path, content: bytes) -> None:
 def test_an_empty_file_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "identity.pem"
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"identity.pem is empty: .* delete it to have a new one made") as caught:
+    with pytest.raises(ConfigError, match=r"identity.pem is empty: .* put back a copy, or delete it") as caught:
         Identity.load_or_create(path)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -149,8 +149,19 @@ def test_a_file_that_others_can_read_is_taken_from_them(
     assert Identity.load_or_create(path).peer_id == created.peer_id
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert f"was open to others of this machine (mode {mode:o})" in caplog.text
+    assert "a run's owner: move the key and the charter away" in caplog.text
     caplog.clear()
     Identity.load_or_create(path)
+    assert not caplog.records
+
+
+def test_a_file_that_is_no_key_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "ours.charter"
+    path.write_text("manyhands-charter-1 xyz\n")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="is not an unencrypted PEM private key"):
+        Identity.load_or_create(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert not caplog.records
 
 

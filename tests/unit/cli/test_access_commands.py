@@ -14,14 +14,17 @@ from manyhands.access.charter import Access
 from manyhands.access.invitation import SignedInvitation
 from manyhands.access.ledger import Ledger
 from manyhands.base.address import Address, parse_addresses
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.identity import Identity
 from manyhands.base.ticket import Ticket
 from manyhands.cli.access_commands import seconds_of
+from manyhands.cli.charter_options import checked_charter, run_id_of
 from manyhands.cli.main import EXIT_OK, EXIT_USAGE, run
-from manyhands.cli.options import NetworkOptions
+from manyhands.cli.options import NetworkOptions, PeerOptions
 from manyhands.cli.run_look_up import Scout
+from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.train_command import look_for
+from manyhands.state_dir import StateDir
 from tests.network import identity_of
 
 PEER = identity_of(9).peer_id
@@ -114,6 +117,7 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["members", "--charter", "ours.charter", "--key", "lost.key"], "key lost.key does not exist"),
         (["run", "create", "--run-id", "a.b"], "run_id 'a.b' has a '.'"),
         (["run", "create", "--run-id", "r", "--coordinator", "me"], "'me' is not a peer id"),
+        (["run", "create", "--run-id", "r", "--key", "lost.key"], "and a run with a new key has another owner"),
         (["first-peer", "--charter", "ours.charter"], "in its state dir; name one: --state-dir DIR"),
         (["first-peer", "--charter", "ours.key", "--state-dir", "state"], "ours.key is not a charter"),
         (["monitor", "--charter", "ours.charter", "--state-dir", "s", "--run-id", "x"], "charter is of run 'ours'"),
@@ -127,6 +131,7 @@ def test_one_line_says_what_to_do(
     Ledger(folder / "theirs").keep_charter(SignedCharter.load("ours.charter"))
     assert message in complaint(arguments, capsys)
     assert not (folder / "lost.key").exists()
+    assert not (folder / "r.charter").exists()
 
 
 def test_an_open_run_needs_no_invitation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,12 +143,25 @@ def test_an_open_run_needs_no_invitation(folder: Path, capsys: pytest.CaptureFix
 def test_bans_and_members_on_the_machine_of_a_coordinator(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator = new_coordinator(folder)
     assert run(["ban", PEER, "--state-dir", "state"]) == EXIT_OK
+    assert "the ban takes effect when it is started" in capsys.readouterr().out
+    running = StateDir("state")
     assert run(["ban", identity_of(8).peer_id, "--state-dir", "state"]) == EXIT_OK
+    running.close()
+    assert capsys.readouterr().out.endswith(" is banned from run ours.\n")
     capsys.readouterr()
     assert run(["members", "--state-dir", "state"]) == EXIT_OK
     assert f"{PEER}  banned" in capsys.readouterr().out
     arguments = ["ban", coordinator.peer_id, "--state-dir", "state"]
     assert "those cannot be banned" in complaint(arguments, capsys)
+
+
+def test_a_coordinator_that_is_started_again_needs_no_charter_option(folder: Path) -> None:
+    assert checked_charter(None, PeerOptions()) is None
+    assert checked_charter(None, PeerOptions(state_dir=folder / "new")) is None
+    new_coordinator(folder)
+    charter = checked_charter(None, PeerOptions(state_dir=folder / "state"))
+    assert charter is not None
+    assert charter.digest == SignedCharter.load("ours.charter").digest
 
 
 def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,10 +175,41 @@ def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys
             assert (
                 "run 'ours' is by invitation; ask its owner for a ticket, and join with: manyhands join TICKET" in said
             )
+            options = NetworkOptions(initial_peers=(place,))
+            with pytest.raises(ConfigError, match="run 'ours' is by invitation; ask its owner for a ticket"):
+                look_for(options, None, start_new=False)
         ticket = str(Ticket("other", [Address.parse(address)], b"", bytes(32)))
         assert "the ticket is for run 'other'" in complaint(
             ["train", "--run-id", "ours", "--initial-peers", ticket], capsys
         )
+
+
+@pytest.mark.parametrize(
+    ("addresses", "where"),
+    [("127.0.0.1:1", "this machine"), ("127.0.0.1:1 10.0.0.7:1", "this network"), ("10.0.0.7:1 203.0.114.7:1", "")],
+)
+def test_an_invitation_says_who_begins_the_run_and_who_cannot_dial_its_addresses(
+    folder: Path, capsys: pytest.CaptureFixture[str], addresses: str, where: str
+) -> None:
+    new_coordinator(folder)
+    capsys.readouterr()
+    assert run(["invite", "--state-dir", "state", "--initial-peers", *addresses.split()]) == EXIT_OK
+    said = capsys.readouterr()
+    assert "The first trainer begins the run with: manyhands train --initial-peers TICKET" in said.out
+    assert (f"can be dialled from {where} only" in said.err) if where else not said.err
+    assert run(["invite", "--state-dir", "state", "--role", "observer"]) == EXIT_OK
+    assert "An observer measures the run with: manyhands evaluate --initial-peers TICKET" in capsys.readouterr().out
+
+
+def test_a_ticket_for_a_run_that_nobody_trains_yet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    identity = new_coordinator(folder)
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"], identity=identity) as first:
+        first.coordinate("ours.charter")
+        charter = SignedCharter.load("ours.charter")
+        ticket = str(Ticket("ours", parse_addresses(first.addresses), b"", charter.digest))
+        said = complaint(["join", ticket], capsys)
+    assert "nobody trains in run 'ours' yet; to begin it with your model and settings: manyhands train" in said
+    assert said.strip().endswith("--initial-peers TICKET")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("12h", 43200), ("7d", 604800)])
@@ -202,12 +251,43 @@ def test_two_charters_and_no_ticket(folder: Path) -> None:
             assert scout.charter_of("ours") == b"", "a ticket without a charter is of a run without one"
 
 
+def test_evaluators_and_monitors_without_a_ticket_are_told_to_ask_for_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    identity = new_coordinator(folder)
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"], identity=identity) as first:
+        first.coordinate("ours.charter")
+        address = first.addresses[0]
+        with manyhands.Peer([address], listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
+            for name in ("ours", None):
+                with pytest.raises(ConfigError, match="run 'ours' is by invitation; ask its owner for a ticket"):
+                    wait_for_trainers(peer, name)
+        for command in (["monitor"], ["monitor", "--run-id", "ours"]):
+            assert run([*command, "--initial-peers", address]) == EXIT_USAGE
+            assert "run 'ours' is by invitation; ask its owner for a ticket" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(90.0, "90 s ahead of"), (-3600.0, "3600 s behind")])
+def test_a_wrong_clock_is_told_where_no_run_seems_to_be_there(ahead_s: float, words: str) -> None:
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as first, Scout(first.addresses) as scout:
+        with pytest.raises(RunNotFound):
+            scout.choose("ours")
+        scout._peer.presence.wall_clock = lambda: time.time() + ahead_s
+        for name in ("ours", None):
+            with pytest.raises(
+                ConfigError, match=f"the clock of this machine is about {words} those of the peers here"
+            ):
+                scout.choose(name)
+
+
 def test_a_peer_that_joins_an_open_run_by_an_address_knows_its_charter(folder: Path) -> None:
     listen = ("/ip4/127.0.0.1/tcp/0",)
     with manyhands.Peer(listen=listen, identity=identity_of(21)) as first:
         first.coordinate(signed_by_owner(21, "open", folder / "one"))
         given = NetworkOptions(initial_peers=(f"127.0.0.1:{first.endpoint.addresses[0].port}",), listen=listen)
-        _, network = look_for(given, "ours", start_new=True)
-        with network.connect() as peer:
-            assert peer.presence.members["ours"].charter.charter.owner == first.peer_id
+        for name, is_new in (("ours", True), (None, False)):
+            _, network = look_for(given, name, start_new=is_new)
+            assert run_id_of(network, None) == "ours"
+            with network.connect() as peer:
+                assert peer.presence.members["ours"].charter.charter.owner == first.peer_id
         assert look_for(NetworkOptions(initial_peers=tuple(first.addresses)), "other", start_new=True)[1].initial_peers

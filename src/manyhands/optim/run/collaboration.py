@@ -25,7 +25,7 @@ from manyhands.averaging.state.server import StateServer
 from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog, clock_offset_s
+from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
@@ -37,6 +37,7 @@ from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
 from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_steps
 from manyhands.peer import Presence
+from manyhands.reach.clocks import clock_offset_s
 from manyhands.runtime import TaskOwner
 from manyhands.runtime.executor import run_to_end
 
@@ -117,10 +118,12 @@ class Collaboration:
         """Join the run.
 
         Raises:
+            ConfigError: this peer's ticket is for another run, or it has none for a run by invitation.
             ManifestMismatch: this peer does not fit it.
             Unavailable: the DHT does not answer.
         """
         presence, manifest = self._presence, self._manifest
+        await presence.check_run(manifest.run_id)
         await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
         self.tracker = ProgressTracker(
@@ -196,8 +199,11 @@ class Collaboration:
         log = HealthLog()
         await asyncio.sleep(FIRST_HEALTH_CHECK_S)
         while True:
-            others = filter(self._presence.endpoint.is_connected, self.tracker.reader.observed())
-            self._clock_offset_s = await clock_offset_s(self._presence, list(others))
+            presence = self._presence
+            others = list(filter(presence.endpoint.is_connected, self.tracker.reader.observed()))
+            if not others:  # with a wrong clock it can read no records
+                others = [contact.peer_id for contact in presence.dht.contacts()]
+            self._clock_offset_s = await clock_offset_s(presence.endpoint, presence.wall_clock, others)
             log.tell(self.health())
             await asyncio.sleep(HEALTH_CHECK_PERIOD_S)
 
@@ -244,13 +250,14 @@ class Collaboration:
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
         Raises:
-            ConfigError: another process with this peer's identity began earlier.
+            ConfigError: another process with this peer's identity began earlier, or this peer is banned.
             ManyhandsError: this peer has left the run.
         """
         if self.tasks.is_closed:
             raise ManyhandsError("this peer left the run")
         tracker = self.tracker
         tracker.twin.check(asyncio.get_running_loop().time())
+        self._presence.check_own(self.run_id)
         tracker.report(samples, samples_per_second, batch_s)
         self._contacts.warn_if_stranded()
         if tracker.is_worth_a_look():

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from manyhands.averaging.peer_records import GOODBYE
-from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
-from manyhands.base.run_id import checked_run_id
+from manyhands.base.run_id import is_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode, Schema
 from manyhands.optim.account import AccountRecord
@@ -81,7 +80,7 @@ async def find_runs(dht: DhtNode, wanted: str | None = None, expected: bytes = b
         wanted: a run to look up even if the asked nodes do not know it.
         expected: of its manifest, as for :func:`look_up_run`.
     """
-    known = sorted(filter(_is_run_id, await dht.topics(MANIFEST_KIND)))
+    known = sorted(filter(is_run_id, await dht.topics(MANIFEST_KIND)))
     run_ids = [*known[:MAX_RUNS], *([wanted] if wanted is not None and wanted not in known[:MAX_RUNS] else [])]
     looking = (look_up_run(dht, run_id, expected if run_id == wanted else b"") for run_id in run_ids)
     runs = await asyncio.gather(*looking)
@@ -99,11 +98,3 @@ def nobody_is_in(run_id: str, num_joined: int, runs: Sequence[Run]) -> str:
     """The message for a run that no other peer knows: most often its name was mistyped."""
     here = f"runs here: {listed(runs)}" if runs else "they know of no run"
     return f"joined {counted(num_joined, 'peer')}; none of them is in run {run_id!r}; {here}"
-
-
-def _is_run_id(topic: str) -> bool:
-    try:
-        checked_run_id(topic)
-    except ConfigError:
-        return False
-    return True

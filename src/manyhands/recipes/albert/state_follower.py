@@ -125,6 +125,7 @@ class StateFollower:
         """Progress of the peers that can provide the state."""
 
         async def look() -> dict[PeerId, ProgressRecord]:
+            self._peer.presence.check_own(self._run_id)
             await self._reader.refresh()
             return askable(self._reader.records(), self._peer.endpoint)
 

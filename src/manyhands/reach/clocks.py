@@ -1,0 +1,45 @@
+"""Compares the clock of this machine with those of other peers."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Sequence
+
+from manyhands.base.errors import ConfigError, ManyhandsError
+from manyhands.base.identity import PeerId
+from manyhands.reach.messages import EXAMINE, ExamineRequest
+from manyhands.rpc import Endpoint
+
+CLOCKS_ASKED = 3  # one that is wrong itself is outvoted
+CLOCK_TIMEOUT_S = 4.0
+
+
+async def clock_offset_s(endpoint: Endpoint, wall_clock: Callable[[], float], others: Sequence[PeerId]) -> float | None:
+    """How far this peer's clock is ahead of the median of some others; None if no peer answers."""
+
+    async def of(peer_id: PeerId) -> float | None:
+        before = wall_clock()
+        try:
+            answer = await endpoint.call(peer_id, EXAMINE, ExamineRequest(), CLOCK_TIMEOUT_S)
+        except ManyhandsError:
+            return None
+        return (before + wall_clock()) / 2 - answer.wall_time_s
+
+    offsets = await asyncio.gather(*map(of, others[:CLOCKS_ASKED]))
+    told = [offset for offset in offsets if offset is not None]
+    return statistics.median(told) if told else None
+
+
+async def check_clock(
+    endpoint: Endpoint, wall_clock: Callable[[], float], others: Sequence[PeerId], max_skew_s: float
+) -> None:
+    """Raises ``ConfigError`` if this peer's clock is so far off that it cannot read the others' records."""
+    offset_s = await clock_offset_s(endpoint, wall_clock, others)
+    if offset_s is not None and abs(offset_s) > max_skew_s:
+        way = "ahead of" if offset_s > 0 else "behind"
+        raise ConfigError(
+            f"the clock of this machine is about {abs(offset_s):.0f} s {way} those of the peers here, and "
+            f"{max_skew_s:g} s are allowed: this peer cannot read their records; set the clock by the network "
+            "(timedatectl set-ntp true)"
+        )
