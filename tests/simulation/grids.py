@@ -145,12 +145,15 @@ def grid_world(
     disagreements: list[float] = []
     sits_out: set[str] = set()
 
+    async def has_no_charter(run_id: str) -> None: ...
+
     async def peer(host: Host) -> None:
         own_rng = world.rng(f"{host.name} from {world.loop.time()}")
         endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         presence: Any = SimpleNamespace(
-            endpoint=endpoint, dht=records.view(endpoint.peer_id), rng=own_rng, on_close=[], peer_id=endpoint.peer_id
-        )
+            endpoint=endpoint, dht=records.view(endpoint.peer_id), rng=own_rng, on_close=[], peer_id=endpoint.peer_id,
+            check_run=has_no_charter, check_own=lambda run_id: None,
+        )  # fmt: skip
         await endpoint.listen([Address.of(host.ip, 0)])
         values = swarm.values[host.name] = first_values(host.name, own_rng)
         averager_loop = AveragerLoop(presence, "grid", TensorList([values]), config)
