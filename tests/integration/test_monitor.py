@@ -28,11 +28,12 @@ def wait_until(is_so: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+def told(events: list[Event], kind: Any) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
 def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_last_trainer_has_left() -> None:
     events: list[Event] = []
-
-    def told(kind: Any) -> list[Any]:
-        return [event for event in events if isinstance(event, kind)]
 
     with (
         Peer(listen=[LOOPBACK]) as here,
@@ -58,11 +59,11 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         learnt(liar, 4)  # it was never seen to train
         measured(liar, 10**15, 0.0)
         learnt(trainer, 3)
-        wait_until(lambda: told(StepMade))
+        wait_until(lambda: told(events, StepMade))
         measured(trainer, 3, 5.5)
-        wait_until(lambda: told(HeldoutSeen))
-        assert told(StepMade) == [StepMade(3, 4.5, 1, 64, 1.5)]
-        assert told(HeldoutSeen) == [HeldoutSeen(3, 5.5, 0.25, 0.5)]
+        wait_until(lambda: told(events, HeldoutSeen))
+        assert told(events, StepMade) == [StepMade(3, 4.5, 1, 64, 1.5)]
+        assert told(events, HeldoutSeen) == [HeldoutSeen(3, 5.5, 0.25, 0.5)]
 
         fourth = alone_lineage(b"x", trainer.peer_id)
         progress(ProgressRecord(Position(4, fourth), 8, 2.5, 64, False, trainer.addresses, 60.0))
@@ -72,9 +73,9 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         liar.store(metrics_key("run", HeldoutRecord), bad, ttl_s=60, subkey=liar.peer_id)
         learnt(trainer, 4)
         measured(trainer, 4, 5.25)
-        wait_until(lambda: len(told(HeldoutSeen)) == 2)
-        assert told(HeldoutSeen)[1] == HeldoutSeen(4, 5.25, 0.25, 0.5)
-        wait_until(lambda: len(told(StepMade)) == 2)
+        wait_until(lambda: len(told(events, HeldoutSeen)) == 2)
+        assert told(events, HeldoutSeen)[1] == HeldoutSeen(4, 5.25, 0.25, 0.5)
+        wait_until(lambda: len(told(events, StepMade)) == 2)
 
         hostile = {"name": "\x1b[2J", "step": 4, "samples_used": 10**6}
         liar.store(metrics_key("run", AccountRecord), hostile, ttl_s=60, subkey=liar.peer_id)
@@ -86,15 +87,15 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         assert monitor.picture is not None
         (leader,) = monitor.picture.leaders
         assert (leader.name, leader.peer_ids, leader.samples) == ("<img onerror>", [trainer.peer_id], 64)
-        kinds = [event.kind for event in told(Happened)]
+        kinds = [event.kind for event in told(events, Happened)]
         assert kinds[0] == "joined"
         assert set(kinds[1:]) == {"left", "refused"}
 
         progress(ProgressRecord(Position(1, b"z"), 8, 2.5, 64, False, trainer.addresses, 60.0))  # begun anew
         learnt(trainer, 1)
-        wait_until(lambda: len(told(StepMade)) == 3)
-        wait_until(lambda: "restarted" in [event.kind for event in told(Happened)])
-        assert told(StepMade)[2].step == 1
+        wait_until(lambda: len(told(events, StepMade)) == 3)
+        wait_until(lambda: "restarted" in [event.kind for event in told(events, Happened)])
+        assert told(events, StepMade)[2].step == 1
 
 
 def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_when_it_goes() -> None:
@@ -137,9 +138,6 @@ def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_whe
 def test_what_was_published_before_the_run_went_back_does_not_count_in_the_steps_made_since() -> None:
     events: list[Event] = []
 
-    def told(kind: Any) -> list[Any]:
-        return [event for event in events if isinstance(event, kind)]
-
     with (
         Peer(listen=[LOOPBACK]) as here,
         Peer(here.addresses, listen=[LOOPBACK]) as trainer,
@@ -158,14 +156,16 @@ def test_what_was_published_before_the_run_went_back_does_not_count_in_the_steps
             peer.run(publish_metrics(peer.dht, peer.peer_id, "run", held), 5.0, "publishing")
 
         says(volunteer, 3, b"x3", 16.0)
-        wait_until(lambda: len(told(StepMade)) == 1 and told(HeldoutSeen))
+        wait_until(lambda: len(told(events, StepMade)) == 1 and told(events, HeldoutSeen))
         volunteer.store(progress_key("run"), GOODBYE, ttl_s=60, subkey=volunteer.peer_id)
         says(trainer, 9, b"x9", 8.0)
-        wait_until(lambda: [event.step for event in told(StepMade)] == [3, 9] and len(told(HeldoutSeen)) == 2)
+        wait_until(
+            lambda: [event.step for event in told(events, StepMade)] == [3, 9] and len(told(events, HeldoutSeen)) == 2
+        )
 
         says(trainer, 2, b"z2", 20.0)  # it was started anew, with an older checkpoint
-        wait_until(lambda: "restarted" in [event.kind for event in told(Happened)])
+        wait_until(lambda: "restarted" in [event.kind for event in told(events, Happened)])
         says(trainer, 4, b"z4", 12.0)
-        wait_until(lambda: told(StepMade)[-1].step == 4 and told(HeldoutSeen)[-1].step == 4)
-        assert {(event.step, event.loss) for event in told(StepMade)[2:]} <= {(2, 5.0), (4, 3.0)}
-        assert {event.step for event in told(HeldoutSeen)[2:]} <= {2, 4}
+        wait_until(lambda: told(events, StepMade)[-1].step == 4 and told(events, HeldoutSeen)[-1].step == 4)
+        assert {(event.step, event.loss) for event in told(events, StepMade)[2:]} <= {(2, 5.0), (4, 3.0)}
+        assert {event.step for event in told(events, HeldoutSeen)[2:]} <= {2, 4}

@@ -115,9 +115,12 @@ class RecordReader(ABC, Generic[R, S]):
         for subkey, stored in answer.items():
             if stored.owner == subkey and (subkey == own_id or stored.sequence > sequences.get(subkey, -1)):
                 self._take_in(PeerId(subkey), stored, now)
-        gate = self._endpoint.gates.get(self._key.partition(".")[0])
-        for peer_id in [peer_id for peer_id, seen in self._seen.items()
-                        if seen.expires_at <= now or (gate is not None and gate.is_banned(peer_id))]:  # fmt: skip
+        gone = {peer_id for peer_id, seen in self._seen.items() if seen.expires_at <= now}
+        if (
+            gate := self._endpoint.gates.get(self._key.partition(".")[0])
+        ) is not None:  # a key begins with the run's id
+            gone |= set(filter(gate.is_banned, self._seen))
+        for peer_id in gone:
             del self._seen[peer_id]
             self._note_change()
         if len(sequences) > len(answer):  # some were not shown: they have expired, or the holder has missed them

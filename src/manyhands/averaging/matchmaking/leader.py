@@ -76,9 +76,8 @@ class PendingGroup:
     Attributes:
         joined: the peers that have come.
         reserved: peers that hold places until their values are there, and until when.
-        absent: peers that said last that they do not come: they avoid this one, follow a leader that this one avoids,
-            or are at a later round of the grid.
-        is_passed_over: whether one of them has another leader for one of the first two reasons.
+        absent: peers that said last that they are at a later round of the grid.
+        elsewhere: peers that said last that they avoid this one, or follow a leader that this one avoids.
         due_since: when the first member had its values; infinite before that.
         deadline: when the group closes with the members it has; infinite until a member has its values.
         leader_due: how long the most patient member waits for the leader itself; None if there is none.
@@ -98,7 +97,7 @@ class PendingGroup:
         self.joined: dict[PeerId, Member] = {}
         self.reserved: dict[PeerId, float] = {}
         self.absent: set[PeerId] = set()
-        self.is_passed_over = False
+        self.elsewhere: set[PeerId] = set()
         self.seen: set[bytes] = set()
         self.hearsay: dict[bytes, float] = {}
         self.ask_again_at: dict[PeerId, float] = {}
@@ -338,13 +337,13 @@ class GroupLeader:
             return RoundAborted("all peers that held places have gone")
         if own_id not in pending.joined:
             return self._not_here()
-        late = self._candidates.expected().keys() - pending.joined.keys() - pending.absent
+        late = self._candidates.expected().keys() - pending.joined.keys() - pending.absent - pending.elsewhere
         for peer_id in late:
             self._candidates.report_missing(peer_id)
         if self._is_late(pending):
             self._candidates.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
         if len(pending.joined) == 1:
-            if pending.is_passed_over and not late:
+            if pending.elsewhere and not late:
                 return Refused(own_id, AVOIDED, "the others avoid this peer, or follow a leader that this one avoids")
             if not late:
                 return NobodyThere(self._candidates.with_refusals("no other peer can be reached"))
@@ -382,7 +381,7 @@ class GroupLeader:
             expected = self._without_lost_clients(pending)
             have_places = self._with_places(pending)
             waits_for_hearsay = pending.waits_for_hearsay(loop.time())
-            awaited = expected.keys() - pending.absent | have_places | {own_id}
+            awaited = expected.keys() - pending.absent - pending.elsewhere | have_places | {own_id}
             are_all_here = awaited <= pending.joined.keys() and not waits_for_hearsay
             is_full = own_id in pending.joined and self._is_full(pending)
             if left_s <= 0 or are_all_here or is_full or (left_s == math.inf and not have_places):
@@ -473,6 +472,7 @@ class GroupLeader:
         leader = response.leader
         if not leader or leader >= self._endpoint.peer_id or leader in self.shunned:
             pending.absent.discard(peer_id)
+            pending.elsewhere.discard(peer_id)
         elif self._candidates.is_heeded(leader):
             self._endpoint.learn(leader, readable_addresses(response.leader_addresses))
             pending.close(self.redirect(leader))
@@ -481,7 +481,6 @@ class GroupLeader:
 
     def _does_not_come(self, peer_id: PeerId, pending: PendingGroup) -> None:
         """Do not wait for a peer that avoids this one, or follows a leader that this one avoids."""
-        if peer_id not in pending.absent and self._is_late(pending):
+        if peer_id not in pending.elsewhere and self._is_late(pending):
             self._candidates.note_in_vain([peer_id])
-        pending.absent.add(peer_id)
-        pending.is_passed_over = True
+        pending.elsewhere.add(peer_id)
