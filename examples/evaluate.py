@@ -12,7 +12,11 @@ inputs = torch.randn(1024, 16)
 
 with manyhands.Peer(initial_peers=sys.argv[1:], client_mode=True) as peer, torch.no_grad():
     while True:
-        loaded = manyhands.load_state_from_peers(peer, "quickstart", into=model)
-        loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
-        print(f"global step {loaded.global_step}: held-out loss {loss.item():.3f}", flush=True)
+        try:
+            loaded = manyhands.load_state_from_peers(peer, "quickstart", into=model)
+        except manyhands.Unavailable as error:  # the trainers have just started, or are all away
+            print(error, flush=True)
+        else:
+            loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
+            print(f"global step {loaded.global_step}: held-out loss {loss.item():.3f}", flush=True)
         time.sleep(10)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.commands import Command
+import manyhands
+from tests.process.commands import LOOPBACK, Command
 
 pytestmark = pytest.mark.process
 
@@ -76,16 +77,18 @@ def test_the_program_on_the_page_runs_until_somebody_has_typed_its_line_and_ends
 
 
 @pytest.mark.long
-def test_a_run_is_evaluated_by_a_peer_that_is_not_in_it() -> None:
-    trainer = start("quickstart.py")
-    evaluator = None
-    try:
-        evaluator = start("evaluate.py", *trainer.wait_for("others join with").split("quickstart.py ")[1].split())
-        evaluator.wait_for("held-out loss")
-    finally:
-        trainer.close()
-        if evaluator is not None:
+def test_a_run_is_evaluated_by_a_peer_that_is_not_in_it_and_was_there_before_it() -> None:
+    with manyhands.Peer(listen=[LOOPBACK]) as peer:
+        evaluator = start("evaluate.py", *peer.addresses)
+        trainer = None
+        try:
+            evaluator.wait_for("nobody trains run 'quickstart', as far as the 1 peer of this network")
+            trainer = start("quickstart.py", *peer.addresses)
+            evaluator.wait_for("held-out loss")
+        finally:
             evaluator.close()
+            if trainer is not None:
+                trainer.close()
 
 
 @pytest.mark.long

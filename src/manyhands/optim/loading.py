@@ -16,6 +16,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManifestMismatch, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.base.text import counted
 from manyhands.optim.flat import are_finite
 from manyhands.optim.manifest import RunManifest, read_manifest
 from manyhands.optim.run.branches import believed_by_a_newcomer
@@ -105,8 +106,8 @@ async def _manifest_of(peer: Peer, run_id: str) -> RunManifest:
     signed = await read_manifest(presence.dht, run_id, members.charter.charter.manifest if members is not None else b"")
     if signed is None:
         raise Unavailable(
-            f"nobody trains run {run_id!r}, as far as the {presence.dht.num_known_peers} peers of this network that "
-            "were asked know; check the run id"
+            f"nobody trains run {run_id!r}, as far as the {counted(presence.dht.num_known_peers, 'peer')} of this "
+            "network that this one knows can tell; check the run id"
         )
     return signed.manifest
 
