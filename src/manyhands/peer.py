@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
 from manyhands.access.charters import charted_runs, read_charters
-from manyhands.access.joining import Place, join_by, serve_charter
+from manyhands.access.joining import JoiningPeer, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout, Unavailable
@@ -132,11 +132,11 @@ class Presence:
 
     async def join_run(self, ticket: Ticket, credential: bytes = b"", *, only_looks: bool = False) -> None:
         """Join a run with a charter; see :func:`manyhands.access.joining.join_by`."""
-        self._keep(await join_by(ticket, self._place(), credential, only_looks=only_looks))
+        self._keep(await join_by(ticket, self._as_joining_peer(), credential, only_looks=only_looks))
 
     async def serve_charter(self, charter: SignedCharter, authorizer: Authorizer | None = None) -> bool:
         """Publish a charter; returns whether this peer is one of its coordinators and signs leases."""
-        coordinator, members = await serve_charter(charter, self._place(), authorizer)
+        coordinator, members = await serve_charter(charter, self._as_joining_peer(), authorizer)
         self.on_close.append(coordinator.close)
         self._keep(members)
         return coordinator.is_delegated
@@ -183,9 +183,9 @@ class Presence:
         self.members[members.charter.run_id] = members
         self.on_close.append(members.close)
 
-    def _place(self) -> Place:
+    def _as_joining_peer(self) -> JoiningPeer:
         folder = self._state_dir.path if self._state_dir is not None else None
-        return Place(self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config)
+        return JoiningPeer(self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config)
 
     # saved state
 

@@ -20,8 +20,8 @@ from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
 from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
 from manyhands.monitor.history import History
 from manyhands.monitor.painter import Look, Painter
-from manyhands.monitor.picture import Leader, RunPicture
-from manyhands.monitor.roster import longest_silence_s
+from manyhands.monitor.peer_table import longest_silence_s
+from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
@@ -145,7 +145,7 @@ class RunMonitor:
     def run_id(self) -> str:
         return self._run_id
 
-    def leader_of(self, peer_id: str) -> Leader | None:
+    def leader_of(self, peer_id: str) -> LeaderboardRow | None:
         """The row of the leaderboard with this peer, whatever its rank; None for an unknown peer. From any thread."""
         return next((leader for leader in self._painter.all_leaders if peer_id in leader.peer_ids), None)
 

@@ -16,7 +16,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, PeerLost, Refused, Timeout
 from manyhands.base.identity import PeerId
 from manyhands.rpc.calling import SMALL_BYTES
-from manyhands.rpc.frames import MAX_TEXT, MAX_WINDOW, UNREADABLE, Failure, Item, Request, Response, encode_frame
+from manyhands.rpc.frames import MAX_TEXT, MAX_WINDOW, UNREADABLE, CallFailure, Item, Request, Response, encode_frame
 from manyhands.rpc.method import Method, StreamMethod
 from manyhands.rpc.rate import Buckets
 from manyhands.runtime.tasks import TaskOwner
@@ -275,4 +275,4 @@ def _response(request: Request, outcome: object) -> bytes:
 
 
 def _failure(request: Request, code: str, message: str) -> bytes:
-    return encode_frame(Failure(request.id, code[:MAX_TEXT], message[:MAX_TEXT]))
+    return encode_frame(CallFailure(request.id, code[:MAX_TEXT], message[:MAX_TEXT]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.monitor.events import Event, Happened
 from manyhands.monitor.monitor import RunMonitor
-from manyhands.monitor.picture import Leader, Point, RunEvent, RunPicture
+from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web.source import thinned
 
 FINER = 10
@@ -40,5 +40,5 @@ class MonitorSource:
     def events(self, limit: int) -> list[RunEvent]:
         return self._monitor.history.events(limit)
 
-    def leader_of(self, peer_id: str) -> Leader | None:
+    def leader_of(self, peer_id: str) -> LeaderboardRow | None:
         return self._monitor.leader_of(peer_id)

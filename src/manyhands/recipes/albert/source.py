@@ -16,7 +16,7 @@ from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data.corpus import load_documents
 from manyhands.recipes.albert.data.samples import Sample, Samples, make_samples
 from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_from_json, train_tokenizer, wrapped
-from manyhands.recipes.albert.data.tokenizer_file import check_run, digest_of_json, read_tokenizer, vocabulary_of
+from manyhands.recipes.albert.data.tokenizer_file import check_tokenizer, digest_of_json, read_tokenizer, vocabulary_of
 from manyhands.recipes.albert.packages import transformers
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Source(NamedTuple):
+class DataSource(NamedTuple):
     """The tokenizer, already served to newcomers, and the samples."""
 
     tokenizer: transformers.PreTrainedTokenizerFast
@@ -35,7 +35,7 @@ class Source(NamedTuple):
 
 def open_source(
     peer: Peer, run_id: str, recipe: AlbertRecipe, run: RunToJoin | None, checkpoint_dir: CheckpointDir | None
-) -> Source:
+) -> DataSource:
     """Open the data that the recipe names, or read its text.
 
     Raises:
@@ -48,8 +48,8 @@ def open_source(
     tokenizer = _tokenizer_for(peer, run_id, recipe, run, checkpoint_dir, documents, stream)
     peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
     if stream is not None:
-        return Source(tokenizer, streamed_samples(run_id, recipe, tokenizer, stream))
-    return Source(tokenizer, samples_for(run_id, recipe, tokenizer, documents=documents))
+        return DataSource(tokenizer, streamed_samples(run_id, recipe, tokenizer, stream))
+    return DataSource(tokenizer, samples_for(run_id, recipe, tokenizer, documents=documents))
 
 
 def position_in(state_path: Path | None, rank: int = 0) -> Path | None:
@@ -182,7 +182,7 @@ def _tokenizer_for(
     """The tokenizer: from the named folder, the own checkpoint, or a peer of the run, or trained on the text."""
     if recipe.tokenizer is not None:
         if run is not None:
-            check_run(recipe.tokenizer, run_id, run.recipe.tokenizer)
+            check_tokenizer(recipe.tokenizer, run_id, run.recipe.tokenizer)
         return wrapped(read_tokenizer(recipe.tokenizer))
     file = checkpoint_dir.newest_file("tokenizer.json") if checkpoint_dir is not None else None
     saved = file.decode() if file is not None else None

@@ -17,7 +17,6 @@ from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.process_group import ProcessGroupOptimizer
 from manyhands.peer import Peer
 from manyhands.recipes.albert import ranks
-from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.compute import SMALLER, SMALLER_BATCH, Compute
@@ -31,13 +30,14 @@ from manyhands.recipes.albert.optimizer import join_run, join_run_as_rank
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.settings import TrainingSettings, num_ranks
 from manyhands.recipes.albert.source import open_source
+from manyhands.recipes.albert.summary import HeldoutLosses, Standing, TrainingSummary
 from manyhands.recipes.albert.trial import FittingBatchSize, timed
 from manyhands.training.report import AccountPublisher, report_step
 
 logger = logging.getLogger(__name__)
 
 LAST_LOOK_S = 1.0
-"""Time for the held-out loss in the final account: a trainer that was told to leave has a few seconds in all."""
+"""Time for the held-out loss in the final summary: a trainer that was told to leave has a few seconds in all."""
 TRIAL_SHARE = 4
 """The trial finds batches of at most this fraction of the target: peers reach a step within one batch of each other."""
 LOCAL_TRIAL_SHARE = 64
@@ -201,11 +201,11 @@ class AlbertTrainer:
             samples_per_second=optimizer.samples_per_second,
         )
 
-    def account(self) -> Account:
+    def summary(self) -> TrainingSummary:
         """What this peer has done; call it after :meth:`run`. Takes :data:`LAST_LOOK_S` or a little longer."""
         counts, folder = self._optimizer.statistics, self._checkpoint_dir
         losses = self._losses if self._last_loss is None else []  # an unfinished step says little beside complete ones
-        return Account(
+        return TrainingSummary(
             run_id=self._run_id,
             seconds=time.monotonic() - self._began,
             step=self._optimizer.global_step,

@@ -30,9 +30,9 @@ from manyhands.recipes.albert.data.download import FetchFailed, Watcher, size_of
 from manyhands.recipes.albert.data.fetching import (
     DIGEST,
     START_PATIENCE_S,
+    ExpectedFile,
     Fetcher,
     Patience,
-    Wanted,
     is_archive,
     no_data,
 )
@@ -109,7 +109,7 @@ def _fetch(urls: Sequence[str], folder: Path) -> None:
             if sha256 is None:
                 logger.info("There is no SHA-256 at %s, so the archive is not compared with it", _digest_url(urls[0]))
             fetcher = Fetcher(_Progress(path), Patience(START_PATIENCE_S * 2 / 3))
-            fetcher.fetch(urls, Wanted(sha256=sha256), path)
+            fetcher.fetch(urls, ExpectedFile(sha256=sha256), path)
         _unpack(urls, path, folder)
     except FetchFailed as error:
         kept = size_of(path.with_name(f"{path.name}.part"))

@@ -15,7 +15,7 @@ from manyhands.recipes.albert.data.dataset import (
     SHARDS,
     TOKENIZER,
     open_prepared,
-    read_about,
+    read_dataset_info,
     sample_digests,
 )
 from manyhands.recipes.albert.data.shards import Index
@@ -47,7 +47,7 @@ def _prepared(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str
     """Problems of the samples, and of the shards beside them."""
     try:
         open_prepared(folder / SAMPLES, folder / TOKENIZER)
-        about = read_about(folder / ABOUT)
+        about = read_dataset_info(folder / ABOUT)
     except ConfigError as error:
         yield str(error)
     else:
