@@ -95,7 +95,7 @@ class Scout:
         checking = check_clock(peer.endpoint, peer.presence.wall_clock, contacts, DhtConfig().max_clock_skew_s)
         peer.run(checking, LOOK_TIMEOUT_S, "comparing the clocks")
 
-    def charter_of(self, run_id: str) -> bytes:
+    def find_charter(self, run_id: str) -> bytes:
         """The digest of a run's charter, from the ticket or else from the peers whose addresses were given.
 
         Returns:

@@ -91,7 +91,7 @@ class Curves:
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             for writer in self._writers:
                 writer.end()
-            ended = [writer.has_ended_by(deadline) for writer in self._writers]  # each one logs what it lacks
+            ended = [writer.join(deadline) for writer in self._writers]  # each one logs what it lacks
         return all(ended)
 
 
@@ -118,7 +118,8 @@ class _Writer:
         except queue.Full:
             self._leave_behind(f"it is {MAX_WAITING} points behind")
 
-    def has_ended_by(self, deadline: float) -> bool:
+    def join(self, deadline: float) -> bool:
+        """Wait until all points are written; return whether that was before the deadline."""
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if not self._thread.is_alive():
             return True

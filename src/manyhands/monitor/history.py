@@ -223,8 +223,7 @@ class History:
             rows = self._connection.execute("SELECT peer, samples, rounds FROM settled").fetchall()
         return {peer: Total(samples, rounds) for peer, samples, rounds in rows}
 
-    @property
-    def unit(self) -> Unit:
+    def read_unit(self) -> Unit:
         """What the samples in credited steps are: those of the last :meth:`set_unit`."""
         with self._using:
             (unit,) = self._connection.execute("SELECT unit FROM meta").fetchone()

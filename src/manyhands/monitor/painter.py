@@ -79,7 +79,7 @@ class Painter:
         self._points = {point.step: point for point in history.points(limit=1)}
         self.all_leaders: list[LeaderboardRow] = []
         self._leaders_of = (-1, -1)  # versions
-        self._unit = history.unit
+        self._unit = history.read_unit()
         self._behind, self._behind_since = 0, math.inf  # step from which the run has gone back, and when
         self._num_refused = 0
         self._told_refused_at = -math.inf

@@ -355,7 +355,7 @@ class Endpoint:
             return address.peer_id
         hello = self._hello(CONTROL)
         opened = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
-        self._is_where(opened.stream.remote_host)
+        self._note_own_host(opened.stream.remote_host)
         connection = self._opened(opened)
         if address.peer_id is None:
             logger.info("%s is peer %s (trusted on first use)", address, connection.remote)
@@ -521,13 +521,13 @@ class Endpoint:
         connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
         connection.rtt_s = opened.rtt_s
         if not self._rules.own_hosts:  # in client mode, and no peer named by the user was reached
-            self._is_where(opened.stream.remote_host)
+            self._note_own_host(opened.stream.remote_host)
         if opened.address is not None:
             self.learn(connection.remote, [opened.address], AddressSource.WORKED)
         self._tasks.spawn(self._run(connection, opened.stream), name=f"connection to {connection.remote}")
         return connection
 
-    def _is_where(self, remote_host: str) -> None:
+    def _note_own_host(self, remote_host: str) -> None:
         """Note that this peer has reached another one by itself, and so is in the network of that one."""
         self._rules.own_hosts |= own_hosts([]) | ({remote_host} if remote_host else set())
 

@@ -153,7 +153,7 @@ class Serving:
         try:
             frame = _response(request, served.handler(self._stream.remote, self._body_of(request, served)))
         except Exception as error:  # noqa: BLE001 (as below)
-            frame = self._failure_of(request, error)
+            frame = self._report_failure(request, error)
         if len(frame) > SMALL_BYTES:
             self._spawn(request, self._deliver(request, frame))
         else:
@@ -167,14 +167,14 @@ class Serving:
         except asyncio.CancelledError as error:
             if request.id in self._cancelled or self._tasks.is_closed:
                 raise
-            frame = self._failure_of(request, RuntimeError(f"the handler was cancelled by itself: {error}"))
+            frame = self._report_failure(request, RuntimeError(f"the handler was cancelled by itself: {error}"))
         except Exception as error:  # noqa: BLE001 (the caller learns that the call failed, but no internals)
             if isinstance(error, PeerLost) and error.peer_id == self._stream.remote:
                 return
-            frame = self._failure_of(request, error)
+            frame = self._report_failure(request, error)
         await self._deliver(request, frame)
 
-    def _failure_of(self, request: Request, error: Exception) -> bytes:
+    def _report_failure(self, request: Request, error: Exception) -> bytes:
         if isinstance(error, Refused):
             return _failure(request, error.code, error.message)
         if isinstance(error, Timeout):  # the caller's deadline, or a wait of the handler itself

@@ -45,7 +45,7 @@ def open_source(
     is_text = recipe.dataset_path is None and not recipe.dataset_url
     documents = load_documents(recipe.text) if is_text else []
     stream = open_stream(recipe, str(peer.peer_id), position_in(peer.state_path)) if recipe.dataset_url else None
-    tokenizer = _tokenizer_for(peer, run_id, recipe, run, checkpoint_dir, documents, stream)
+    tokenizer = _get_tokenizer(peer, run_id, recipe, run, checkpoint_dir, documents, stream)
     peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
     if stream is not None:
         return DataSource(tokenizer, streamed_samples(run_id, recipe, tokenizer, stream))
@@ -91,7 +91,7 @@ def heldout_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.P
     """
     if not recipe.dataset_url:
         return samples_for(run_id, recipe, tokenizer)
-    data = _hosted(recipe)
+    data = _open_hosted(recipe)
     try:
         return _samples_of(run_id, recipe, tokenizer, data, [])
     finally:
@@ -109,7 +109,7 @@ def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> Shar
     """
     from manyhands.recipes.albert.data.stream import ShardStream
 
-    return ShardStream(_hosted(recipe), f"{recipe.seed} {order}", position)
+    return ShardStream(_open_hosted(recipe), f"{recipe.seed} {order}", position)
 
 
 def streamed_samples(
@@ -132,7 +132,7 @@ def streamed_samples(
     return samples
 
 
-def _hosted(recipe: AlbertRecipe) -> HostedData:
+def _open_hosted(recipe: AlbertRecipe) -> HostedData:
     from manyhands.recipes.albert.data.stream import HostedData, default_cache_dir
 
     cache_dir = recipe.cache_dir or default_cache_dir()
@@ -170,7 +170,7 @@ def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers
     return Samples(training=prepared.training, heldout=heldout, vocabulary=vocabulary)
 
 
-def _tokenizer_for(
+def _get_tokenizer(
     peer: Peer,
     run_id: str,
     recipe: AlbertRecipe,

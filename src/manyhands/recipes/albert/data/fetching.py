@@ -126,7 +126,7 @@ class Fetcher:
         reasons, num_bad = [], 0
         for number, url in enumerate(urls):
             try:
-                if self._has_fetched(url, wanted, part, len(urls) - number):
+                if self._fetch_from(url, wanted, part, len(urls) - number):
                     part.replace(path)
                     return number
                 num_bad += 1
@@ -136,8 +136,12 @@ class Fetcher:
         kind = NoGoodCopy if num_bad == len(urls) else FetchFailed
         raise kind("; ".join(reasons))
 
-    def _has_fetched(self, url: str, wanted: ExpectedFile, part: Path, num_left: int) -> bool:
-        """Whether the whole file has arrived and is the right one."""
+    def _fetch_from(self, url: str, wanted: ExpectedFile, part: Path, num_left: int) -> bool:
+        """Download a file from one mirror; return whether it is the right one.
+
+        Raises:
+            FetchFailed: the mirror has not delivered all of it.
+        """
         total_s = SILENCE_S + wanted.num_bytes / MIN_BYTES_PER_S if wanted.num_bytes is not None else None
         bounds = _Bounds(wanted.num_bytes, self.patience, self._watcher)
         for _ in range(MAX_RESUMES):
