@@ -105,7 +105,7 @@ class Presence:
 
         Args:
             finds_mode: enter client mode if no other peer can dial this one, unless this is the first one.
-            before_joining: called between the two.
+            before_joining: called when this peer listens, and before it joins the DHT.
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
             JoinFailed: none of the initial peers answered, and no peer seen before.

@@ -300,7 +300,8 @@ def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
         return first_free(f"manyhands-{run_id}.monitor", StateDir)
     except ConfigError as error:
         logger.warning(
-            "%s (--state-dir DIR); without one, each start has another id and port: tickets are void then", error
+            "%s. Without a state dir (--state-dir DIR), each start has another id and port, and old tickets are void",
+            error,
         )
         return None
 

@@ -124,7 +124,9 @@ class _Writer:
         if not self._thread.is_alive():
             return True
         if not self._is_left_behind:
-            logger.warning("The last points may be missing in %s: it did not end in %g s", self._name, CLOSE_TIMEOUT_S)
+            logger.warning(
+                "The last points may be missing in %s: it did not close within %g s", self._name, CLOSE_TIMEOUT_S
+            )
         self._is_left_behind = True
         return False
 

@@ -143,6 +143,7 @@ class RunMonitor:
 
     @property
     def run_id(self) -> str:
+        """Name of the run."""
         return self._run_id
 
     def leader_of(self, peer_id: str) -> LeaderboardRow | None:

@@ -260,7 +260,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 
     @property
     def num_peers(self) -> int:
-        """Peers at this peer's global step, with this one, as last read."""
+        """Number of peers at this peer's global step, this one included, as last read."""
         return self._standing.num_peers
 
     @property

@@ -139,8 +139,8 @@ class Endpoint:
                 addresses = addresses[1:]
             except ConfigError:
                 logger.warning(
-                    "port %d of the last start is taken: this peer takes a free one, and tickets with the last one are "
-                    "void; make a new one with: manyhands ticket ADDRESS", last_port,
+                    "port %d of the last start is taken: this peer listens on another port, and tickets with the old "
+                    "one are void; make a new ticket with: manyhands ticket ADDRESS", last_port,
                 )  # fmt: skip
         for address in addresses:
             self._listeners.append(await self._transport.listen(address, self._accepted))
