@@ -80,7 +80,7 @@ def test_a_peer_that_was_there_before_a_restart_of_the_monitor_has_not_joined_ag
     story.look(0.0, {"a": seen(0.0, began_at=77.0)}, {"a": AccountRecord(name="ann")})
     again = Story(story.known)
     assert again.look(100.0, {"a": seen(100.0, began_at=77.0)}) == []
-    (row,) = again.roster.rows(again.credit, is_averaging=False)
+    (row,) = again.table.rows(again.credit, is_averaging=False)
     assert (row.name, row.since) == ("ann", WALL_S)
     assert kinds(Story(story.known).look(100.0, {"a": seen(100.0, began_at=78.0)})) == [("joined", "a")]
 
