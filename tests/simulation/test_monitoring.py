@@ -227,7 +227,7 @@ def test_a_run_whose_weights_are_tokens_is_credited_in_tokens(tmp_path: Path) ->
     assert watched.last.target_batch_size == TARGET
     history.close()
     again = History("swarm", tmp_path / "history.db")
-    assert again.unit == "tokens"
+    assert again.read_unit() == "tokens"
     again.close()
 
 
