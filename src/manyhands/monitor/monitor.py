@@ -16,7 +16,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode, StoredValue
-from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
+from manyhands.monitor.events import HeldoutSeen, MonitorEvent, ProgressMade
 from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
 from manyhands.monitor.history import History
 from manyhands.monitor.painter import Look, Painter
@@ -99,7 +99,7 @@ class RunMonitor:
 
     Args:
         history: closed with the peer; by default one in memory.
-        on_event: called on the network thread with each :class:`manyhands.monitor.events.Event`; it must not block.
+        on_event: called on the network thread with each :data:`manyhands.monitor.events.MonitorEvent`; must not block.
         refresh_s: longest time between two reads; reads are more frequent shortly before a global step.
         is_quiet: log warnings alone, for a process that logs the progress of the run itself.
     Raises:
@@ -110,7 +110,7 @@ class RunMonitor:
         self,
         peer: WatchingPeer,
         run_id: str,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[MonitorEvent], None],
         *,
         refresh_s: float = MAX_REFRESH_S,
         history: History | None = None,

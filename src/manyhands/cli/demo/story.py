@@ -11,8 +11,8 @@ from manyhands.cli.demo.child import Child
 from manyhands.cli.demo.tally import Tally, TrainerTally
 from manyhands.cli.demo.view import DemoView
 from manyhands.cli.output.event_file import EventFollower
-from manyhands.monitor.events import Event as MonitorEvent
-from manyhands.recipes.albert.events import Event as TrainerEvent
+from manyhands.monitor.events import MonitorEvent
+from manyhands.recipes.albert.events import TrainerEvent
 
 RUN_ID = "demo"
 MONITOR_EVENTS = "monitor.jsonl"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.monitor.events import Event, Happened
+from manyhands.monitor.events import Happened, MonitorEvent
 from manyhands.monitor.monitor import RunMonitor
 from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web.source import thinned
@@ -23,7 +23,7 @@ class MonitorSource:
         self._monitor = monitor
         self._nothing = RunPicture(run_id=monitor.run_id, time=0.0)
 
-    def add(self, event: Event) -> None:
+    def add(self, event: MonitorEvent) -> None:
         """Take over an event, as ``on_event`` of the monitor."""
         if isinstance(event, Happened) and event.kind == "aborted":
             self.num_aborted += 1

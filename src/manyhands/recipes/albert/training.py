@@ -23,7 +23,7 @@ from manyhands.recipes.albert.compute import SMALLER, SMALLER_BATCH, Compute
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data.samples import Samples
 from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_json
-from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
+from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone, TrainerEvent
 from manyhands.recipes.albert.heldout import HeldoutComparison
 from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.optimizer import join_run, join_run_as_rank
@@ -48,7 +48,7 @@ class AlbertTrainer:
     """One peer that trains the recipe's model in a run.
 
     Args:
-        on_event: called with each :data:`manyhands.recipes.albert.events.Event`.
+        on_event: called with each :data:`manyhands.recipes.albert.events.TrainerEvent`.
         run: the run to join, if it has trainers already; ``recipe`` is then its recipe.
         is_batch_size_chosen: False to find ``recipe.batch_size`` by a short trial.
         checkpoint_dir: where to keep the model; it is closed at the end of :meth:`run`.
@@ -63,7 +63,7 @@ class AlbertTrainer:
         run_id: str,
         recipe: AlbertRecipe,
         settings: TrainingSettings,
-        on_event: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[TrainerEvent], None] = lambda event: None,
         *,
         run: RunToJoin | None = None,
         is_batch_size_chosen: bool = True,
