@@ -74,3 +74,28 @@ def test_a_run_by_invitation(tmp_path: Path) -> None:
         assert "is banned from run ours" in ended(tmp_path, "ban", peer_id, *by_owner)
         first.wait_for(f"Peer {peer_id} is banned")
         assert f"{peer_id}  banned" in ended(tmp_path, "members", *by_owner)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)  # several programs import torch, one after the other
+def test_a_run_with_the_settings_that_its_owner_signed(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Sentence number {n} of this text is here. It has another one.\n\n" for n in range(3000)))
+    training = (*COMMON, *SMALL, "--text", str(text))
+    coordinator = start_coordinator(tmp_path)
+    with running("train", "--run-id", "ours", *training) as trial:
+        address = trial.wait_for("--initial-peers").split()[-1]
+        trial.wait_for("Others can join this run with one word")
+        limits = ["--max-weight-ratio", "20"]
+        settings = ["--coordinator", coordinator, "--access", "open", "--manifest-of", address]
+        assert "with fingerprint" in ended(tmp_path, "run", "create", "--run-id", "ours", *settings, *limits)
+    arguments = ["first-peer", "--charter", "ours.charter", "--listen", LOOPBACK, "--state-dir", "state"]
+    with running(*arguments, folder=tmp_path) as first:
+        place = first.wait_for("--initial-peers").split()[-1]
+        other = ("--learning-rate", "0.5")
+        refused = ended(tmp_path, "train", "--initial-peers", place, *training, *other, code=2)
+        assert "does not fit run 'ours': its owner signed other settings (fingerprint" in refused.splitlines()[-1]
+        with running("train", "--initial-peers", place, *training) as one:
+            one.wait_for("Your current contribution")
+            refused = ended(tmp_path, "train", "--initial-peers", place, *training, *other, code=2)
+            assert "learning_rate" in refused.splitlines()[-1]

@@ -64,6 +64,21 @@ async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only
     return members
 
 
+async def follow_open(charter: SignedCharter, place: Place) -> Members:
+    """Apply the limits and bans of an open run, without a ticket.
+
+    Raises:
+        ConfigError: the run is by invitation.
+    """
+    if not charter.is_open:
+        raise ConfigError(
+            f"run {charter.run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the address"
+        )
+    members = _members(place, charter)
+    await members.watch()
+    return members
+
+
 async def serve_charter(
     charter: SignedCharter, place: Place, authorizer: Authorizer | None = None
 ) -> tuple[Coordinator, Members]:
