@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
 from manyhands.access.charters import charted_runs, read_charters
+from manyhands.access.coordinator import Coordinator
 from manyhands.access.joining import Place, follow_open, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
@@ -74,6 +75,7 @@ class Presence:
     ) -> None:
         self.peer_id: PeerId = transport.identity.peer_id
         self.members: dict[str, Members] = {}
+        self._coordinators: dict[str, Coordinator] = {}
         self.rng = rng or random.Random()
         self.wall_clock = wall_clock
         self.began_at = wall_clock()
@@ -140,6 +142,7 @@ class Presence:
         """Publish a charter; returns whether this peer is one of its coordinators and signs leases."""
         coordinator, members = await serve_charter(charter, self._place(), authorizer)
         self.on_close.append(coordinator.close)
+        self._coordinators[charter.run_id] = coordinator
         self._keep(members)
         return coordinator.is_delegated
 
@@ -197,9 +200,11 @@ class Presence:
         self.check_own(run_id)
 
     def check_own(self, run_id: str) -> None:
-        """Raises ``ConfigError`` if this peer is banned from a run."""
+        """Raises ``ConfigError`` if this peer must leave a run: it is banned, or a copy of an earlier coordinator."""
         if (members := self.members.get(run_id)) is not None:
             members.check_own()
+        if (coordinator := self._coordinators.get(run_id)) is not None:
+            coordinator.check()
 
     def signed_manifests(self) -> dict[str, bytes]:
         """The fingerprints of the run manifests that owners signed, by run id: no others count."""
@@ -212,7 +217,7 @@ class Presence:
 
     def _place(self) -> Place:
         folder = self._state_dir.path if self._state_dir is not None else None
-        return Place(self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config)
+        return Place(self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config, self.began_at)
 
     # saved state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,20 @@ def test_a_run_with_the_settings_that_its_owner_signed(tmp_path: Path) -> None:
             one.wait_for("Your current contribution")
             refused = ended(tmp_path, "train", "--initial-peers", place, *training, *other, code=2)
             assert "learning_rate" in refused.splitlines()[-1]
+
+
+@pytest.mark.long
+def test_a_coordinator_with_a_copied_state_dir_ends(tmp_path: Path) -> None:
+    coordinator = start_coordinator(tmp_path)
+    ended(tmp_path, "run", "create", "--run-id", "ours", "--coordinator", coordinator)
+    with running("first-peer", "--listen", LOOPBACK) as third:
+        place = third.wait_for("--initial-peers").split()[-1]
+        arguments = ("first-peer", "--charter", "ours.charter", "--listen", LOOPBACK, "--initial-peers", place)
+        shutil.copytree(tmp_path / "state", tmp_path / "copy")
+        with running(*arguments, "--state-dir", "state", folder=tmp_path) as older:
+            older.wait_for("manyhands invite")
+            with running(*arguments, "--state-dir", "copy", folder=tmp_path) as younger:
+                older.wait_for("It began later")
+                assert younger.wait(PATIENCE_S) == 2
+                assert "It began earlier" in younger.output.splitlines()[-1]
+            assert ended(tmp_path, "invite", "--state-dir", "state")

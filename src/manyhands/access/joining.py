@@ -31,6 +31,7 @@ class Place(NamedTuple):
 
     Attributes:
         folder: for its lease and the accounts of a coordinator; None to keep nothing.
+        began_at: when this process began, in seconds since 1970; tells it from a copy.
     """
 
     endpoint: Endpoint
@@ -39,6 +40,7 @@ class Place(NamedTuple):
     wall_clock: Callable[[], float]
     folder: Path | None = None
     config: AccessConfig = AccessConfig()
+    began_at: float = 0.0
 
 
 async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only_looks: bool = False) -> Members:
@@ -95,6 +97,7 @@ async def serve_charter(
         authorizer=authorizer,
         wall_clock=place.wall_clock,
         config=place.config,
+        began_at=place.began_at,
     )
     await coordinator.start()
     members = _members(place, charter, own_lease=coordinator.own_lease if coordinator.is_delegated else None)

@@ -8,7 +8,6 @@ import os
 import secrets
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
-from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
+from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of, wait
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.output.live_view import LiveScreen, LogLine
@@ -282,8 +281,8 @@ def monitor(
         peer.run(watcher.start(), 5.0, "starting the monitor")
         if keeper is not None:
             keeper.run(peer)
-        while True:  # an unbounded wait cannot be interrupted on every platform
-            threading.Event().wait(3600.0)
+        while True:
+            wait(peer, signed, 3600.0)
 
 
 def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
