@@ -24,6 +24,8 @@ from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.ticket import Ticket
+from manyhands.cli.run_look_up import Scout, look_up
+from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from manyhands.optim.state.download import download_state
@@ -249,3 +251,23 @@ def test_only_the_settings_that_the_owner_signed_are_those_of_the_run(tmp_path: 
             Trainer(one, RUN, 8)
             with pytest.raises(ConfigError, match="target_batch_size is 16 here, 8 in the run"):
                 Trainer(two, RUN, 16)
+
+
+def test_false_manifests_do_not_mislead_those_who_know_what_the_owner_signed(tmp_path: Path) -> None:
+    with manyhands.Peer(listen=LISTEN) as trial:
+        fingerprint = Trainer(trial, RUN, 8).optimizer.manifest.fingerprint()
+    with (
+        new_run(tmp_path, "open", manifest=fingerprint) as run,
+        manyhands.Peer(run.first.addresses, listen=LISTEN) as by,
+        manyhands.Peer(by.addresses, listen=LISTEN) as liar,
+        manyhands.Peer(by.addresses, listen=LISTEN) as second,
+    ):
+        liars = [Trainer(peer, RUN, 16) for peer in (liar, second)]
+        honest = Trainer(by, RUN, 8)
+        for run_id in (RUN, None):
+            with Scout(run.first.addresses) as scout:
+                manifest = scout.choose(run_id, is_trained=True).manifest
+                assert manifest == honest.optimizer.manifest != liars[0].optimizer.manifest
+            with manyhands.Peer(run.first.addresses, client_mode=True) as evaluator:
+                assert wait_for_trainers(evaluator, run_id).manifest == honest.optimizer.manifest
+                assert look_up(evaluator, RUN).manifest == honest.optimizer.manifest

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.access import SignedCharter
+from manyhands.base.ticket import Ticket
 from tests.process.commands import LOOPBACK, PATIENCE_S, running
 
 pytestmark = pytest.mark.process
@@ -100,6 +102,9 @@ def test_a_run_with_the_settings_that_its_owner_signed(tmp_path: Path) -> None:
             one.wait_for("Your current contribution")
             refused = ended(tmp_path, "train", "--initial-peers", place, *training, *other, code=2)
             assert "learning_rate" in refused.splitlines()[-1]
+            with running("monitor", "--initial-peers", place, "--listen", LOOPBACK) as monitor:
+                ticket = Ticket.parse(monitor.wait_for("manyhands join mh1").split()[-1])
+                assert ticket.charter == SignedCharter.load(tmp_path / "ours.charter").digest
 
 
 @pytest.mark.long

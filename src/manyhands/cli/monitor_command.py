@@ -255,8 +255,11 @@ def monitor(
             logger.info("Its id and port are in %s: the next start has the same", peer.state_path)
         if signed is not None:
             coordinate(peer, signed, network)
-        if run_id not in peer.presence.members:
+        members = peer.presence.members.get(run_id)
+        if members is None:
             welcome(run_id, peer, network.initial_peers or ())
+        elif signed is None and members.charter.is_open:
+            welcome(run_id, peer, network.initial_peers or (), members.charter.digest)
         emit(Listening(peer.peer_id, peer.addresses))
 
         def on_event(event: Event) -> None:
@@ -328,8 +331,12 @@ def end(curves: Curves) -> None:
         atexit.register(os._exit, EXIT_INTERRUPTED)  # runs before the exit handlers of the sink's library
 
 
-def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str]) -> None:
-    """Log how others join the run through this peer, in all the ways that tutorials use."""
+def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: bytes = b"") -> None:
+    """Log how others join the run through this peer, in all the ways that tutorials use.
+
+    Args:
+        charter: digest of the charter of the run, if it has one.
+    """
     addresses = peer.addresses
     places = parse_addresses(addresses)
     for place in places:
@@ -345,7 +352,7 @@ def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str]) -> None:
     if places:
         print(f"\n    --initial_peers {' '.join(addresses)}")  # noqa: T201
         print(f"    --initial_peers {' '.join(place.host_port for place in places)}")  # noqa: T201
-        print_tickets(peer, run_id)
+        print_tickets(peer, run_id, charter=charter)
     sys.stdout.flush()
 
 
