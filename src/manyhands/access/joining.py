@@ -77,7 +77,11 @@ async def follow_open(charter: SignedCharter, place: Place) -> Members:
             f"run {charter.run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the address"
         )
     members = _members(place, charter)
-    await members.watch()
+    try:
+        await members.watch()
+    except BaseException:
+        await members.close()
+        raise
     return members
 
 
