@@ -162,7 +162,7 @@ class Collaboration:
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
             parts.callback(self._contacts.close)
             self.tracker.on_outlook = self._on_news
-            signed = charter.manifest if charter is not None else b""
+            signed = presence.signed_manifests().get(manifest.run_id, b"")
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             await keeper.agree()
             parts.push_async_callback(keeper.close)
