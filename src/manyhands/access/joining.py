@@ -31,6 +31,7 @@ class JoiningPeer(NamedTuple):
 
     Attributes:
         folder: for its lease and the accounts of a coordinator; None to keep nothing.
+        began_at: when this process began, in seconds since 1970; tells it from a copy.
     """
 
     endpoint: Endpoint
@@ -39,6 +40,7 @@ class JoiningPeer(NamedTuple):
     wall_clock: Callable[[], float]
     folder: Path | None = None
     config: AccessConfig = AccessConfig()
+    began_at: float = 0.0
 
 
 async def join_by(ticket: Ticket, peer: JoiningPeer, credential: bytes = b"", *, only_looks: bool = False) -> Members:
@@ -64,6 +66,25 @@ async def join_by(ticket: Ticket, peer: JoiningPeer, credential: bytes = b"", *,
     return members
 
 
+async def follow_open(charter: SignedCharter, peer: JoiningPeer) -> Members:
+    """Apply the limits and bans of an open run, without a ticket.
+
+    Raises:
+        ConfigError: the run is by invitation.
+    """
+    if not charter.is_open:
+        raise ConfigError(
+            f"run {charter.run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the address"
+        )
+    members = _members(peer, charter)
+    try:
+        await members.watch()
+    except BaseException:
+        await members.close()
+        raise
+    return members
+
+
 async def serve_charter(
     charter: SignedCharter, peer: JoiningPeer, authorizer: Authorizer | None = None
 ) -> tuple[Coordinator, Members]:
@@ -80,6 +101,7 @@ async def serve_charter(
         authorizer=authorizer,
         wall_clock=peer.wall_clock,
         config=peer.config,
+        began_at=peer.began_at,
     )
     await coordinator.start()
     members = _members(peer, charter, own_lease=coordinator.own_lease if coordinator.is_delegated else None)

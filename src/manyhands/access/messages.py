@@ -98,6 +98,7 @@ class CharterRecord(msgspec.Struct, frozen=True):
         charter: signed by the owner.
         addresses: where this peer can be dialled for a lease.
         bans: banned peer ids; valid if this peer is the owner or a coordinator.
+        began_at: when the process of this peer began, by its own wall clock.
     """
 
     charter: SignedBytes
@@ -105,6 +106,7 @@ class CharterRecord(msgspec.Struct, frozen=True):
         list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MAX_ADDRESSES)
     ] = []
     bans: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_BANS)] = []
+    began_at: float = 0.0
 
 
 CHARTER_KIND, LEASES_KIND = "charter", "leases"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
 
 logger = logging.getLogger(__name__)
 
+LOOK_PERIOD_S = 1.0
 Options = TypeVar("Options", bound=PeerOptions)
 
 
@@ -59,6 +61,19 @@ def coordinate(peer: Peer, charter: SignedCharter, network: PeerOptions) -> None
         logger.info("Make tickets for it on this machine, in another terminal:")
         power = f"--state-dir {network.state_dir}" + (f" --key {network.identity}" if network.identity else "")
         print(f"\n    manyhands invite {power} --uses 5 --expires 7d\n", flush=True)  # noqa: T201
+
+
+def wait(peer: Peer, charter: SignedCharter | None, seconds: float) -> None:
+    """Wait, in short parts: longer ones cannot be interrupted on every platform.
+
+    Raises:
+        ConfigError: this peer is a copy of an earlier coordinator of the charter's run.
+    """
+    until = peer.time() + seconds
+    while (left_s := until - peer.time()) > 0:
+        if charter is not None:
+            peer.presence.check_own(charter.run_id)
+        threading.Event().wait(min(left_s, LOOK_PERIOD_S))
 
 
 def run_id_of(network: PeerOptions, given: str | None) -> str | None:

@@ -8,7 +8,6 @@ import os
 import secrets
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
-from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
+from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of, wait
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.output.live_view import LiveScreen, LogLine
@@ -256,8 +255,11 @@ def monitor(
             logger.info("Its id and port are in %s: the next start has the same", peer.state_path)
         if signed is not None:
             coordinate(peer, signed, network)
-        if run_id not in peer.presence.members:
+        members = peer.presence.members.get(run_id)
+        if members is None:
             welcome(run_id, peer, network.initial_peers or ())
+        elif signed is None and members.charter.is_open:
+            welcome(run_id, peer, network.initial_peers or (), members.charter.digest)
         emit(Listening(peer.peer_id, peer.addresses))
 
         def on_event(event: MonitorEvent) -> None:
@@ -282,8 +284,8 @@ def monitor(
         peer.run(watcher.start(), 5.0, "starting the monitor")
         if keeper is not None:
             keeper.run(peer)
-        while True:  # an unbounded wait cannot be interrupted on every platform
-            threading.Event().wait(3600.0)
+        while True:
+            wait(peer, signed, 3600.0)
 
 
 def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
@@ -330,8 +332,12 @@ def end(curves: Curves) -> None:
         atexit.register(os._exit, EXIT_INTERRUPTED)  # runs before the exit handlers of the sink's library
 
 
-def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str]) -> None:
-    """Log how others join the run through this peer, in all the ways that tutorials use."""
+def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: bytes = b"") -> None:
+    """Log how others join the run through this peer, in all the ways that tutorials use.
+
+    Args:
+        charter: digest of the charter of the run, if it has one.
+    """
     addresses = peer.addresses
     places = parse_addresses(addresses)
     for place in places:
@@ -347,7 +353,7 @@ def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str]) -> None:
     if places:
         print(f"\n    --initial_peers {' '.join(addresses)}")  # noqa: T201
         print(f"    --initial_peers {' '.join(place.host_port for place in places)}")  # noqa: T201
-        print_tickets(peer, run_id)
+        print_tickets(peer, run_id, charter=charter)
     sys.stdout.flush()
 
 

@@ -233,7 +233,8 @@ class RunMonitor:
         self._notice.look(num_trainers, self._peer.addresses, asyncio.get_running_loop().time())
 
     async def _target_batch_size(self) -> int:
-        signed = await read_manifest(self._peer.dht, self._run_id)
+        expected = self._peer.presence.signed_manifests().get(self._run_id, b"")
+        signed = await read_manifest(self._peer.dht, self._run_id, expected)
         return signed.manifest.target_batch_size if signed is not None else 0
 
     def _report_progress(self, step: int, target: int, progress: Progress, delay_s: float) -> None:

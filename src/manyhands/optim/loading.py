@@ -102,8 +102,7 @@ async def _manifest_of(peer: Peer, run_id: str) -> RunManifest:
     presence = peer.presence
     await presence.check_run(run_id)
     declare_run(presence.dht, run_id)
-    members = presence.members.get(run_id)
-    signed = await read_manifest(presence.dht, run_id, members.charter.charter.manifest if members is not None else b"")
+    signed = await read_manifest(presence.dht, run_id, presence.signed_manifests().get(run_id, b""))
     if signed is None:
         raise Unavailable(
             f"nobody trains run {run_id!r}, as far as the {counted(presence.dht.num_known_peers, 'peer')} of this "

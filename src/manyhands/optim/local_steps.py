@@ -135,6 +135,7 @@ class LocalReplica(Replica):
         ConfigError: ``outer`` makes no optimizer of the given parameters, or there are fewer tensors than fragments.
     """
 
+    norm_grows = True
     can_replay = False  # each step changes a part, and newcomers take the inner optimizer's statistics over
 
     def __init__(

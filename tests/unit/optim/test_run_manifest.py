@@ -224,6 +224,21 @@ async def test_false_manifests_do_not_count_where_the_digest_of_a_ticket_is_know
     await keeper.close()
 
 
+async def test_a_run_begins_with_the_settings_that_its_owner_signed_or_not_at_all() -> None:
+    dht: Any = FakeDht()
+    other = keeper_of(dht, "first", changed(target_batch_size=1), expected=MANIFEST.fingerprint())
+    with pytest.raises(ManifestMismatch, match="its owner signed other settings") as caught:
+        await other.agree()
+    for manifest in (MANIFEST, changed(target_batch_size=1)):
+        assert manifest.fingerprint().hex()[:16] in str(caught.value)
+    assert await read_manifest(dht, "run") is None
+    keeper = keeper_of(dht, "second", changed(), expected=MANIFEST.fingerprint())
+    await keeper.agree()
+    with pytest.raises(ManifestMismatch, match="target_batch_size is 1 here, 64 in the run"):
+        await other.agree()
+    await keeper.close()
+
+
 async def test_fewer_liars_than_signers_keep_no_newcomer_out() -> None:
     dht: Any = FakeDht()
     for number in range(5):

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import msgspec
 
@@ -136,6 +137,7 @@ class Collaboration:
             members = presence.members.get(manifest.run_id)
             charter = members.charter.charter if members is not None else None
             limits = MemberLimits(**msgspec.structs.asdict(charter.limits)) if charter is not None else OPEN_LIMITS
+            limits = replace(limits, norm_grows=self._local.norm_grows)
             self._rounds = RoundRunner(
                 presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, self._rng,
                 limits=limits,
@@ -160,7 +162,7 @@ class Collaboration:
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
             parts.callback(self._contacts.close)
             self.tracker.on_outlook = self._on_news
-            signed = charter.manifest if charter is not None else b""
+            signed = presence.signed_manifests().get(manifest.run_id, b"")
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             await keeper.agree()
             parts.push_async_callback(keeper.close)

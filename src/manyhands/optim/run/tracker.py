@@ -19,6 +19,7 @@ from manyhands.averaging.peer_records import RecordPublisher, UntilFresh
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
+from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice
@@ -31,7 +32,7 @@ from manyhands.optim.run.progress import (
     next_refresh_s,
     samples_with_batch,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, Twin, View, progress_key
+from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 

@@ -66,9 +66,11 @@ class Replica:
         origin: the last of these steps; None at the beginning, or if unknown.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
         can_replay: whether a newcomer can make past steps from their averaged vectors alone.
+        norm_grows: whether the values of a contribution are larger the more samples are behind it.
     """
 
     can_replay = True
+    norm_grows = False
 
     def __init__(
         self,
