@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
 from manyhands.access.charters import charted_runs, read_charters
 from manyhands.access.coordinator import Coordinator
-from manyhands.access.joining import Place, follow_open, join_by, serve_charter
+from manyhands.access.joining import JoiningPeer, follow_open, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout, Unavailable
@@ -109,7 +109,7 @@ class Presence:
 
         Args:
             finds_mode: enter client mode if no other peer can dial this one, unless this is the first one.
-            before_joining: called between the two.
+            before_joining: called when this peer listens, and before it joins the DHT.
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
             JoinFailed: none of the initial peers answered, and no peer seen before.
@@ -136,11 +136,11 @@ class Presence:
 
     async def join_run(self, ticket: Ticket, credential: bytes = b"", *, only_looks: bool = False) -> None:
         """Join a run with a charter; see :func:`manyhands.access.joining.join_by`."""
-        self._keep(await join_by(ticket, self._place(), credential, only_looks=only_looks))
+        self._keep(await join_by(ticket, self._as_joining_peer(), credential, only_looks=only_looks))
 
     async def serve_charter(self, charter: SignedCharter, authorizer: Authorizer | None = None) -> bool:
         """Publish a charter; returns whether this peer is one of its coordinators and signs leases."""
-        coordinator, members = await serve_charter(charter, self._place(), authorizer)
+        coordinator, members = await serve_charter(charter, self._as_joining_peer(), authorizer)
         self.on_close.append(coordinator.close)
         self._coordinators[charter.run_id] = coordinator
         self._keep(members)
@@ -195,7 +195,7 @@ class Presence:
                         "owner for a ticket, and use it in place of the addresses"
                     )
                 for charter in charters.values():
-                    self._keep(await follow_open(charter, self._place()))
+                    self._keep(await follow_open(charter, self._as_joining_peer()))
                     self._learnt.add(run_id)
         self.check_own(run_id)
 
@@ -215,9 +215,11 @@ class Presence:
         self.members[members.charter.run_id] = members
         self.on_close.append(members.close)
 
-    def _place(self) -> Place:
+    def _as_joining_peer(self) -> JoiningPeer:
         folder = self._state_dir.path if self._state_dir is not None else None
-        return Place(self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config, self.began_at)
+        return JoiningPeer(
+            self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config, self.began_at
+        )
 
     # saved state
 

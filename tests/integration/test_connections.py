@@ -16,9 +16,9 @@ from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint, RpcConfig, Source, StreamMethod
+from manyhands.rpc import AddressSource, Endpoint, RpcConfig, StreamMethod
 from manyhands.rpc.calling import ITEMS_AHEAD
-from manyhands.rpc.frames import Cancel, Drain, Failure, Hello, Item, Request, encode_frame, send_frame
+from manyhands.rpc.frames import CallFailure, Cancel, Drain, Hello, Item, Request, encode_frame, send_frame
 from tests.network import (
     ECHO,
     KINDS,
@@ -222,8 +222,8 @@ async def test_the_best_address_has_a_head_start() -> None:
         best = there.addresses[0]
         other = await there._transport.listen(Address.parse("/ip4/127.0.0.1/tcp/0"), there._accepted)
         try:
-            here.learn(there.peer_id, [best], Source.WORKED)
-            here.learn(there.peer_id, other.addresses, Source.HEARSAY)
+            here.learn(there.peer_id, [best], AddressSource.WORKED)
+            here.learn(there.peer_id, other.addresses, AddressSource.HEARSAY)
             for _ in range(5):
                 stream = (
                     await here._dialler.open(here.addresses_of(there.peer_id), here._hello("control"), 5.0)
@@ -338,8 +338,8 @@ async def test_streaming_and_unary_methods_are_not_confused() -> None:
         body = msgspec.Raw(msgspec.msgpack.encode(Text("3")))
         for request in (Request(1, ECHO.name, 5.0, body, 8), Request(2, COUNT.name, 5.0, body)):
             await send_frame(stream, request)
-            failure = await next_frame(stream, Failure)
-            assert isinstance(failure, Failure)
+            failure = await next_frame(stream, CallFailure)
+            assert isinstance(failure, CallFailure)
             assert failure.code == "unknown_method"
 
 

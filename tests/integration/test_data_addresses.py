@@ -21,7 +21,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
 from manyhands.recipes.albert.data import archive, fetching, stream
 from manyhands.recipes.albert.data.archive import unpacked
-from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, Wanted, read_index
+from manyhands.recipes.albert.data.fetching import ExpectedFile, Fetcher, Mirrors, read_index
 from manyhands.recipes.albert.data.stream import HostedData, ShardStream
 from tests.integration.data_hosts import NUM_SHARDS, hosting, make_data
 
@@ -137,7 +137,7 @@ def test_ftp_goes_on_where_it_was_cut(made: Path, tmp_path: Path) -> None:
 def test_a_file_of_many_requests_comes_whole_by_ftp(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(os.urandom(5_500_000))
     with ftp_server(tmp_path) as url:
-        Fetcher().fetch([f"{url}/large"], Wanted(5_500_000), tmp_path / "here")
+        Fetcher().fetch([f"{url}/large"], ExpectedFile(5_500_000), tmp_path / "here")
     assert sha256_of(tmp_path / "here") == sha256_of(tmp_path / "large")
 
 

@@ -284,7 +284,7 @@ def test_a_first_peer_announces_what_was_found(
         assert peer.addresses[0].startswith(f"/ip4/{PUBLIC}/tcp/")
         assert peer.addresses[1:] == local
     assert "No address specified. Attempting to infer address ..." in caplog.text
-    assert "says the metadata service of AWS; on the local network at" in caplog.text
+    assert "says the metadata service of AWS. In the local network: " in caplog.text
 
 
 @pytest.mark.parametrize(

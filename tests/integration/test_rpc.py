@@ -34,8 +34,8 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, Method, RpcConfig
 from manyhands.rpc.frames import (
     MAX_FRAME_BYTES,
+    CallFailure,
     Cancel,
-    Failure,
     Ping,
     Pong,
     Request,
@@ -115,8 +115,8 @@ async def test_the_callee_keeps_the_deadline_by_itself() -> None:
     async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
         stuck = StuckHandler(there)
         await send_frame(stream, request_of(STUCK.name, timeout_s=0.05))
-        failure = await next_frame(stream, Failure)
-        assert isinstance(failure, Failure)
+        failure = await next_frame(stream, CallFailure)
+        assert isinstance(failure, CallFailure)
         assert failure.code == "timeout"
         assert stuck.cancelled.is_set()
 
@@ -298,8 +298,8 @@ async def test_deadlines_that_are_none_are_refused(timeout_s: float) -> None:
     async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
         serve_echo(there)
         await send_frame(stream, request_of(timeout_s=timeout_s))
-        failure = await next_frame(stream, Failure)
-        assert isinstance(failure, Failure)
+        failure = await next_frame(stream, CallFailure)
+        assert isinstance(failure, CallFailure)
         assert failure.code == "bad_request"
 
 
@@ -319,7 +319,7 @@ async def test_endless_deadlines_are_shortened(timeout_s: float) -> None:
 async def test_answers_that_nobody_asked_for_are_ignored() -> None:
     async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
         serve_echo(there)
-        for frame in (Response(77, msgspec.Raw(b"\xc0")), Failure(78, "busy", "x"), Cancel(79), Pong()):
+        for frame in (Response(77, msgspec.Raw(b"\xc0")), CallFailure(78, "busy", "x"), Cancel(79), Pong()):
             await send_frame(stream, frame)
         await send_frame(stream, request_of())
         await next_frame(stream, Response)
@@ -340,8 +340,8 @@ async def test_two_requests_with_one_id_are_refused() -> None:
         stuck = StuckHandler(there)
         await send_frame(stream, request_of(STUCK.name))
         await send_frame(stream, request_of(STUCK.name))
-        failure = await next_frame(stream, Failure)
-        assert isinstance(failure, Failure)
+        failure = await next_frame(stream, CallFailure)
+        assert isinstance(failure, CallFailure)
         assert failure.code == "busy"
         assert stuck.num_calls == 1
 

@@ -88,7 +88,7 @@ def test_a_monitor_that_starts_again_has_the_address_of_before(tmp_path: Path) -
 def test_a_monitor_needs_no_folder(tmp_path: Path) -> None:
     (tmp_path / "manyhands-seen.monitor").touch()  # as where nothing can be written
     with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, folder=tmp_path) as monitor:
-        monitor.wait_for("tickets are void then")
+        monitor.wait_for("old tickets are void")
         monitor.wait_for("Found no active peers")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.access.joining import Place, serve_charter
+from manyhands.access.joining import JoiningPeer, serve_charter
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import Identity
@@ -42,7 +42,7 @@ class InvitedRun:
     def start_coordinator(self) -> None:
         async def program(host: Host) -> None:
             presence = await self._presence(host, "first", COORDINATOR)
-            place = Place(presence.endpoint, presence.dht, presence.rng, host.wall_clock)
+            place = JoiningPeer(presence.endpoint, presence.dht, presence.rng, host.wall_clock)
             coordinator, _ = await serve_charter(CHARTER, place)
             await asyncio.sleep(BANNED_S)
             coordinator._ledger.ban(self.presences["bad"].peer_id, host.wall_clock())

@@ -53,7 +53,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Charter(msgspec.Struct, frozen=True):
-    """The decisions of a run's owner.
+    """The rules of a run, as its owner signs them.
 
     Attributes:
         run_id: name of the run.
@@ -167,6 +167,7 @@ class SignedCharter:
 
     @property
     def run_id(self) -> str:
+        """Name of the run."""
         return self.charter.run_id
 
     @property

@@ -54,7 +54,7 @@ class Bans(msgspec.Struct):
     banned_at: dict[str, float] = {}
 
 
-class Place(msgspec.Struct):
+class CoordinatorAddresses(msgspec.Struct):
     """Addresses of the coordinator, for the tickets of ``manyhands invite``."""
 
     addresses: list[str]
@@ -99,11 +99,11 @@ class Ledger:
 
     def note_addresses(self, addresses: list[str]) -> None:
         """Save the current addresses of this coordinator."""
-        self._write("address.json", msgspec.json.encode(Place(addresses)))
+        self._write("address.json", msgspec.json.encode(CoordinatorAddresses(addresses)))
 
     def addresses(self) -> list[str]:
         """The last saved addresses."""
-        place = self._read("address.json", Place)
+        place = self._read("address.json", CoordinatorAddresses)
         return place.addresses if place is not None else []
 
     # invitations and leases

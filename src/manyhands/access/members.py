@@ -155,7 +155,7 @@ class Members:
     # the gate
 
     def check(self, peer_id: PeerId, *, for_observers: bool = False) -> None:
-        """See the gate. Banned peers never pass; in a run by invitation only peers with a lease do."""
+        """Raise ``Refused`` if a peer may not make a call. In a run by invitation only peers with a lease may."""
         run_id = self.charter.run_id
         if (by := self._banned.get(peer_id)) is not None:
             raise Refused(peer_id, BANNED, f"peer {peer_id} was banned from run {run_id!r} by {by}")
@@ -173,7 +173,7 @@ class Members:
             raise Refused(peer_id, "observer", f"peer {peer_id} may only look at run {run_id!r}: its role is observer")
 
     def is_banned(self, peer_id: PeerId) -> bool:
-        """See the gate."""
+        """Whether a peer is banned from the run."""
         return peer_id in self._banned
 
     def check_own(self) -> None:
@@ -200,7 +200,7 @@ class Members:
         return asyncio.get_running_loop().time() - self._missed_at < 2 * self._config.retry_s
 
     async def meet(self, peer_id: PeerId, timeout_s: float) -> None:
-        """See the gate."""
+        """Exchange leases with a peer, unless that was done; raises as :meth:`manyhands.rpc.gate.Gate.meet`."""
         if self.charter.is_open or peer_id in self._banned:
             return  # check() decides
         if self._own is None:
@@ -214,7 +214,7 @@ class Members:
         self._met[peer_id] = own.signature
 
     def forget_meeting(self, peer_id: PeerId) -> bool:
-        """See the gate."""
+        """Forget the exchange of leases with a peer; return whether there was one."""
         return self._met.pop(peer_id, None) is not None
 
     def _on_lost(self, peer_id: PeerId) -> None:

@@ -114,7 +114,7 @@ def next_position(position: Position, manifest: RoundManifest) -> Position:
     return after if after.step <= LAST_ROUND else Position(0, after.lineage)
 
 
-def rank_of(position: Position) -> tuple[int, bytes]:
+def order_of(position: Position) -> tuple[int, bytes]:
     """Orders positions: the higher one leads."""
     return (position.step, position.lineage)
 
@@ -227,8 +227,8 @@ class PresenceTracker:
         """The peers that belong in this peer's group."""
         step, position = self._step, self._own.position
         if step is None:
-            own = rank_of(position)
-            return [peer_id for peer_id, record in self._fitting().items() if rank_of(record.position) <= own]
+            own = order_of(position)
+            return [peer_id for peer_id, record in self._fitting().items() if order_of(record.position) <= own]
         version = self.reader.version
         if self._mates is None or self._mates[:2] != (version, position):
             fitting = self._fitting().items()
@@ -335,7 +335,7 @@ class PresenceTracker:
     def leading(self) -> Position:
         """The highest position of the peers whose tensors match."""
         positions = [record.position for record in self._fitting().values()]
-        return max([self._own.position, *positions], key=rank_of)
+        return max([self._own.position, *positions], key=order_of)
 
     def holders(self) -> tuple[Position, list[PeerId]]:
         """The highest position of the others that this peer can ask, and who is there."""
@@ -344,14 +344,14 @@ class PresenceTracker:
             for peer_id, record in self._fitting().items()
             if not record.is_client or self._endpoint.is_connected(peer_id)
         }
-        leading = max(positions.values(), key=rank_of, default=self._own.position)
+        leading = max(positions.values(), key=order_of, default=self._own.position)
         return leading, [peer_id for peer_id, position in positions.items() if position == leading]
 
     def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
         """Whether one of these peers is behind this one, as last read; peers that left or are missing do not count."""
-        own, fitting, missing = rank_of(self._own.position), self._fitting(), self._missing.peers()
+        own, fitting, missing = order_of(self._own.position), self._fitting(), self._missing.peers()
         return any(
-            rank_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
+            order_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
             for peer_id in peers
             if (record := fitting.get(peer_id)) is not None
         )

@@ -36,7 +36,7 @@ from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
-from manyhands.monitor.events import Event, Listening, StepMade
+from manyhands.monitor.events import Listening, MonitorEvent, StepMade
 from manyhands.monitor.history import open_history
 from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
@@ -262,7 +262,7 @@ def monitor(
             welcome(run_id, peer, network.initial_peers or (), members.charter.digest)
         emit(Listening(peer.peer_id, peer.addresses))
 
-        def on_event(event: Event) -> None:
+        def on_event(event: MonitorEvent) -> None:
             emit(event)
             drawn.add(event)
             source.add(event)
@@ -302,7 +302,8 @@ def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
         return first_free(f"manyhands-{run_id}.monitor", StateDir)
     except ConfigError as error:
         logger.warning(
-            "%s (--state-dir DIR); without one, each start has another id and port: tickets are void then", error
+            "%s. Without a state dir (--state-dir DIR), each start has another id and port, and old tickets are void",
+            error,
         )
         return None
 

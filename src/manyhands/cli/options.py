@@ -122,7 +122,8 @@ class NetworkOptions(PeerOptions):
     """Network options of peers that do more than welcome others."""
 
     client_mode: Annotated[bool | None, Parameter(negative="--no-client-mode")] = None
-    """Only dial out, for machines that cannot be dialled; --no-client-mode never does. By default it finds out."""
+    """Only dial out, for a machine that others cannot dial; --no-client-mode listens in any case. By default the peer
+    finds out which of the two it needs."""
 
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""

@@ -64,7 +64,7 @@ class Scout:
         """
         with shown(f"looking for run {run_id}" if run_id is not None else "looking for runs"):
             run = self._choose(run_id, is_trained=is_trained, expected=expected)
-            if self.charter_of(run.run_id):  # then only the members' records and the owner's settings count
+            if self.find_charter(run.run_id):  # then only the members' records and the owner's settings count
                 run = self._choose(run.run_id, is_trained=is_trained, expected=expected)
             return run
 
@@ -98,7 +98,7 @@ class Scout:
         checking = check_clock(peer.endpoint, peer.presence.wall_clock, contacts, DhtConfig().max_clock_skew_s)
         peer.run(checking, LOOK_TIMEOUT_S, "comparing the clocks")
 
-    def charter_of(self, run_id: str) -> bytes:
+    def find_charter(self, run_id: str) -> bytes:
         """The digest of a run's charter, from the ticket or else from the peers whose addresses were given.
 
         Returns:

@@ -119,12 +119,12 @@ class Playground:
         if MASK not in text:
             raise ConfigError(f"the text has no {MASK} for the model to fill")
         try:
-            filled = self._current().fill(text)
+            filled = self._load_newest().fill(text)
         except ConfigError as error:  # a page may be public, and where the folder is concerns nobody
             raise ConfigError(str(error).replace(str(self._folder), self._folder.name)) from error
         return Filled(filled.text, [[Guess(*guess) for guess in of_mask] for of_mask in filled.guesses])
 
-    def _current(self) -> MaskFiller:
+    def _load_newest(self) -> MaskFiller:
         newest = checkpoints_in(self._folder)[0]
         version = newest, newest.stat().st_mtime_ns
         if self._model is None or version != self._newest:

@@ -16,12 +16,12 @@ from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode, StoredValue
-from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
+from manyhands.monitor.events import HeldoutSeen, MonitorEvent, ProgressMade
 from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
 from manyhands.monitor.history import History
 from manyhands.monitor.painter import Look, Painter
-from manyhands.monitor.picture import Leader, RunPicture
-from manyhands.monitor.roster import longest_silence_s
+from manyhands.monitor.peer_table import longest_silence_s
+from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
@@ -99,7 +99,7 @@ class RunMonitor:
 
     Args:
         history: closed with the peer; by default one in memory.
-        on_event: called on the network thread with each :class:`manyhands.monitor.events.Event`; it must not block.
+        on_event: called on the network thread with each :data:`manyhands.monitor.events.MonitorEvent`; must not block.
         refresh_s: longest time between two reads; reads are more frequent shortly before a global step.
         is_quiet: log warnings alone, for a process that logs the progress of the run itself.
     Raises:
@@ -110,7 +110,7 @@ class RunMonitor:
         self,
         peer: WatchingPeer,
         run_id: str,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[MonitorEvent], None],
         *,
         refresh_s: float = MAX_REFRESH_S,
         history: History | None = None,
@@ -143,9 +143,10 @@ class RunMonitor:
 
     @property
     def run_id(self) -> str:
+        """Name of the run."""
         return self._run_id
 
-    def leader_of(self, peer_id: str) -> Leader | None:
+    def leader_of(self, peer_id: str) -> LeaderboardRow | None:
         """The row of the leaderboard with this peer, whatever its rank; None for an unknown peer. From any thread."""
         return next((leader for leader in self._painter.all_leaders if peer_id in leader.peer_ids), None)
 

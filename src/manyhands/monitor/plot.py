@@ -58,7 +58,7 @@ class Curve:
 
 
 @dataclass
-class Curves:
+class RunCurves:
     """What one file says of a run.
 
     Attributes:
@@ -142,13 +142,13 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
 
 
-def read(path: Path, label: str) -> Curves:
+def read(path: Path, label: str) -> RunCurves:
     """Read an event file, or the history of a monitor.
 
     Raises:
         ConfigError: it cannot be read, or it has nothing to draw.
     """
-    curves = Curves(label)
+    curves = RunCurves(label)
     try:
         with path.open("rb") as file:
             is_database = file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC
@@ -185,7 +185,7 @@ def _events(path: Path, lines: Iterable[bytes]) -> Iterator[_Event]:
         yield event
 
 
-def _add_events(curves: Curves, events: Iterable[_Event]) -> None:
+def _add_events(curves: RunCurves, events: Iterable[_Event]) -> None:
     speed: list[tuple[float, float]] = []  # of the batches of one step
     for event in events:
         step = event.step
@@ -211,7 +211,7 @@ def _add_events(curves: Curves, events: Iterable[_Event]) -> None:
         curves.throughput.add(*_mean(speed))
 
 
-def _add_history(curves: Curves, path: Path) -> None:
+def _add_history(curves: RunCurves, path: Path) -> None:
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             for values in database.execute(f"SELECT {', '.join(COLUMNS)} FROM points ORDER BY step"):
@@ -228,7 +228,7 @@ def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
 
 
-def draw(files: Sequence[Curves], output: Path) -> None:
+def draw(files: Sequence[RunCurves], output: Path) -> None:
     """Draw the chart: dark on white, whatever the user's settings of matplotlib are.
 
     Raises:
@@ -272,7 +272,7 @@ def _draw_curve(ax: Any, curve: Curve, colour: str, line_style: str, **how: Any)
         ax.plot(steps, values, color=colour, linestyle=line_style, linewidth=1.8, marker=marker, markersize=4, **how)
 
 
-def _draw_legend(ax: Any, files: Sequence[Curves]) -> None:
+def _draw_legend(ax: Any, files: Sequence[RunCurves]) -> None:
     from matplotlib.lines import Line2D
 
     named: list[tuple[str, str, Any]] = [

@@ -211,7 +211,7 @@ class BlockingRunClient:
             yield from steps
             self.tell()
             logger.info(
-                "Made %s that the others made meanwhile, up to step %d",
+                "Caught up on %s that the others made during the download, up to step %d",
                 counted(len(steps), "step"),
                 self._replica.position.step,
             )

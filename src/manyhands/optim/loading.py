@@ -20,7 +20,7 @@ from manyhands.base.text import counted
 from manyhands.optim.flat import are_finite
 from manyhands.optim.manifest import RunManifest, read_manifest
 from manyhands.optim.run.branches import believed_by_a_newcomer
-from manyhands.optim.run.progress import ProgressRecord, rank_of
+from manyhands.optim.run.progress import ProgressRecord, branch_order
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
@@ -125,7 +125,7 @@ def leading_donors(
     believed = believed_by_a_newcomer(records)
     if not believed:
         return None
-    position = max(believed.values(), key=rank_of).position
+    position = max(believed.values(), key=branch_order).position
     donors = [peer_id for peer_id, record in believed.items() if record.position == position]
     rng.shuffle(donors)
     donors.sort(key=lambda peer_id: not believed[peer_id].is_auxiliary)  # trainers need their links themselves

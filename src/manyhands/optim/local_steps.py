@@ -64,9 +64,9 @@ class LocalSteps:
         outer: makes the optimizer that steps with the averaged change, from a list of parameter groups. By default
             ``SGD(lr=1.0)``, which is plain averaging of parameters. :func:`nesterov` is that of DiLoCo, for hundreds of
             inner steps between two averages and hundreds of averages.
-        fragments: the parameters are averaged in so many parts, one after the other, which divides the peak of the
-            traffic. Each part is averaged once in ``target_batch_size`` samples.
-        overlap_steps: go on with up to so many inner steps while the average is computed.
+        fragments: number of parts in which the parameters are averaged, one after the other; more parts lower the
+            peak of the traffic. Each part is averaged once in ``target_batch_size`` samples.
+        overlap_steps: number of inner steps that this peer may make while an average is computed.
         sparse: send only the largest changes; the rest is kept and added to the next ones (SparseLoCo).
     Raises:
         ConfigError: a value cannot be used.

@@ -52,7 +52,7 @@ FAILURES_UNTIL_ADVICE = 3
 
 
 class Optimizer(OptimizerWrapper):
-    """Wraps a torch optimizer, so that its batch is what all peers of a run compute together.
+    """Wraps a torch optimizer, so that all peers of a run compute each of its batches together.
 
     Micro-batches are accumulated. Each time the peers together have reached ``target_batch_size`` samples, their
     gradients are averaged, weighted by samples, and every peer makes the same step.
@@ -218,7 +218,7 @@ class Optimizer(OptimizerWrapper):
 
     @property
     def num_peers(self) -> int:
-        """Peers at this peer's global step, with this one, as last read."""
+        """Number of peers at this peer's global step, this one included, as last read."""
         return self._collaboration.tracker.progress.num_peers
 
     @property

@@ -90,9 +90,8 @@ class OwnMode:
             self._endpoint.set_client_mode(is_on=True)
             asked = f"the {num_asked} peers that tried could not" if num_asked > 1 else "the peer that tried could not"
             logger.warning(
-                "No other peer can dial this one (%s): it takes part as a client, which dials out only. With an open "
-                "port it helps the run more; manyhands doctor says what is in the way, and --no-client-mode listens "
-                "in any case",
+                "No other peer can dial this one (%s): it takes part as a client, which dials out only. An open port "
+                "would help the run more; manyhands doctor says what blocks it. --no-client-mode listens in any case",
                 asked if num_asked else "none answered in time",
             )
         self._is_decided.set()

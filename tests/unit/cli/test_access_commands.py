@@ -269,14 +269,14 @@ def test_two_charters_and_no_ticket(folder: Path) -> None:
             Scout([*one.addresses, *two.addresses]) as scout,
             pytest.raises(ConfigError, match="have 2 different charters; ask its owner for a ticket, and use it"),
         ):
-            scout.charter_of("ours")
+            scout.find_charter("ours")
         digest = SignedCharter.load(folder / "one").digest
         with Scout(one.addresses) as scout:
-            assert scout.charter_of("ours") == digest, "another peer cannot put its charter on the run"
+            assert scout.find_charter("ours") == digest, "another peer cannot put its charter on the run"
         with Scout([str(Ticket("ours", parse_addresses(two.addresses), b"", digest))]) as scout:
-            assert scout.charter_of("ours") == digest
+            assert scout.find_charter("ours") == digest
         with Scout([str(Ticket("ours", parse_addresses(two.addresses), b""))]) as scout:
-            assert scout.charter_of("ours") == b"", "a ticket without a charter is of a run without one"
+            assert scout.find_charter("ours") == b"", "a ticket without a charter is of a run without one"
 
 
 def test_evaluators_and_monitors_without_a_ticket_are_told_to_ask_for_one(

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from manyhands.cli.demo.tally import Tally, TrainerTally
-from manyhands.cli.demo.view import LiveView
+from manyhands.cli.demo.view import LiveDemoView
 from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone
 
 
@@ -73,7 +73,7 @@ def test_the_bar_never_ends_beyond_its_end(planned: int) -> None:
     tally = good_run()
     tally.planned_steps = planned
     console = Console(width=200, record=True, file=io.StringIO())
-    view = LiveView(console)
+    view = LiveDemoView(console)
     with view:
         view.refresh(tally)
     assert f"2 of {max(planned, 2)}" in console.export_text()

@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.monitor import curves
-from manyhands.monitor.curves import Curves, Point, Sink, TensorBoardSink, TrackioSink, WandbSink
+from manyhands.monitor.curves import CurvePoint, Curves, Sink, TensorBoardSink, TrackioSink, WandbSink
 from manyhands.monitor.events import HeldoutSeen, Listening, StepMade
 from tests.unit.monitor.curve_files import tensorboard_points, trackio_points, wandb_points
 
@@ -113,7 +113,7 @@ class Recorder:
     """A sink that a test can hold up or break."""
 
     def __init__(self, *, fails_in: str = "") -> None:
-        self.points: list[Point] = []
+        self.points: list[CurvePoint] = []
         self.may_go_on = threading.Event()
         self.may_go_on.set()
         self._fails_in = fails_in
@@ -121,7 +121,7 @@ class Recorder:
     def open(self) -> None:
         self._act("open")
 
-    def add(self, point: Point) -> None:
+    def add(self, point: CurvePoint) -> None:
         self._act("add")
         self.points.append(point)
 

@@ -14,7 +14,7 @@ import pytest
 from manyhands.base.errors import ConfigError
 from manyhands.monitor import history as history_module
 from manyhands.monitor.credit import Changes, CreditedStep, Total
-from manyhands.monitor.history import SCHEMA, History, KnownPeer, history_path, open_history
+from manyhands.monitor.history import SCHEMA, History, SeenPeer, history_path, open_history
 from manyhands.monitor.picture import Point, RunEvent
 from manyhands.optim.account import packed
 from tests.credited import leaders_in
@@ -35,8 +35,8 @@ def event(number: int) -> RunEvent:
     return RunEvent(time=float(number), kind="joined", text=f"event {number}", step=number)
 
 
-def known(peer: bytes, name: str) -> KnownPeer:
-    return KnownPeer(peer, f"id of {name}", name, 1000.0, 3, 900.0, 1100.0)
+def known(peer: bytes, name: str) -> SeenPeer:
+    return SeenPeer(peer, f"id of {name}", name, 1000.0, 3, 900.0, 1100.0)
 
 
 def test_all_survives_a_restart(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.cli.demo.child import Child, end_all
 from manyhands.cli.demo.story import MONITOR_EVENTS, Story
 from manyhands.cli.demo.tally import Summary
-from manyhands.cli.demo.view import DemoView, LiveView, PlainView, print_summary
+from manyhands.cli.demo.view import DemoView, LiveDemoView, PlainView, print_summary
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.web_page import WebOptions
 from manyhands.monitor.plot import plot
@@ -53,7 +53,7 @@ def demo(
     check_text(text)
     writer = SummaryFile(summary)
     console = Console(highlight=False)
-    view: DemoView = LiveView(console) if console.is_terminal else PlainView()
+    view: DemoView = LiveDemoView(console) if console.is_terminal else PlainView()
     started = time.monotonic()
     children: list[Child] = []
     problem = ""

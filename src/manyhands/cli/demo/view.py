@@ -53,7 +53,7 @@ class PlainView:
         return None
 
 
-class LiveView:
+class LiveDemoView:
     """Redraws progress bars, a table of the trainers and the last lines."""
 
     def __init__(self, console: Console) -> None:
@@ -86,7 +86,7 @@ class LiveView:
             grid.add_row("page", tally.page)
         return grid
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> LiveDemoView:
         self._live.__enter__()
         return self
 

@@ -254,7 +254,7 @@ COLUMNS = [
     Column("committed", lambda peer, now: whole(peer.rounds_committed), 9, 110),
     Column("missed", lambda peer, now: whole(peer.rounds_missed), 9, 110),
     Column("since", lambda peer, now: ago(now - peer.since) if peer.since else "", 7, 96),
-    Column("peer id", lambda peer, now: short_id(peer.peer_id), 8, 120, False),
+    Column("peer id", lambda peer, now: abbreviated(peer.peer_id), 8, 120, False),
     Column("version", lambda peer, now: shown(peer.version), 8, 140, False),
     Column("device", lambda peer, now: shown(peer.device), 20, 160, False),
     Column("not in the last step because", lambda peer, now: shown(peer.reason), None, 190, False),
@@ -276,7 +276,7 @@ def _peers(picture: RunPicture, width: int, rows: int, now: float) -> list[Rende
         )  # fmt: skip
     seen = picture.peers[: rows - 2]
     for peer in seen:
-        name = Text(shown(peer.name) or short_id(peer.peer_id))
+        name = Text(shown(peer.name) or abbreviated(peer.peer_id))
         cells = [Text(column.cell(peer, now)) for column in columns]
         for column, cell in zip(columns, cells, strict=True):
             if column.heading == "state":
@@ -372,7 +372,7 @@ def shown(text: str) -> str:
     return "".join(kept)
 
 
-def short_id(peer_id: str) -> str:
+def abbreviated(peer_id: str) -> str:
     """The end of a peer id: all ids begin alike."""
     return f"…{shown(peer_id[-6:])}"
 

@@ -15,7 +15,7 @@ from manyhands.monitor.web.app import Api
 from manyhands.monitor.web.connections import BoundedProtocol
 from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.source import Fill, Source
-from manyhands.monitor.web.stream import Stream
+from manyhands.monitor.web.stream import UpdateStream
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class PageServer:
         self._bound = bound
         self._is_loopback = is_loopback(bound)
         page = page_files(has_model=fill is not None)
-        self._stream = Stream(source, page.version)
+        self._stream = UpdateStream(source, page.version)
         config = uvicorn.Config(
             Api(source, self._stream, page, fill).app(is_loopback=self._is_loopback),
             http=BoundedProtocol,

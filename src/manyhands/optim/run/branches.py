@@ -25,7 +25,7 @@ from typing import NamedTuple
 from manyhands.averaging.messages import NUM_RECENT_STEPS, Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
-from manyhands.optim.run.progress import ProgressRecord, rank_of
+from manyhands.optim.run.progress import ProgressRecord, branch_order
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +80,18 @@ def leading_branch(
         hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
-    first = max(map(rank_of, candidates.values()))
+    first = max(map(branch_order, candidates.values()))
     sizes = Counter(  # all peers with the same records count alike
         strangers.get(peer_id, b"")
         for peer_id, record in candidates.items()
-        if len(record.recent_rounds) == NUM_RECENT_STEPS and rank_of(record) == first
+        if len(record.recent_rounds) == NUM_RECENT_STEPS and branch_order(record) == first
     )
     ordered = sorted(candidates)
     best_id = ordered[0]
     if last_step > 0:  # of equal ones the first
-        best_id = max(ordered, key=lambda peer_id: (rank_of(candidates[peer_id]), sizes[strangers.get(peer_id, b"")]))
+        best_id = max(
+            ordered, key=lambda peer_id: (branch_order(candidates[peer_id]), sizes[strangers.get(peer_id, b"")])
+        )
     best, part = candidates[best_id], strangers.get(best_id, b"")
     holders = [
         peer_id for peer_id in ordered
@@ -205,7 +207,9 @@ def held_by_most(records: Records) -> Position:
     voters = _voters_among(records)
     electorate = _Electorate(voters, len(set(voters.values())), is_half_enough=False)
     believed = electorate.believed({peer_id: record.position for peer_id, record in records.items()})
-    return max(records.values(), key=rank_of).position if believed is None else believed  # nothing has been learnt yet
+    if believed is None:  # nothing has been learnt yet
+        return max(records.values(), key=branch_order).position
+    return believed
 
 
 def believed_by_a_newcomer(records: Mapping[PeerId, ProgressRecord]) -> dict[PeerId, ProgressRecord]:
@@ -217,7 +221,7 @@ def believed_by_a_newcomer(records: Mapping[PeerId, ProgressRecord]) -> dict[Pee
 
 def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
     """Whether a record is of a higher branch."""
-    return record.position != own.position and rank_of(record) > rank_of(own)
+    return record.position != own.position and branch_order(record) > branch_order(own)
 
 
 def voter_of(peer_id: PeerId, addresses: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.peer import Presence
-from manyhands.rpc.method import Method, Request, Response
+from manyhands.rpc.method import Method, RequestT, ResponseT
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Contacts:
         for peer_id in peer_ids:
             self._tasks.spawn(self._call(peer_id, TELL, HereIAm(record)), name="telling a peer where this one is")
 
-    async def _call(self, peer_id: PeerId, method: Method[Request, Response], request: Request) -> Response | None:
+    async def _call(self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT | None:
         try:
             return await self._endpoint.call(peer_id, method, request, TIMEOUT_S)
         except ManyhandsError as error:

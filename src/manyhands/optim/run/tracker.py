@@ -26,10 +26,10 @@ from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
     ProgressLog,
     ProgressRecord,
+    branch_order,
     crowd_factor,
     is_news,
     next_refresh_s,
-    rank_of,
     samples_with_batch,
 )
 from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, progress_key
@@ -366,8 +366,8 @@ class ProgressTracker:
     def in_need(self) -> list[PeerId]:
         """Some of the dialable peers, if all of them are behind this peer; else none."""
         believed = self.branches.believed.items()
-        hosts = {peer_id: rank_of(record) for peer_id, record in believed if not record.is_client}
-        own = rank_of(self.own)
+        hosts = {peer_id: branch_order(record) for peer_id, record in believed if not record.is_client}
+        own = branch_order(self.own)
         return sorted(hosts)[:MAX_IN_NEED] if all(rank < own for rank in hosts.values()) else []
 
     def behind(self) -> list[PeerId]:

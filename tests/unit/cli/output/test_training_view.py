@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from manyhands.cli.output.training_view import card_of, line_of, print_card, run_in_view
-from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
+from manyhands.recipes.albert.summary import HeldoutLosses, Standing, TrainingSummary
 
 STANDING = Standing(
     step=3, samples=128, target_batch_size=256, eta_s=12.3, num_peers=3, is_averaging=False, share=0.333,
     loss=7.1234, samples_per_second=41.27,
 )  # fmt: skip
-ACCOUNT = Account(
+ACCOUNT = TrainingSummary(
     run_id="demo", seconds=723.0, step=318, num_steps=118, samples_used=4096, samples_of_all=16384,
     first_loss=8.321, last_loss=6.51, heldout=HeldoutLosses(before=8.31, after=6.49, num_samples=64),
     folder=Path("my model"), checkpoint=Path("my model/checkpoint-318"), samples_lost=0, is_alone=False,
@@ -127,7 +127,7 @@ class ATrainer:
     def standing(self) -> Standing:
         return STANDING
 
-    def account(self) -> Account:
+    def summary(self) -> TrainingSummary:
         return ACCOUNT
 
 

@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from manyhands.base.errors import ConfigError
-from manyhands.monitor.picture import Leader, PeerRow, Point, RunEvent, RunPicture
+from manyhands.monitor.picture import LeaderboardRow, PeerRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web import Filled, Guess, bind
 from manyhands.monitor.web import app as app_module
 from manyhands.monitor.web.server import PageServer
@@ -99,7 +99,7 @@ def test_json_of_the_run_decodes_to_the_picture(served: Served) -> None:
     assert "peers" not in head
     assert msgspec.convert(head, RunPicture).last == picture.last
     assert msgspec.convert(served.get("/api/peers.json")["peers"], list[PeerRow]) == picture.peers
-    assert msgspec.convert(served.get("/api/leaders.json")["leaders"], list[Leader]) == picture.leaders
+    assert msgspec.convert(served.get("/api/leaders.json")["leaders"], list[LeaderboardRow]) == picture.leaders
 
 
 def test_credit_in_the_api_adds_up_to_the_committed_samples(served: Served) -> None:
