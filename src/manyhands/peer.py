@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
 from manyhands.access.charters import charted_runs, read_charters
+from manyhands.access.coordinator import Coordinator
 from manyhands.access.joining import Place, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
@@ -58,6 +59,7 @@ class Presence:
     Attributes:
         on_close: callbacks of the parts that depend on it, called in reverse order when it stops.
         members: of the runs with a charter that this peer is in or looks at, by run id.
+        coordinators: of the runs for which this peer signs, by run id.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Presence:
     ) -> None:
         self.peer_id: PeerId = transport.identity.peer_id
         self.members: dict[str, Members] = {}
+        self.coordinators: dict[str, Coordinator] = {}
         self.rng = rng or random.Random()
         self.wall_clock = wall_clock
         self.began_at = wall_clock()
@@ -138,6 +141,8 @@ class Presence:
         """Publish a charter; returns whether this peer is one of its coordinators and signs leases."""
         coordinator, members = await serve_charter(charter, self._place(), authorizer)
         self.on_close.append(coordinator.close)
+        if coordinator.is_delegated:
+            self.coordinators[charter.run_id] = coordinator
         self._keep(members)
         return coordinator.is_delegated
 
@@ -178,6 +183,11 @@ class Presence:
         """Raises ``ConfigError`` if this peer is banned from a run."""
         if (members := self.members.get(run_id)) is not None:
             members.check_own()
+
+    def vouched(self, run_id: str) -> frozenset[PeerId]:
+        """The trainers for which a coordinator of a run vouches."""
+        members = self.members.get(run_id)
+        return members.vouched() if members is not None else frozenset()
 
     def _keep(self, members: Members) -> None:
         self.members[members.charter.run_id] = members
