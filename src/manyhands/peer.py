@@ -59,6 +59,7 @@ class Presence:
     Attributes:
         on_close: callbacks of the parts that depend on it, called in reverse order when it stops.
         members: of the runs with a charter that this peer is in or looks at, by run id.
+        coordinators: of the runs for which this peer signs, by run id.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Presence:
     ) -> None:
         self.peer_id: PeerId = transport.identity.peer_id
         self.members: dict[str, Members] = {}
-        self._coordinators: dict[str, Coordinator] = {}
+        self.coordinators: dict[str, Coordinator] = {}
         self.rng = rng or random.Random()
         self.wall_clock = wall_clock
         self.began_at = wall_clock()
@@ -142,7 +143,7 @@ class Presence:
         """Publish a charter; returns whether this peer is one of its coordinators and signs leases."""
         coordinator, members = await serve_charter(charter, self._as_joining_peer(), authorizer)
         self.on_close.append(coordinator.close)
-        self._coordinators[charter.run_id] = coordinator
+        self.coordinators[charter.run_id] = coordinator
         self._keep(members)
         return coordinator.is_delegated
 
@@ -203,13 +204,18 @@ class Presence:
         """Raises ``ConfigError`` if this peer must leave a run: it is banned, or a copy of an earlier coordinator."""
         if (members := self.members.get(run_id)) is not None:
             members.check_own()
-        if (coordinator := self._coordinators.get(run_id)) is not None:
+        if (coordinator := self.coordinators.get(run_id)) is not None:
             coordinator.check()
 
     def signed_manifests(self) -> dict[str, bytes]:
         """The fingerprints of the run manifests that owners signed, by run id: no others count."""
         charters = {run_id: members.charter.charter for run_id, members in self.members.items()}
         return {run_id: charter.manifest for run_id, charter in charters.items() if charter.manifest}
+
+    def vouched(self, run_id: str) -> frozenset[PeerId]:
+        """The trainers for which a coordinator of a run vouches."""
+        members = self.members.get(run_id)
+        return members.vouched() if members is not None else frozenset()
 
     def _keep(self, members: Members) -> None:
         self.members[members.charter.run_id] = members

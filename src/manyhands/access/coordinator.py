@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -13,7 +13,7 @@ from manyhands.access.authorizer import Authorizer, Invited, Open
 from manyhands.access.charter import SignedCharter
 from manyhands.access.config import AccessConfig
 from manyhands.access.lease import Lease, Role, SignedLease
-from manyhands.access.ledger import Ledger
+from manyhands.access.ledger import Ledger, Seen
 from manyhands.access.messages import (
     BANNED,
     CHARTER_RECORDS,
@@ -37,7 +37,9 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_PERIOD_S = 600.0
+PUBLISH_PERIOD_S = 300.0
+VOUCH_PERIOD_S = 60.0
+"""Least time between two records that differ in the vouched peers alone."""
 BANS_PERIOD_S = 2.0
 """Between two reads of the file of ``manyhands ban``."""
 TWIN_PERIOD_S = 5.0
@@ -169,6 +171,17 @@ class Coordinator:
                 logger.warning("cannot write the coordinator's files: %s; it gives no lease until that works", error)
                 raise Unavailable(f"the coordinator cannot write its files: {error.strerror}") from error
 
+    # trainers on the run's branch
+
+    @property
+    def seen(self) -> Seen:
+        """For whom this coordinator vouches, and for how long it has seen each trainer; kept in its state dir."""
+        return self._ledger.seen
+
+    def vouch(self, peer_ids: Iterable[PeerId]) -> None:
+        """Vouch for these trainers, and no others, from now on: others believe most of them."""
+        self.seen.vouched, self.seen.vouched_at = sorted(peer_ids), self._wall_clock()
+
     # calls of the owner
 
     async def _on_manage(self, remote: PeerId, request: ManageRequest) -> ManageResponse:
@@ -195,6 +208,7 @@ class Coordinator:
         loop = self._loop
         published_at, bans, addresses = loop.time(), dict(self._ledger.bans.banned_at), self._endpoint.addresses
         looked_at = loop.time()
+        vouched = self.seen.vouched
         while True:
             await asyncio.sleep(BANS_PERIOD_S)
             try:
@@ -205,11 +219,13 @@ class Coordinator:
                     is_news |= await self._is_replaced()
                 if self._twin.is_older and not self._twin.is_to_be_told(loop.time()):
                     return
-                if not is_news and loop.time() < published_at + PUBLISH_PERIOD_S:
+                period_s = PUBLISH_PERIOD_S if self.seen.vouched == vouched else VOUCH_PERIOD_S
+                if not is_news and loop.time() < published_at + period_s:
                     continue
                 for peer_id in self._ledger.bans.banned_at.keys() - bans.keys():
                     logger.warning("Peer %s is banned from run %s", peer_id, self._charter.run_id)
                 bans, addresses = dict(self._ledger.bans.banned_at), self._endpoint.addresses
+                vouched = self.seen.vouched
                 await self._publish()
                 published_at = loop.time()
             except ManyhandsError as error:
@@ -226,13 +242,25 @@ class Coordinator:
         return record.began_at != self._began_at
 
     async def _publish(self) -> None:
-        if self.is_delegated:
-            self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
         record = CharterRecord(
             self._charter.signed.encoded(),
             [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]],
             list(self._ledger.bans.banned_at)[:MAX_BANS],
             self._began_at,
+            self.seen.vouched,
+            self.seen.vouched_at,
         )
         value = msgspec.to_builtins(record, builtin_types=(bytes,))
+        if not record.vouched_at:
+            del value["vouched"], value["vouched_at"]
         await self._dht.store(charter_key(self._charter.run_id), value, RECORD_TTL_S, subkey=self._endpoint.peer_id)
+        if self.is_delegated:
+            self._keep_on_disk()
+
+    def _keep_on_disk(self) -> None:
+        try:
+            self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
+            if self.seen.seconds:
+                self._ledger.save_seen()
+        except OSError as error:
+            logger.warning("cannot write the coordinator's files: %s; trying again", error)

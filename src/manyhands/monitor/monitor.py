@@ -23,6 +23,7 @@ from manyhands.monitor.painter import Look, Painter
 from manyhands.monitor.peer_table import longest_silence_s
 from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
+from manyhands.monitor.vouching import Vouching
 from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
@@ -130,6 +131,7 @@ class RunMonitor:
         self._is_watched = True
         self._notice = StrandedNotice(run_id)
         self._steps = CompleteSteps()
+        self._vouching: Vouching | None = None
         self._trainers_seen: dict[PeerId, float] = {}  # when last seen, also of those that have left
         self._leading_step = -1
         self._heldout_step = -1
@@ -203,6 +205,7 @@ class RunMonitor:
         await self._reader.refresh()
         present = self._reader.present()
         trainers = {peer_id: seen.record for peer_id, seen in present.items() if not seen.record.is_auxiliary}
+        self._vouch(trainers)
         if not trainers:
             if self._is_watched:
                 logger.log(self._told_level, "Found no active peers", extra=SHOWN_LIVE)
@@ -212,7 +215,7 @@ class RunMonitor:
             return 1.0
         self._is_watched = True
         self._tell_stranded()
-        leading = held_by_most(trainers)
+        leading = held_by_most(trainers, self._peer.presence.vouched(self._run_id))
         target = await self._target_batch_size()
         progress = View(present, leading).progress(None, target, asyncio.get_running_loop().time())
         delay_s = next_refresh_s(progress, self._config)
@@ -226,6 +229,14 @@ class RunMonitor:
         self._leading_step = leading.step
         await self._report_what_was_learnt(trainers)
         return min(delay_s, SETTLED_S) if self._steps.is_waiting else delay_s
+
+    def _vouch(self, trainers: Mapping[PeerId, ProgressRecord]) -> None:
+        """Vouch for trainers, if the run has a charter that names this peer."""
+        coordinator = self._peer.presence.coordinators.get(self._run_id)
+        if coordinator is not None and coordinator.is_delegated:
+            if self._vouching is None:
+                self._vouching = Vouching(coordinator.seen.seconds, coordinator.seen.vouched)
+            coordinator.vouch(self._vouching.look(trainers, asyncio.get_running_loop().time()))
 
     def _tell_stranded(self) -> None:
         """Warn if all trainers are behind firewalls: newcomers can join only through other peers, such as this one."""

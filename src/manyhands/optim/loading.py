@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -77,7 +77,7 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
         else "nobody trains it now"
     ]
     for _ in range(MAX_POSITIONS):
-        if (leading := leading_donors(records, presence.rng)) is None:
+        if (leading := leading_donors(records, presence.rng, presence.vouched(run_id))) is None:
             break
         position, donors = leading
         try:
@@ -119,10 +119,14 @@ def askable(records: Mapping[PeerId, ProgressRecord], endpoint: Endpoint) -> dic
 
 
 def leading_donors(
-    records: Mapping[PeerId, ProgressRecord], rng: random.Random
+    records: Mapping[PeerId, ProgressRecord], rng: random.Random, vouched: Collection[PeerId] = ()
 ) -> tuple[Position, list[PeerId]] | None:
-    """The position of the run, as a peer that does not train believes it, and the peers that hold its state."""
-    believed = believed_by_a_newcomer(records)
+    """The position of the run, as a peer that does not train believes it, and the peers that hold its state.
+
+    Args:
+        vouched: peers for which a coordinator of the run vouches.
+    """
+    believed = believed_by_a_newcomer(records, vouched)
     if not believed:
         return None
     position = max(believed.values(), key=branch_order).position

@@ -131,6 +131,7 @@ class Collaboration:
             presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self._local.position,
             self._progress_config, is_auxiliary=self._is_auxiliary, began_at=presence.began_at,
         )  # fmt: skip
+        self.tracker.branches.belief.vouched = lambda: presence.vouched(manifest.run_id)
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
         assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
