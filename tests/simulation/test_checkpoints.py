@@ -277,8 +277,17 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
             return "text"
 
     def train(member: Member) -> None:
-        with pytest.raises(ConfigError, match="every is 0; it must be at least 1"):
+        with pytest.raises(ConfigError, match="every=0 must be at least 1"):
             Checkpoints(tmp_path, member.optimizer, member.model, every=0)
+        no_number: Any = None
+        with pytest.raises(ConfigError, match="keep=None must be a whole number"):
+            Checkpoints(tmp_path, member.optimizer, member.model, keep=no_number)
+        name: Any = "albert-base-v2"
+        with pytest.raises(ConfigError, match=r"tokenizer='albert-base-v2' has no save_pretrained\(\)"):
+            Checkpoints(tmp_path, member.optimizer, member.model, tokenizer=name)
+        values: Any = member.model.state_dict()
+        with pytest.raises(ConfigError, match="model is of type OrderedDict"):
+            Checkpoints(tmp_path, member.optimizer, values)
         with pytest.raises(ConfigError, match="5 parameters of the optimizer, of 7, are not in the model"):
             Checkpoints(tmp_path, member.optimizer, member.model.first)
         with pytest.raises(ConfigError, match=r"_extra_state in the model's state_dict\(\) is a str"):

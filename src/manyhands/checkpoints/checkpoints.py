@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_model, save_model
 
+from manyhands.base.arguments import whole
 from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted, reason_of
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
@@ -72,13 +73,18 @@ class Checkpoints:
         *,
         tokenizer: Pretrained | None = None,
     ) -> None:
-        if every < 1:
-            raise ConfigError(f"every is {every}; it must be at least 1, for example 100")
+        self._every = whole("every", every, least=1, example=100)
+        if not isinstance(folder, CheckpointDir):
+            keep = whole("keep", keep, least=1, example=2)
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"checkpoints are saved of a manyhands.Optimizer, and this is a {type(optimizer).__name__}; of a "
                 "ProcessGroupOptimizer give its leader, on rank 0 alone"
             )
+        if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+            raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained(); give the tokenizer itself, or None")
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model is of type {type(model).__name__}; give the module that the optimizer trains")
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if num_missing := len(trained - set(model.parameters())):
             raise ConfigError(
@@ -95,7 +101,6 @@ class Checkpoints:
                         "holds tensors only; keep it in a buffer"
                     )
         self._tokenizer = tokenizer
-        self._every = every
         if not isinstance(folder, CheckpointDir):
             folder = CheckpointDir(Path(folder), optimizer.manifest.run_id, keep)
         self._folder = folder
