@@ -53,7 +53,8 @@ SETTLE_PERIOD_S = 0.01
 FAILURES_UNTIL_ADVICE = 3
 """Attempts in a row: one or two also fail in a healthy run, when a member is lost."""
 ADVISED_FAILURES = {FAILURES_UNTIL_ADVICE << doubled for doubled in range(32)}
-"""Several attempts may fail in a second."""
+REPEAT_S = 10.0
+"""Several attempts may fail in a second, also in a healthy run: a newcomer's record is there before its first batch."""
 
 
 class Optimizer(OptimizerWrapper):
@@ -190,7 +191,7 @@ class Optimizer(OptimizerWrapper):
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
         self._allow_solo = allow_solo
-        self._num_failures = 0  # attempts at a step in a row
+        self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
         self._was_alone = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
@@ -512,8 +513,9 @@ class Optimizer(OptimizerWrapper):
             raise error
         self.statistics.rounds_aborted += 1
         self._num_failures += 1
-        failure = Failure(self._replica.position.step + 1, str(error))
-        if failure != self.last_failure or self._num_failures <= FAILURES_UNTIL_ADVICE:
+        now, failure = self.peer.time(), Failure(self._replica.position.step + 1, str(error))
+        if failure != self.last_failure or now - self._told_failure_at >= REPEAT_S:
+            self._told_failure_at = now
             is_farewell = self._collaboration.tracker.reader.last_said_goodbye
             logger.log(
                 logging.INFO if is_farewell else logging.WARNING,
@@ -522,7 +524,10 @@ class Optimizer(OptimizerWrapper):
                 self._samples.waiting,
             )
         self.last_failure = failure
-        if self._num_failures in ADVISED_FAILURES:
+        if self._num_failures == 1:
+            self._failing_since = now
+        has_lasted = now - self._failing_since >= REPEAT_S
+        if self._num_failures in ADVISED_FAILURES and (has_lasted or self._allow_solo):
             logger.warning(
                 "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s. "
                 "One of them may no longer call step(), in a notebook say: end its program, or let it go on. Else "
