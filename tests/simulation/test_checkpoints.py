@@ -271,6 +271,23 @@ def test_a_checkpoint_that_cannot_be_used_is_told_from_none(tmp_path: Path) -> N
     alone(first)
 
 
+def test_a_loop_that_forgets_to_resume_is_told_so_before_its_first_batch_is_lost(tmp_path: Path) -> None:
+    """It once began anew in silence, and the next start that resumed dropped what it had trained."""
+
+    def first(member: Member) -> None:
+        with Checkpoints(tmp_path, member.optimizer, member.model) as checkpoints:
+            steps_of(member, range(2), checkpoints)
+
+    def forgetful(member: Member) -> None:
+        with Checkpoints(tmp_path, member.optimizer, member.model) as checkpoints:
+            says = r"checkpoint-2 is of a later step .* call checkpoints\.resume\(\) once, before the loop"
+            with pytest.raises(ConfigError, match=says):
+                steps_of(member, range(2), checkpoints)
+
+    alone(first)
+    alone(forgetful)
+
+
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     class WithText(Model):
         def get_extra_state(self) -> str:

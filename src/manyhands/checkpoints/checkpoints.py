@@ -105,6 +105,7 @@ class Checkpoints:
             folder = CheckpointDir(Path(folder), optimizer.manifest.run_id, keep)
         self._folder = folder
         self._saved_step = self._tried_step = optimizer.global_step
+        self._must_check = True
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -121,7 +122,7 @@ class Checkpoints:
             ConfigError: the checkpoint was made with another model or other settings, or none can be loaded.
         """
         here = self._optimizer.global_step
-        self._saved_step = 0
+        self._saved_step, self._must_check = 0, False
         for checkpoint in self._folder.newest(self._optimizer.manifest):
             if checkpoint.global_step <= here:
                 logger.info("The run is at global step %d; %s is not needed", here, checkpoint.path)
@@ -140,7 +141,18 @@ class Checkpoints:
         return False
 
     def save_if_due(self) -> None:
-        """Save if enough global steps were made since the last attempt. Call it after each ``optimizer.step()``."""
+        """Save if enough global steps were made since the last attempt. Call it after each ``optimizer.step()``.
+
+        Raises:
+            ConfigError: :meth:`resume` was not called, and a checkpoint in the folder is of a later step.
+        """
+        if self._must_check:
+            self._must_check, newest = False, self._folder.newest_step()
+            if newest > self._optimizer.global_step:
+                raise ConfigError(
+                    f"{self._folder.of_step(newest)} is of a later step than this peer, which would begin anew beside "
+                    "it: call checkpoints.resume() once, before the loop, or give another checkpoint folder"
+                )
         if self._optimizer.global_step >= self._tried_step + self._every:
             self._save()
 
