@@ -184,6 +184,8 @@ def test_bad_arguments_are_named() -> None:
             ({"start_new": "no"}, "start_new='no' must be True, False or None"),
             ({"averaging": {"codec": "int8"}}, r"averaging=.* must be made by manyhands\.AveragingConfig"),
             ({"progress": {}}, r"progress={} must be made by manyhands\.ProgressConfig"),
+            ({"must_match": {"version": 3}}, "must_match={'version': 3} must be a dict of texts"),
+            ({"must_match": ["tokenizer"]}, r"must_match=\['tokenizer'\] must be a dict of texts"),
             ({"local_steps": True}, r"local_steps=True must be made by manyhands\.LocalSteps"),
         ]
         for named, says in wrong:

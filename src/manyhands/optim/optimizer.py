@@ -57,6 +57,10 @@ REPEAT_S = 10.0
 """Several attempts may fail in a second, also in a healthy run: a newcomer's record is there before its first batch."""
 
 
+def _are_texts(facts: object) -> bool:
+    return isinstance(facts, Mapping) and all(isinstance(text, str) for item in facts.items() for text in item)
+
+
 class Optimizer(OptimizerWrapper):
     """Wraps a torch optimizer, so that its batch is what all peers of a run compute together.
 
@@ -138,6 +142,8 @@ class Optimizer(OptimizerWrapper):
         made_by(ProgressConfig, "ProgressConfig(ttl_s=60.0)", progress=progress)
         check_flags(auxiliary=auxiliary, allow_solo=allow_solo)
         check_flags(may_be_none=True, offload=offload, start_new=start_new)
+        if must_match is not None and not _are_texts(must_match):
+            raise ConfigError(f'must_match={must_match!r} must be a dict of texts; for example {{"tokenizer": "v2"}}')
         self._options = options = Options(
             run_id=run_id, target_batch_size=target_batch_size, batch_size_per_step=batch_size_per_step,
             batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
