@@ -18,6 +18,7 @@ from manyhands.access.charters import charted_runs, read_charters
 from manyhands.access.coordinator import Coordinator
 from manyhands.access.joining import JoiningPeer, follow_open, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
+from manyhands.base.arguments import check_flags
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout, Unavailable
 from manyhands.base.from_hivemind import FromHivemind
@@ -290,6 +291,31 @@ def check_peer(peer: object) -> None:
         )
 
 
+def _check_only_dials(listen: Sequence[Address], announce: Sequence[Address]) -> None:
+    if announce:
+        raise ConfigError(
+            f"announce={[str(address) for address in announce]} says where others dial this peer, and client_mode=True "
+            "that they cannot; leave one out"
+        )
+    if ports := [address.port for address in listen if address.port]:
+        raise ConfigError(
+            f"port {ports[0]} is given to listen on, and a peer in client mode only dials out; leave one of the two "
+            "out (--listen, listen=; --client-mode, client_mode=)"
+        )
+
+
+def _check_kinds(identity: object, state_dir: object, credential: object) -> None:
+    if state_dir == "":
+        raise ConfigError("state_dir is empty; name a folder, such as my-peer, or leave it out")
+    for name, value, kinds in (
+        ("identity", identity, (str, Path, Identity)),
+        ("state_dir", state_dir, (str, Path, StateDir)),
+        ("credential", credential, (str,)),
+    ):
+        if not isinstance(value, kinds) and (value is not None or name == "credential"):
+            raise ConfigError(f"{name} is of type {type(value).__name__}; give a text, or leave it out")
+
+
 class Peer(FromHivemind):
     """The connection of this machine to a swarm. Use it as a context manager, or call :meth:`close`.
 
@@ -339,8 +365,15 @@ class Peer(FromHivemind):
         access_config: AccessConfig | None = None,
     ) -> None:
         initial_addresses, tickets = split_tickets(initial_peers)
-        listen_addresses = [] if client_mode else parse_listen_addresses(listen)
-        announce_addresses = parse_addresses(announce)
+        listen_addresses, announce_addresses = parse_listen_addresses(listen), parse_addresses(announce)
+        check_flags(must_join=must_join)
+        check_flags(may_be_none=True, client_mode=client_mode)
+        if client_mode:
+            _check_only_dials(listen_addresses, announce_addresses)
+            listen_addresses = []
+        elif not listen_addresses:
+            raise ConfigError("listen is empty; leave it out to accept connections on a free port")
+        _check_kinds(identity, state_dir, credential)
         may_be_client = client_mode is None and before_joining is None and not announce_addresses
         self._is_closed = False
         self._state_dir = StateDir(state_dir) if isinstance(state_dir, (str, Path)) else state_dir

@@ -340,7 +340,7 @@ def test_peers_behind_are_waited_for_as_long_as_they_live() -> None:
 def test_two_optimizers_on_one_peer_are_refused_and_the_first_goes_on() -> None:
     with peers(1) as (peer,):
         trainer = Trainer(peer, "first", 8)
-        with pytest.raises(ConfigError, match="are taken already"):
+        with pytest.raises(ConfigError, match="this peer has an Optimizer already"):
             Trainer(peer, "second", 8)
         assert peer.run(read_manifest(peer.dht, "second"), 5.0, "reading") is None
         trainer.train_until(1)

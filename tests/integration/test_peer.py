@@ -422,3 +422,32 @@ def test_a_peer_that_is_closed_is_lost_to_the_others_at_once() -> None:
             second.close()
             with pytest.raises(PeerLost, match="it said goodbye: it is closing"):
                 calling.result(2.0)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({"initial_peers": None}, "a list of addresses is needed, and None was given; leave the argument out for none"),
+        ({"initial_peers": [None]}, "an address is None, of type NoneType; give a text, like"),
+        ({"initial_peers": [b"127.0.0.1:1"]}, "of type bytes; give a text, like"),
+        ({"listen": 31337}, r"'31337' is one address where a list of them is needed; write \['31337'\]"),
+        ({"listen": [31337]}, "an address is 31337, of type int; give a text"),
+        ({"listen": []}, "listen is empty; leave it out"),
+        ({"announce": None}, "a list of addresses is needed"),
+        ({"client_mode": "no"}, "client_mode='no' must be True, False or None"),
+        ({"client_mode": True, "announce": ["127.0.0.1:2"]}, "announce=.* and client_mode=True that they cannot"),
+        ({"client_mode": True, "listen": ["31337"]}, "port 31337 is given to listen on, .* only dials out; leave one"),
+        ({"must_join": 1}, "must_join=1 must be True or False"),
+        ({"identity": 3}, "identity is of type int"),
+        ({"state_dir": 3}, "state_dir is of type int"),
+        ({"state_dir": ""}, "state_dir is empty; name a folder, such as my-peer, or leave it out"),
+        ({"credential": None}, "credential is of type NoneType"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    named: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        manyhands.Peer(**{"initial_peers": ["127.0.0.1:1"]} | named)
+    assert not list(tmp_path.iterdir())

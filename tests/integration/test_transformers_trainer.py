@@ -181,7 +181,7 @@ def test_what_the_trainer_shows_is_of_global_steps(tmp_path: Path, caplog: pytes
     rate = result.metrics["train_samples_per_second"] * result.metrics["train_runtime"]
     assert rate == pytest.approx(3 * TARGET, rel=0.1)
     assert trainer.state.epoch == pytest.approx(3 * TARGET / 31, abs=0.1), "which may be several batches a step"
-    lines = caplog.messages
+    lines = [line for line in caplog.messages if not line.startswith("Collaboration accumulated")]  # of another thread
     assert any(line.startswith("gradient_accumulation_steps=2 is set to 1: ") for line in lines)
     assert any(line.startswith("max_grad_norm=0.2 of the Trainer is set to 0: ") for line in lines)
     at = lines.index("Step 3")

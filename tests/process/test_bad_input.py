@@ -33,6 +33,7 @@ STARTUP_S = 2.0  # of Python and its imports
         (["doctor", "--initial-peers"], "or a variable of the shell is unset"),
         (["train", "--run-id", "r", "--client-mode"], "in client mode cannot be the first one"),
         (["train", "--run-id", "r", "--client-mode", "--announce", "1.2.3.4:5"], "--client-mode says that they cannot"),
+        (["train", "--run-id", "r", "--client-mode", "--listen", "31337"], "--client-mode only dials out; leave one"),
         (["train", "--run-id", "r", "--no-client-mode", "--client-mode"], "contradict each other; leave one out"),
         (["monitor", "--run-id", "r", "--no-port-mapping", "--port_mapping"], "contradict each other; leave one out"),
         (["train", "--run-id", "r", "--run-id", "s"], "Parameter --run-id specified multiple times"),

@@ -61,7 +61,7 @@ class Twin:
         assert self._other_began_at is not None
         since = time.strftime("%b %d %H:%M:%S", time.localtime(self._other_began_at))
         consequence = (
-            "so this one ends; give it a --state-dir or --checkpoint-dir of its own"
+            "so this one ends; give it a folder of its own (state_dir=, --state-dir, --checkpoint-dir)"
             if self.is_older
             else "so it is to end by itself; this one goes on"
         )

@@ -152,6 +152,10 @@ class CheckpointDir:
         steps = _steps_in(self.path)
         return self.of_step(steps[-1]) if steps else None
 
+    def newest_step(self) -> int:
+        """The global step of the newest checkpoint, intact or not; 0 without any."""
+        return max(_steps_in(self.path), default=0)
+
     def of_step(self, global_step: int) -> Path:
         """The path of the checkpoint of a step, which need not be there."""
         return self.path / f"checkpoint-{global_step}"

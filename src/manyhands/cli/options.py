@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import ConfigError, own_checkout
 from manyhands.cli.leaving import leave_on_eof
 from manyhands.cli.open_files import raise_open_files_limit
@@ -144,6 +145,10 @@ class NetworkOptions(PeerOptions):
                 "cannot; leave one out"
             )
         super().__post_init__()
+        if self.client_mode and any(address.port for address in parse_listen_addresses(self.listen)):
+            raise ConfigError(
+                "--listen names a port for others to dial, and --client-mode only dials out; leave one out"
+            )
 
     def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
         return Peer(

@@ -13,9 +13,10 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import LoadedState, State, StateHeader, state_of, whole_chunks_of
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManifestMismatch, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, ManifestMismatch, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.optim.flat import are_finite
 from manyhands.optim.manifest import RunManifest, read_manifest
@@ -24,7 +25,7 @@ from manyhands.optim.run.progress import ProgressRecord, branch_order
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
-from manyhands.peer import Peer
+from manyhands.peer import Peer, check_peer
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
@@ -53,6 +54,10 @@ def load_state_from_peers(
         Unavailable: nobody trains this run, or no peer could send its state. The model is unchanged.
         Timeout: the download took longer than ``timeout_s``.
     """
+    check_peer(peer)
+    checked_run_id(run_id)
+    if not isinstance(into, torch.nn.Module):
+        raise ConfigError(f"into is of type {type(into).__name__}; give the model, a torch.nn.Module")
     return peer.run(_load(peer, run_id, into), timeout_s + FIND_RUN_TIMEOUT_S, f"loading the state of run {run_id!r}")
 
 

@@ -92,7 +92,8 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
         for key in sorted(own.extra.keys() | run.extra.keys())
         if own.extra.get(key) != run.extra.get(key)
     ]
-    lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
+    if own.optimizer == run.optimizer:  # another kind has other options
+        lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
     lines += _tensor_differences(own.tensors, run.tensors)
     if own.extra_tensors != run.extra_tensors:
         here, there = ([spec.name for spec in manifest.extra_tensors] for manifest in (own, run))

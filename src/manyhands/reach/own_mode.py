@@ -69,8 +69,11 @@ class OwnMode:
         await self._tasks.close()
 
     async def decided(self) -> None:
-        """Wait until this peer knows its mode, for at most a few seconds longer than that takes."""
-        if not self._tasks.is_closed and len(self._tasks):
+        """Wait until this peer knows its mode, for at most a few seconds longer than that takes.
+
+        If it has found no other peer, nobody can tell it; it finds out once one is connected.
+        """
+        if not self._tasks.is_closed and len(self._tasks) and self._endpoint.num_connected_peers:
             try:
                 async with time_limit(DECIDED_WITHIN_S + ASK_TIMEOUT_S, FINDING_OUT):
                     await self._is_decided.wait()

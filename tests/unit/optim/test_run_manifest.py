@@ -56,7 +56,7 @@ def keeper_of(dht: Any, name: str, manifest: RunManifest, expected: bytes = b"")
     ("other", "line"),
     [
         (changed(target_batch_size=32), "target_batch_size is 64 here, 32 in the run"),
-        (changed(optimizer="SGD"), "optimizer is 'AdamW' here, 'SGD' in the run"),
+        (changed(optimizer="SGD", hyper_parameters=[{"momentum": 0}]), "optimizer is 'AdamW' here, 'SGD' in the run"),
         (changed(hyper_parameters=[{"lr": 0.2}]), "learning_rate is 0.1 here, 0.2 in the run"),
         (changed(hyper_parameters=[{"lr": 0.1, "eps": 1e-6}]), "eps is None here, 1e-06 in the run"),
         (

@@ -18,8 +18,9 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import State, StateHeader, sealed, state_of
 from manyhands.base.errors import ConfigError
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.options import SchedulerMaker, made_scheduler
 from manyhands.optim.state.state import Scalars
-from manyhands.optim.step.replica import Replica, SchedulerMaker
+from manyhands.optim.step.replica import Replica
 
 Spoil = Callable[[Scalars, list[torch.Tensor]], None]
 
@@ -77,7 +78,7 @@ def replica_of(
     optimizer = OPTIMIZERS[kind](model.parameters())
     if is_scheduled:
         schedule = SCHEDULES["linear"]
-    replica = Replica(optimizer, schedule)
+    replica = Replica(optimizer, made_scheduler(schedule, optimizer))
     for _ in range(num_steps):
         model(torch.ones(4, 3)).square().mean().backward()
         optimizer.step()

@@ -23,7 +23,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, without_origin
 from manyhands.averaging.state.server import StateServer
-from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
+from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog
@@ -151,10 +151,15 @@ class Collaboration:
                 self.averaging,
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
-            self._server = StateServer(
-                presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position,
-                lambda: self.tracker.reader.partition_detector.recent_rounds,
-            )  # fmt: skip
+            try:
+                self._server = StateServer(
+                    presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position,
+                    lambda: self.tracker.reader.partition_detector.recent_rounds,
+                )  # fmt: skip
+            except ConfigError as error:
+                raise ConfigError(
+                    "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
+                ) from error
             parts.push_async_callback(self._server.close)
             if self._local.can_replay:
                 steps = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self._local.position)

@@ -110,7 +110,7 @@ class Contacts:
         answers = await asyncio.gather(*map(self._ask, self._tracker.branches.belief.recently_met(MAX_ASKED)))
         if any(answers):
             logger.warning(
-                "The DHT shows no other peer of the run, but %d of the peers of its last rounds answer", sum(answers)
+                "The DHT shows no other peer of the run, but %d of the peers of its last rounds answered", sum(answers)
             )
         return any(answers)
 
