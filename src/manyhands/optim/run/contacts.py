@@ -21,7 +21,7 @@ import msgspec
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
-from manyhands.base.errors import DialFailed, DialReason, ManyhandsError
+from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
 from manyhands.optim.run.tracker import ProgressTracker
@@ -124,6 +124,8 @@ class Contacts:
         return answer is not None
 
     def _on_ask(self, remote: PeerId, _: WhereAreYou) -> HereIAm:
+        if self._tracker.is_idle:
+            raise Refused(self._presence.peer_id, "idle", "this peer has not trained for a while")
         return HereIAm(self._tracker.own)
 
     # the dead
