@@ -24,8 +24,8 @@ from manyhands.cli.join_command import join
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
 from manyhands.cli.notebook_command import notebook
-from manyhands.cli.output.logs import redirect_stdout_to
 from manyhands.cli.old_names import ANY, JOIN, Translation, help_of
+from manyhands.cli.output.logs import redirect_stdout_to
 from manyhands.cli.plot_command import plot
 from manyhands.cli.run_command import run_key
 from manyhands.cli.ticket_command import ticket

@@ -66,9 +66,9 @@ def name_in_logs(**fields: str) -> None:
 class StdoutHandler(logging.StreamHandler[TextIO]):
     """Prints log lines to standard output.
 
-    If the program that reads them has ended, such as ``head``, or ``tee`` at Ctrl-C, the command ends as on SIGTERM, and
-    prints what follows to standard error. If they cannot be written for another reason, such as a full disk, they are
-    dropped, and one line on standard error says so.
+    If the program that reads them has ended, such as ``head``, or ``tee`` at Ctrl-C, the command ends as on SIGTERM,
+    and prints what follows to standard error. If they cannot be written for another reason, such as a full disk, they
+    are dropped, and one line on standard error says so.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -223,7 +223,7 @@ with leaving_on_signals():
 def test_a_full_disk_under_standard_output_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         monkeypatch.setattr("sys.stdout", full)
         log_to(None, is_json=False, verbose=False)
         logger.info("one")
