@@ -30,6 +30,8 @@ def monitor_file(path: Path) -> Path:
     write(ProgressMade(0, 64, 256, 2, 20.0, 9.0))
     write(ProgressMade(0, 128, 256, 3, 30.0, None))
     write(StepMade(1, 9.0, 3, 256, 30.0))
+    write(ProgressMade(1, 64, 256, 1, 10.0, 19.0))  # the others have not told yet that they made step 1
+    write(ProgressMade(1, 60, 256, 3, 25.0, 8.0))  # the samples of before were an estimate
     write(HeldoutSeen(1, 9.5, 0.1, 0.5))
     write(StepMade(2, 8.0, 3, 256, 30.0))
     write.close()
@@ -60,14 +62,14 @@ def test_a_monitors_file_has_the_whole_run(tmp_path: Path) -> None:
     curves = read(monitor_file(tmp_path / "m"), "m")
     assert curves.loss.parts == [[(1, 9.0), (2, 8.0)]]
     assert curves.heldout_loss.parts == [[(1, 9.5)]]
-    assert curves.throughput.parts == [[(0.25, 20.0), (0.5, 30.0)]]
-    assert curves.peers.parts == [[(0.25, 2), (0.5, 3)]]
+    assert curves.throughput.parts == [[(1, 30.0), (2, 25.0)]]
+    assert curves.peers.parts == [[(1, 3), (2, 3)]]
 
 
 def test_a_trainers_file_has_its_own_part(tmp_path: Path) -> None:
     curves = read(trainer_file(tmp_path / "t"), "t")
     assert curves.loss.parts == [[(2, 8.0)]], "it had no batch in the first step"
-    assert curves.throughput.parts == [[(0, 15.0), (1, 15.5)]], "the mean over the batches of a step"
+    assert curves.throughput.parts == [[(1, 15.0), (2, 15.5)]], "the mean over the batches of a step"
     assert curves.peers.parts == [[(1, 2), (2, 3)]]
 
 
