@@ -224,7 +224,7 @@ def _add_history(curves: Curves, path: Path) -> None:
                 row = msgspec.convert(dict(zip(COLUMNS, values, strict=True)), _Row)
                 curves.loss.add(row.step, row.loss)
                 curves.heldout_loss.add(row.step, row.heldout_loss)
-                curves.throughput.add(row.step, row.samples_per_second)
+                curves.throughput.add(row.step, row.samples_per_second or None)  # 0: nobody said
                 curves.peers.add(row.step, row.peers)
     except (sqlite3.Error, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} is not the history of a monitor: {error}") from None

@@ -85,12 +85,13 @@ def test_a_history_has_its_points_in_order(tmp_path: Path) -> None:
     points = [
         Point(time=2.0, step=2, loss=8.0, samples=256, samples_per_second=30.0, peers=3),
         Point(time=1.0, step=1, samples=256, samples_per_second=20.0, peers=2, heldout_loss=9.0),
+        Point(time=3.0, step=3, samples=256, peers=3),  # made while the monitor was away
     ]
     curves = read(history(tmp_path / "odd name?#%.sqlite", points), "h")
     assert curves.loss.parts == [[(2, 8.0)]]
     assert curves.heldout_loss.parts == [[(1, 9.0)]]
     assert curves.throughput.parts == [[(1, 20.0), (2, 30.0)]]
-    assert curves.peers.parts == [[(1, 2), (2, 3)]]
+    assert curves.peers.parts == [[(1, 2), (2, 3), (3, 3)]]
 
 
 def test_a_history_that_a_monitor_writes_is_read_meanwhile_and_not_changed(tmp_path: Path) -> None:
