@@ -229,8 +229,7 @@ def monitor(
     if run_id is None and network.initial_peers:
         with Scout(network.initial_peers) as scout:
             run_id = scout.only_run()
-    run_id = run_id or DEFAULT_RUN_ID
-    checked_run_id(run_id)
+    run_id = checked_run_id(DEFAULT_RUN_ID if run_id is None else run_id)
     checked_refresh_s(refresh_period)
     repo = keeping.check()
     web = web or WebOptions()
