@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 
 from manyhands.access import SignedCharter
 from manyhands.base.address import parse_addresses
@@ -27,9 +27,10 @@ from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
+from manyhands.cli.output.card import Card, print_card
 from manyhands.cli.output.live_view import LiveScreen, LogLine
 from manyhands.cli.output.logs import name_in_logs
-from manyhands.cli.output.monitor_screen import screen_of
+from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import first_free, require_albert
@@ -237,6 +238,8 @@ def monitor(
         raise ConfigError("--playground fills masks with a checkpoint on the page: give --web and --checkpoint-dir too")
     sinks = (curves or CurveOptions()).sinks(run_id)
     with ExitStack() as cleanup:
+        cards: list[Card] = []
+        cleanup.callback(print_cards, cards)  # at the very end: the terminal may take no output
         bound = cleanup.enter_context(web.taken())
         emit = output.begin()
         history = open_history(run_id, network.state_dir)
@@ -267,6 +270,7 @@ def monitor(
                 keeper.last_step = event
 
         watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
+        cleanup.callback(lambda: cards.extend(cards_of(watcher)))
         source = MonitorSource(watcher)
         fill = Playground(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
         cleanup.enter_context(page_of(source, bound, fill))
@@ -320,6 +324,18 @@ class Drawing:
         if picture is not self._picture:
             self._picture, self._points = picture, self._watcher.history.points()
         return screen_of(picture, self._points, width, height, time.time(), log=log, footer=self._footer())
+
+
+def cards_of(watcher: RunMonitor) -> list[Card]:
+    """The summary of a run, if it has made a step."""
+    picture = watcher.picture
+    return [card_of(picture, watcher.history.points())] if picture is not None and picture.last is not None else []
+
+
+def print_cards(cards: Sequence[Card]) -> None:
+    """Print summaries without colours, as log lines have none."""
+    for card in cards:
+        print_card(Console(highlight=False, force_terminal=False), card)
 
 
 def end(curves: Curves) -> None:
