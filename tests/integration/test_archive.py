@@ -77,7 +77,7 @@ def test_an_archive_of_another_digest_comes_from_the_next_mirror_or_is_refused(h
         assert unpacked([bad.url, host.url], tmp_path / "a").is_dir()
         with pytest.raises(ConfigError, match="another file than was described"):
             unpacked([bad.url], tmp_path / "b")
-        bad.changed = lambda name, data: b"<html>Log in first</html>".ljust(len(data))  # and nothing says what it should be
+        bad.changed = lambda name, data: b"<html>Log in first</html>".ljust(len(data))  # without a SHA-256
         with pytest.raises(ConfigError, match=r"cannot be unpacked \(it is not a tar archive, perhaps a page"):
             unpacked([bad.url], tmp_path / "c")
         bad.changed = lambda name, data: data  # it is fetched again
