@@ -35,7 +35,7 @@ from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import first_free, require_albert
 from manyhands.cli.ticket_command import print_tickets
-from manyhands.cli.web_page import Playground, WebOptions, page_of
+from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
 from manyhands.monitor.events import Event, Listening, StepMade
@@ -273,7 +273,7 @@ def monitor(
         cleanup.callback(lambda: cards.extend(cards_of(watcher)))
         source = MonitorSource(watcher)
         fill = Playground(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
-        cleanup.enter_context(page_of(source, bound, fill))
+        cleanup.enter_context(page_of(source, bound, fill, command_to_join(peer, run_id)))
         page = [f"The page of the run: {url_of(bound)}"] if bound is not None else []
         # made before the sinks, some of which replace standard output for a moment
         screen = LiveScreen(Drawing(watcher, lambda: [*how_to_join(peer, network, signed), *page]))
