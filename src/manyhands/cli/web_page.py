@@ -103,7 +103,8 @@ def page_beside(peer: Peer, run_id: str, bound: socket.socket | None, state_dir:
 def command_to_join(peer: Peer, run_id: str) -> str:
     """The command with which others join the run through this peer; empty if that takes a ticket, or is impossible."""
     places = [place for place in parse_addresses(peer.addresses) if not place.is_loopback]
-    if not places or run_id in peer.presence.members:
+    members = peer.presence.members.get(run_id)
+    if not places or (members is not None and not members.charter.is_open):
         return ""
     return f"manyhands join {places[0].host_port}"
 
