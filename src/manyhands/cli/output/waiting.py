@@ -14,4 +14,5 @@ def shown(doing: str) -> Status:
 
     A notebook sets FORCE_COLOR, but shows the codes that redraw a line as they are.
     """
-    return Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False).status(Text(doing), spinner="line")
+    console = Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
+    return console.status(Text(doing), spinner="line")
