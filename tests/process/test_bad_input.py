@@ -23,6 +23,7 @@ STARTUP_S = 2.0  # of Python and its imports
     [
         (["monitor", "--run-id", "my.run"], "run_id 'my.run' has a '.'"),
         (["train", "--run-id", ""], "run_id is empty"),
+        (["monitor", "--run-id", ""], "run_id is empty"),
         (["train", "--run-id", "x" * 65], "has 65 characters; at most 64 fit"),
         (["train", "--run-id", "r", "--initial-peers", "nonsense"], "cannot read address 'nonsense'"),
         (["train", "--run-id", "r", "--initial-peers", ""], "--initial-peers is given without an address"),

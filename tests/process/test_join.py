@@ -146,7 +146,7 @@ def test_a_run_that_only_its_monitor_knows_is_begun_and_not_joined() -> None:
         address = address_of(monitor)
         with running("join", address, *COMMON) as newcomer:
             line = wait_for_usage_error(newcomer, time.monotonic())
-        assert "nobody trains in run 'quiet', so there is nothing to join; begin it with: manyhands train" in line
+        assert "nobody trains in run 'quiet', so there is nothing to join; to begin it, or to go on from" in line
         with running("train", "--initial-peers", address, *COMMON, *SMALL) as first:
             first.wait_for("Step 1")
 

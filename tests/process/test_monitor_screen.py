@@ -78,6 +78,7 @@ def test_the_screen_begins_with_the_first_trainer_and_leaves_the_terminal_as_it_
     drawn, _, after = drawn.partition(OFF)
     assert "manyhands join mh1" in before
     assert "[INFO] Step #" not in drawn + after, "the screen shows it"
+    assert re.search(r"Run 'seen'\s+step +3 global steps of the run\s+loss +4\.5000 at first, 4\.5000 at last", after)
     assert ON not in after
     assert terminal.screen.rindex(SHOWN) > terminal.screen.rindex(HIDDEN)
     assert "Traceback" not in terminal.screen

@@ -219,7 +219,8 @@ def save_checkpoint(
                 tokenizer.save_pretrained(draft)
             save_state(state, draft)
     except Exception as error:  # noqa: BLE001 (a full disk is a different error for each of the writers)
-        logger.warning("the checkpoint of step %d was not saved: %s", global_step, reason_of(error))
+        path = folder.of_step(global_step)
+        logger.warning("the checkpoint of step %d was not saved as %s: %s", global_step, path, reason_of(error))
         return None
     return folder.of_step(global_step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,7 +83,11 @@ def run_id_of(network: PeerOptions, given: str | None) -> str | None:
     Raises:
         ConfigError: the two differ.
     """
-    _, tickets = split_tickets(network.initial_peers or ())
+    return run_of(split_tickets(network.initial_peers or ())[1], given)
+
+
+def run_of(tickets: Iterable[Ticket], given: str | None) -> str | None:
+    """As :func:`run_id_of`, of tickets that were parsed."""
     named = list(dict.fromkeys(ticket.run_id for ticket in tickets if ticket.run_id))
     if given is not None and named and given not in named:
         raise ConfigError(f"the ticket is for run {named[0]!r}, and --run-id is {given!r}; leave --run-id out")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 
 from manyhands.access import SignedCharter
 from manyhands.base.address import parse_addresses
@@ -26,14 +26,15 @@ from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of, wait
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
+from manyhands.cli.output.card import Card, print_card
 from manyhands.cli.output.live_view import LiveScreen, LogLine
 from manyhands.cli.output.logs import name_in_logs
-from manyhands.cli.output.monitor_screen import screen_of
+from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import first_free, require_albert
 from manyhands.cli.ticket_command import print_tickets
-from manyhands.cli.web_page import Playground, WebOptions, page_of
+from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
 from manyhands.monitor.events import Listening, MonitorEvent, StepMade
@@ -228,8 +229,7 @@ def monitor(
     if run_id is None and network.initial_peers:
         with Scout(network.initial_peers) as scout:
             run_id = scout.only_run()
-    run_id = run_id or DEFAULT_RUN_ID
-    checked_run_id(run_id)
+    run_id = checked_run_id(DEFAULT_RUN_ID if run_id is None else run_id)
     checked_refresh_s(refresh_period)
     repo = keeping.check()
     web = web or WebOptions()
@@ -237,6 +237,8 @@ def monitor(
         raise ConfigError("--playground fills masks with a checkpoint on the page: give --web and --checkpoint-dir too")
     sinks = (curves or CurveOptions()).sinks(run_id)
     with ExitStack() as cleanup:
+        cards: list[Card] = []
+        cleanup.callback(print_cards, cards)  # at the very end: the terminal may take no output
         bound = cleanup.enter_context(web.taken())
         emit = output.begin()
         history = open_history(run_id, network.state_dir)
@@ -270,9 +272,10 @@ def monitor(
                 keeper.last_step = event
 
         watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
+        cleanup.callback(lambda: cards.extend(cards_of(watcher)))
         source = MonitorSource(watcher)
         fill = Playground(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
-        cleanup.enter_context(page_of(source, bound, fill))
+        cleanup.enter_context(page_of(source, bound, fill, command_to_join(peer, run_id)))
         page = [f"The page of the run: {url_of(bound)}"] if bound is not None else []
         # made before the sinks, some of which replace standard output for a moment
         screen = LiveScreen(Drawing(watcher, lambda: [*how_to_join(peer, network, signed), *page]))
@@ -324,6 +327,18 @@ class Drawing:
         if picture is not self._picture:
             self._picture, self._points = picture, self._watcher.history.points()
         return screen_of(picture, self._points, width, height, time.time(), log=log, footer=self._footer())
+
+
+def cards_of(watcher: RunMonitor) -> list[Card]:
+    """The summary of a run, if it has made a step."""
+    picture = watcher.picture
+    return [card_of(picture, watcher.history.points())] if picture is not None and picture.last is not None else []
+
+
+def print_cards(cards: Sequence[Card]) -> None:
+    """Print summaries without colours, as log lines have none."""
+    for card in cards:
+        print_card(Console(highlight=False, force_terminal=False), card)
 
 
 def end(curves: Curves) -> None:

@@ -53,7 +53,7 @@ class PeerOptions:
     """Without --initial-peers and --announce: ask a service on the internet for this machine's public address."""
 
     identity: Path | None = None
-    """File with the private key, created if missing; by default in --state-dir, else a new key at each start."""
+    """File with the private key, created if missing; by default in the folder of this peer if it has one, else new."""
 
     state_dir: Path | None = None
     """Folder of this peer alone. Keeps its private key, its port and addresses of other peers for the next start."""

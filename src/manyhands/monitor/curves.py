@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -35,6 +35,8 @@ INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 6.0
 """Points that have not reached wandb's server by then stay on the disk."""
 CLOSE_TIMEOUT_S = 8.0
+REOPEN_S = 60.0
+"""Time from the failure of a sink until it is opened again."""
 MAX_WAITING = 1000
 """Largest backlog of a slow sink, in points."""
 
@@ -73,7 +75,8 @@ class Sink(Protocol):
 class Curves:
     """Sends each point to all sinks, each in its own thread.
 
-    A sink that fails or falls behind is dropped with one warning.
+    A sink that fails lacks one point, and is opened again every :data:`REOPEN_S`; the next points wait for it. One that
+    falls too far behind is dropped. One warning says either.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
@@ -101,6 +104,8 @@ class _Writer:
         self._sink = sink
         self._points: queue.Queue[CurvePoint | None] = queue.Queue(MAX_WAITING)
         self._is_left_behind = False
+        self._has_failed = False
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"curves: {name}", daemon=True)
         self._thread.start()
 
@@ -113,6 +118,7 @@ class _Writer:
             self._leave_behind(f"it is {MAX_WAITING} points behind")
 
     def end(self) -> None:
+        self._is_over.set()
         try:
             self._points.put_nowait(None)
         except queue.Full:
@@ -131,13 +137,27 @@ class _Writer:
         return False
 
     def _run(self) -> None:
+        while not self._draw() and not self._is_over.wait(REOPEN_S):
+            with suppress(Exception):
+                self._sink.close()
+
+    def _draw(self) -> bool:
+        """Write points until the end; False if the sink fails."""
         try:
             self._sink.open()
             for point in iter(self._points.get, None):
                 self._sink.add(point)
+                if self._has_failed:
+                    logger.info("%s gets points again", self._name)
+                    self._has_failed = False
             self._sink.close()
         except Exception as error:  # noqa: BLE001 (whatever a library of others raises: the monitor goes on)
-            self._leave_behind(reason_of(error))
+            if not self._has_failed:
+                then = "the monitor ends" if self._is_over.is_set() else f"the monitor tries again every {REOPEN_S:g} s"
+                logger.warning("%s gets no points (%s); %s", self._name, reason_of(error), then)
+            self._has_failed = True
+            return False
+        return True
 
     def _leave_behind(self, reason: str) -> None:
         if self._is_left_behind:

@@ -79,6 +79,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         time: seconds since 1970.
         loss: mean over the micro-batches of all peers.
         samples: committed in this step.
+        samples_per_second: of all peers; 0 if the monitor was not there, or looked elsewhere, when they said it.
         bytes_sent: by all peers together since the step before.
     """
 

@@ -84,11 +84,8 @@ class _Event(msgspec.Struct):
     step: int | None = None
     loss: float | None = None
     heldout_loss: float | None = None
-    samples: int = 0
-    target_batch_size: int = 0
     samples_per_second: float | None = None
     num_peers: int | None = None
-    alive_peers: int | None = None
 
 
 class _Row(msgspec.Struct):
@@ -186,7 +183,7 @@ def _events(path: Path, lines: Iterable[bytes]) -> Iterator[_Event]:
 
 
 def _add_events(curves: RunCurves, events: Iterable[_Event]) -> None:
-    speed: list[tuple[float, float]] = []  # of the batches of one step
+    of_a_step: list[_Event] = []  # batches of a trainer, or what a monitor saw while the peers accumulated
     for event in events:
         step = event.step
         if step is None:
@@ -195,20 +192,29 @@ def _add_events(curves: RunCurves, events: Iterable[_Event]) -> None:
             curves.loss.add(step, event.loss)
         elif event.type in ("heldout_seen", "evaluated"):
             curves.heldout_loss.add(step, event.heldout_loss)
-        elif event.type == "progress":
-            share = min(event.samples / event.target_batch_size, 1.0) if event.target_batch_size > 0 else 0.0
-            curves.throughput.add(step + share, event.samples_per_second)
-            curves.peers.add(step + share, event.num_peers)
-        elif event.type == "batch" and event.samples_per_second is not None:
-            if speed and speed[0][0] != step:
-                curves.throughput.add(*_mean(speed))
-                speed = []
-            speed.append((step, event.samples_per_second))
+        elif event.type in ("progress", "batch"):
+            if of_a_step and of_a_step[0].step != step:
+                _add_step(curves, of_a_step)
+                of_a_step = []
+            of_a_step.append(event)
         elif event.type == "step":
             curves.loss.add(step, event.loss)
             curves.peers.add(step, event.num_peers)
-    if speed:
-        curves.throughput.add(*_mean(speed))
+    if of_a_step:
+        _add_step(curves, of_a_step)
+
+
+def _add_step(curves: RunCurves, events: Sequence[_Event]) -> None:
+    """Add the throughput and the peers of the global step that these events lead to."""
+    last = events[-1]
+    assert last.step is not None
+    step = last.step + 1
+    if last.type == "progress":  # at first a monitor counts only the peers that have told it of the step before
+        events = [last]
+        curves.peers.add(step, last.num_peers)
+    speeds = [event.samples_per_second for event in events if event.samples_per_second is not None]
+    if speeds:
+        curves.throughput.add(step, sum(speeds) / len(speeds))
 
 
 def _add_history(curves: RunCurves, path: Path) -> None:
@@ -218,7 +224,7 @@ def _add_history(curves: RunCurves, path: Path) -> None:
                 row = msgspec.convert(dict(zip(COLUMNS, values, strict=True)), _Row)
                 curves.loss.add(row.step, row.loss)
                 curves.heldout_loss.add(row.step, row.heldout_loss)
-                curves.throughput.add(row.step, row.samples_per_second)
+                curves.throughput.add(row.step, row.samples_per_second or None)  # 0: nobody said
                 curves.peers.add(row.step, row.peers)
     except (sqlite3.Error, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} is not the history of a monitor: {error}") from None

@@ -17,6 +17,8 @@ from manyhands.base.text import counted
 from manyhands.cli.demo.tally import Summary, Tally, TrainerTally
 
 SHOWN_LINES = 8
+MIN_WIDTH = 76
+"""Columns of a terminal in which the table of the trainers can be read."""
 
 
 class DemoView(Protocol):

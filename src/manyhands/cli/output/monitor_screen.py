@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.base.text import rough
+from manyhands.base.text import counted, rough
 from manyhands.cli.output.live_view import LogLine
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
@@ -400,3 +400,16 @@ def amount_of(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
     return f"{num_bytes} bytes"
+
+
+def card_of(picture: RunPicture, points: Sequence[Point]) -> tuple[str, list[tuple[str, str]]]:
+    """The summary of a run at the end of a monitor: a heading, and (label, text) lines."""
+    lines = [("step", f"{counted(picture.step, 'global step')} of the run")]
+    if losses := [point.loss for point in points if point.loss is not None]:
+        lines.append(("loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last, over all peers"))
+    if measured := [point.heldout_loss for point in points if point.heldout_loss is not None]:
+        lines.append(("held-out loss", f"{measured[0]:.4f} at first, {measured[-1]:.4f} at last"))
+    lines.append((picture.unit, f"{picture.committed_samples:,} in the steps that this monitor knows"))
+    goes_on = "it goes on without this monitor" if picture.num_peers else "nobody goes on with it"
+    lines.append(("peers", f"{picture.num_peers} in the run; {goes_on}"))
+    return f"Run {picture.run_id!r}", lines

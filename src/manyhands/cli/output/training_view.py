@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import shlex
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Protocol
 
 from rich.console import Console
 
 from manyhands.base.text import counted, rough
+from manyhands.cli.output.card import print_card
 from manyhands.cli.output.live_view import LiveLine
 from manyhands.recipes.albert.summary import Standing, TrainingSummary
 from manyhands.runtime.exit_delay import delay_exit
@@ -39,9 +40,9 @@ def run_in_view(trainer: Trainer) -> None:
             trainer.run()
     except KeyboardInterrupt:
         with delay_exit(ACCOUNT_TIMEOUT_S):
-            print_card(console, trainer.summary())
+            print_card(console, card_of(trainer.summary()))
         raise
-    print_card(console, trainer.summary())
+    print_card(console, card_of(trainer.summary()))
 
 
 def line_of(standing: Standing, width: int) -> str:
@@ -101,14 +102,3 @@ def card_of(summary: TrainingSummary) -> tuple[str, list[tuple[str, str]]]:
         lines.append(("model", str(summary.checkpoint)))
         lines.append(("try it", f'manyhands fill {shlex.quote(str(summary.folder))} "{SAMPLE_TEXT}"'))
     return f"Your part in run {summary.run_id!r}, {rough(summary.seconds)}", lines
-
-
-def print_card(console: Console, summary: TrainingSummary) -> None:
-    """Print the summary; ignored if the terminal is gone."""
-    heading, lines = card_of(summary)
-    width = max(len(name) for name, _ in lines)
-    with suppress(OSError, UnicodeError):  # the terminal was closed or lacks the characters
-        console.print()
-        console.print(heading, style="bold", markup=False, soft_wrap=True)
-        for name, text in lines:
-            console.print(f"  {name:<{width}}  {text}", markup=False, emoji=False, soft_wrap=True)

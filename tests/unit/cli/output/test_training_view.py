@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from manyhands.cli.output.training_view import card_of, line_of, print_card, run_in_view
+from manyhands.cli.output.card import print_card
+from manyhands.cli.output.training_view import card_of, line_of, run_in_view
 from manyhands.recipes.albert.summary import HeldoutLosses, Standing, TrainingSummary
 
 STANDING = Standing(
@@ -111,7 +112,7 @@ def test_samples_of_an_unfinished_step_are_told_apart() -> None:
 
 def test_the_command_of_the_card_can_be_copied_from_a_narrow_terminal() -> None:
     console = Console(width=30, file=io.StringIO())
-    print_card(console, ACCOUNT)
+    print_card(console, card_of(ACCOUNT))
     assert isinstance(console.file, io.StringIO)
     assert "  try it         manyhands fill 'my model' \"The capital of [MASK] is ...\"\n" in console.file.getvalue()
 

@@ -21,6 +21,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.monitor.picture import LeaderboardRow, PeerRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web import Filled, Guess, bind
 from manyhands.monitor.web import app as app_module
+from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.server import PageServer
 from tests.synthetic_run import STEP_S, SyntheticRun
 
@@ -36,7 +37,7 @@ class Served:
 
     def __init__(self) -> None:
         self.run = SyntheticRun(12, time.time(), past_steps=30)
-        self.server = PageServer(self.run, bind(LOCAL), fill)
+        self.server = PageServer(self.run, bind(LOCAL), fill, join="manyhands join <host>:31337")
         self.server.start()
         self.client = httpx.Client(base_url=self.server.url, trust_env=False)
 
@@ -435,3 +436,8 @@ def test_server_that_listens_to_everybody_says_so_and_takes_any_name(caplog: pyt
     server.close()
     assert f"The page of the run: {server.url}" in caplog.text
     assert "Everybody who can reach this machine can read the page" in caplog.text
+
+
+def test_the_page_says_how_to_join_unless_it_is_by_ticket(served: Served) -> None:
+    assert "<code>manyhands join &lt;host&gt;:31337</code>" in served.client.get("/").text
+    assert b'<p id="join" hidden>' in page_files(has_model=False).index

@@ -208,6 +208,8 @@ def _unpack(urls: Sequence[str], path: Path, folder: Path) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = re.sub(r"\s+", " ", str(error))
+        if reason.startswith("file could not be opened"):  # tarfile then lists what each kind of archive lacks
+            reason = "it is not a tar archive, perhaps a page of the host"
         path.unlink()
         raise ConfigError(
             f"the archive {urls[0]} cannot be unpacked ({reason}), and was removed from {folder}; ask the person who "

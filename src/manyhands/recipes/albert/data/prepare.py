@@ -353,7 +353,11 @@ def _counted(source: DocumentSource, progress: Progress, task: TaskID) -> Iterat
 def _save_to_disk(files: dict[str, Path], folder: Path) -> None:
     import datasets
 
-    splits = {split: datasets.Dataset.from_file(str(path)) for split, path in files.items()}
+    splits = {}
+    for split, path in files.items():
+        rows = datasets.Dataset.from_file(str(path))
+        # by its content, not its path: the same text then makes the same archive
+        splits[split] = datasets.Dataset(rows.data, rows.info, fingerprint=sha256_of(path)[:16])
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
