@@ -95,8 +95,8 @@ class Terminal:
     def send(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def wait(self, timeout_s: float) -> int:
-        code = self._process.wait(timeout_s)
+    def wait(self) -> int:
+        code = self._process.wait(PATIENCE_S)
         self._reader.join(5.0)
         return code
 

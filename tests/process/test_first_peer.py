@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -40,12 +39,10 @@ def test_it_welcomes_peers_and_says_how_it_stands(tmp_path: Path) -> None:
         with manyhands.Peer(addresses, listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
             assert peer.dht.num_known_peers == 1
             with running(*arguments) as second:
-                assert second.wait(30) == USAGE
+                assert second.wait() == USAGE
                 assert "is in use by another peer" in second.output
-        began = time.monotonic()
         first.interrupt()
-        assert first.wait(10) == INTERRUPTED, first.output
-        assert time.monotonic() - began < 5.0
+        assert first.wait() == INTERRUPTED, first.output
         assert "imported: []" in first.output
         assert "its id" not in first.output
     finally:

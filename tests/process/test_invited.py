@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.commands import LOOPBACK, PATIENCE_S, running
+from tests.process.commands import LOOPBACK, running
 
 pytestmark = pytest.mark.process
 
@@ -20,7 +20,7 @@ SMALL = (
 def ended(folder: Path, *arguments: str, code: int = 0) -> str:
     """The output of a command that ends by itself."""
     with running(*arguments, folder=folder) as command:
-        assert command.wait(PATIENCE_S) == code, command.output
+        assert command.wait() == code, command.output
         return command.output
 
 
@@ -35,7 +35,6 @@ def start_coordinator(folder: Path) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)  # several programs import torch, one after the other
 def test_a_run_by_invitation(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(

@@ -46,7 +46,6 @@ def trainer(text: Path, *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(420)
 def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,7 +68,7 @@ def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
         later.wait_for(f"Going on from {newest}")
         later.wait_for("Optimizer step: done!")
         later.interrupt()
-        assert later.wait(15) == INTERRUPTED, later.output
+        assert later.wait() == INTERRUPTED, later.output
 
 
 def test_a_monitor_that_starts_again_has_the_address_of_before(tmp_path: Path) -> None:
@@ -80,7 +79,7 @@ def test_a_monitor_that_starts_again_has_the_address_of_before(tmp_path: Path) -
             assert "uses manyhands-seen.monitor-2" in second.wait_for("in use by another process")
             assert address_of(second) != address
         first.kill()
-        first.wait(10)
+        first.wait()
     with running(*watching, folder=tmp_path) as again:
         assert address_of(again) == address
 
@@ -93,7 +92,6 @@ def test_a_monitor_needs_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_the_history_credits_each_trainer_with_what_its_own_events_say(text: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     watching = ("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--state-dir", str(state))
@@ -104,12 +102,12 @@ def test_the_history_credits_each_trainer_with_what_its_own_events_say(text: Pat
             running(*trainer(text, *options, "--name", "ann", "--events", str(tmp_path / "ann.jsonl"))) as ann,
             running(*trainer(text, *options, "--name", "<img>", "--events", str(tmp_path / "bob.jsonl"))) as bob,
         ):
-            assert ann.wait(150) == 0, ann.output
-            assert bob.wait(30) == 0, bob.output
+            assert ann.wait() == 0, ann.output
+            assert bob.wait() == 0, bob.output
         monitor.wait_for("Step #4  loss = ")
         monitor.wait_for("Found no active peers")
         monitor.interrupt()
-        assert monitor.wait(20) == INTERRUPTED, monitor.output
+        assert monitor.wait() == INTERRUPTED, monitor.output
     history = open_history("seen", state)
     credited = {leader.name: leader.samples for leader in leaders_in(history)}
     used = {}
@@ -153,16 +151,16 @@ def have_a_run(text: Path, tmp_path: Path) -> None:
                 line = evaluator.wait_for("Held-out loss")
                 assert "MLM accuracy" in line
                 assert "SOP accuracy" in line
-                assert evaluator.wait(90) == 0, evaluator.output
+                assert evaluator.wait() == 0, evaluator.output
                 monitor.wait_for("Step #3  loss = ")
                 monitor.wait_for("Held-out loss")
                 monitor.wait_for("Uploaded checkpoint-")
                 second.interrupt()
                 first.interrupt()
                 for command in (first, second):
-                    assert command.wait(15) == INTERRUPTED, command.output
+                    assert command.wait() == INTERRUPTED, command.output
         monitor.interrupt()
-        assert monitor.wait(20) == INTERRUPTED, monitor.output
+        assert monitor.wait() == INTERRUPTED, monitor.output
     assert "wandb sync" in monitor.output
     assert "tensorboard --logdir curves" in monitor.output
     assert "Traceback" not in monitor.output + evaluator.output

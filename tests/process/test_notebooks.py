@@ -17,7 +17,7 @@ from manyhands.cli.notebook_command import filled
 from tests.process.commands import LOOPBACK, running
 from tests.process.test_firewalled import TINY
 
-pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.long]
 
 REPOSITORY = Path(__file__).parents[2]
 NOTEBOOKS = REPOSITORY / "examples" / "notebooks"

@@ -111,7 +111,6 @@ def watched_monitor() -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]
             yield url, longest_waits
 
 
-@pytest.mark.timeout(120)
 def test_a_thousand_that_ask_slowly_are_ended_and_hold_up_nobody() -> None:
     with watched_monitor() as (url, longest_waits):
         slow = Crowd(url, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"x")
@@ -125,7 +124,6 @@ def test_a_thousand_that_ask_slowly_are_ended_and_hold_up_nobody() -> None:
     assert max(of_page, of_peer) < LONGEST_S, (of_page, of_peer)
 
 
-@pytest.mark.timeout(120)
 def test_a_thousand_open_pages_hold_up_nobody() -> None:
     with watched_monitor() as (url, longest_waits):
         pages = Crowd(url, b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
