@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
@@ -17,6 +19,14 @@ from manyhands.transport import ControlStream, MemoryNetwork, MemoryTransport, T
 
 LOOPBACK = Address.parse("/ip4/127.0.0.1/tcp/0")
 KINDS = ["memory", "tls"]
+
+
+def free_port() -> int:
+    """A port outside the range from which systems give out ports: no other socket gets it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 class Text(msgspec.Struct):

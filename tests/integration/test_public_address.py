@@ -22,6 +22,7 @@ from manyhands.peer import Peer
 from manyhands.reach import Reach, public_address
 from manyhands.reach.messages import ExamineResponse
 from manyhands.reach.public_address import SOURCE_TIMEOUT_S, PublicAddress, begun, infer
+from tests.network import free_port
 
 PUBLIC, ROUTER, PRIVATE = "93.184.216.34", "198.51.45.7", "10.0.0.5"
 PORT = 31337
@@ -340,11 +341,6 @@ def test_a_peer_that_has_dialled_a_first_peer_says_where(monkeypatch: pytest.Mon
 
 def announced(address: str, listen: str = "/ip4/127.0.0.1/tcp/0") -> Peer:
     return PeerOptions(listen=(listen,), announce=(address,)).connect()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def place_of(peer: Peer) -> str:

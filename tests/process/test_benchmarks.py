@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.process.commands import Command
+from tests.process.commands import PATIENCE_S, Command
 
 pytestmark = pytest.mark.process
 
@@ -202,7 +202,7 @@ def test_interrupt_leaves_nothing_behind() -> None:
         command.interrupt()
         assert command.wait() == INTERRUPTED
         assert started
-        assert not psutil.wait_procs(started, timeout=10)[1], "processes are left"
+        assert not psutil.wait_procs(started, timeout=PATIENCE_S)[1], "processes are left"
         assert command.output.splitlines()[-1] == "stopped"
     finally:
         command.close()

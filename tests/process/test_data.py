@@ -6,14 +6,13 @@ import json
 import os
 import shutil
 import tarfile
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from manyhands.recipes.albert.data.tokenizer import train_tokenizer
-from tests.process.commands import LOOPBACK, Command, running
+from tests.process.commands import LOOPBACK, PATIENCE_S, Command, running, wait_until
 from tests.unit.recipes.texts import BOOK, write_book
 
 pytestmark = pytest.mark.process
@@ -102,14 +101,11 @@ def test_ctrl_c_ends_the_processes_and_leaves_nothing_behind(tmp_path: Path) -> 
     arguments = ("--text", "long.txt", "--tokenizer", "tokenizer", "--num-proc", "2")
     command = Command([str(SCRIPT), *arguments], module=None, folder=tmp_path)
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "data" / ".unfinished" / "train.arrow").exists():
-            assert time.monotonic() < deadline, command.output
-            time.sleep(0.01)
+        wait_until((tmp_path / "data" / ".unfinished" / "train.arrow").exists, "the samples are being written")
         processes = command.descendants()
         command.interrupt()
         assert command.wait() == INTERRUPTED, command.output
-        assert not psutil.wait_procs(processes, timeout=10)[1], "processes are left"
+        assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1], "processes are left"
     finally:
         command.close()
     assert "Traceback" not in command.output

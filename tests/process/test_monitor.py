@@ -13,7 +13,7 @@ import pytest
 from manyhands.cli.main import run
 from manyhands.monitor.history import open_history
 from tests.credited import leaders_in
-from tests.process.commands import LOOPBACK, address_of, running
+from tests.process.commands import LOOPBACK, address_of, running, wait_until
 from tests.unit.monitor.curve_files import tensorboard_points, wandb_points
 from tests.unit.monitor.fake_hub import fake_hub
 
@@ -105,7 +105,8 @@ def test_the_history_credits_each_trainer_with_what_its_own_events_say(text: Pat
             assert ann.wait() == 0, ann.output
             assert bob.wait() == 0, bob.output
         monitor.wait_for("Step #4  loss = ")
-        monitor.wait_for("Found no active peers")
+        # which is written after what the trainers said at their end was credited
+        wait_until(lambda: left_in(tmp_path / "monitor.jsonl") == {"ann", "<img>"}, "both have left")
         monitor.interrupt()
         assert monitor.wait() == INTERRUPTED, monitor.output
     history = open_history("seen", state)
@@ -121,9 +122,12 @@ def test_the_history_credits_each_trainer_with_what_its_own_events_say(text: Pat
     assert points[-1].learning_rate is not None
     assert points[-1].bytes_sent
     history.close()
-    said = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
-    left = {event["name"] for event in said if event["type"] == "happened" and event["kind"] == "left"}
-    assert left == {"ann", "<img>"}
+
+
+def left_in(path: Path) -> set[str]:
+    """The names of the peers that have left, in the events of a monitor."""
+    said = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return {event["name"] for event in said if event["type"] == "happened" and event["kind"] == "left"}
 
 
 def have_a_run(text: Path, tmp_path: Path) -> None:
@@ -152,7 +156,10 @@ def have_a_run(text: Path, tmp_path: Path) -> None:
                 assert "MLM accuracy" in line
                 assert "SOP accuracy" in line
                 assert evaluator.wait() == 0, evaluator.output
-                monitor.wait_for("Step #3  loss = ")
+                for trainer_of_two in (first, second):
+                    trainer_of_two.wait_for("Averaged tensors successfully with 2 peers")
+                for _ in range(3):  # whole steps of both; a step that is over before the monitor looks has no line
+                    monitor.wait_for("  loss = ")
                 monitor.wait_for("Held-out loss")
                 monitor.wait_for("Uploaded checkpoint-")
                 second.interrupt()

@@ -16,7 +16,7 @@ from manyhands.averaging.messages import Position
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, publish_metrics
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
-from tests.process.commands import LOOPBACK
+from tests.process.commands import LOOPBACK, PATIENCE_S
 from tests.process.terminals import CTRL_C, CTRL_Z, Terminal, in_terminal
 
 pytestmark = [
@@ -41,7 +41,7 @@ def a_trainer_of(terminal: Terminal) -> Iterator[Peer]:
         plain = msgspec.to_builtins(progress, builtin_types=(bytes,))
         peer.store(progress_key("seen"), plain, ttl_s=60, subkey=peer.peer_id)
         for record in (MetricsRecord(3, 1.5, 64, 18.0, 4), HeldoutRecord(3, 5.5, 0.25, 0.5, 64)):
-            peer.run(publish_metrics(peer.dht, peer.peer_id, "seen", record), 5.0, "publishing")
+            peer.run(publish_metrics(peer.dht, peer.peer_id, "seen", record), PATIENCE_S, "publishing")
         yield peer
 
 

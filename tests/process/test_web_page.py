@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +17,7 @@ from playwright.sync_api import expect
 
 from manyhands.monitor.history import history_path
 from tests.browser import chromium, found_chromium
-from tests.process.commands import LOOPBACK, Command, address_of, running
+from tests.process.commands import LOOPBACK, PATIENCE_S, Command, address_of, running, wait_until
 from tests.process.test_monitor import text, trainer
 
 pytestmark = pytest.mark.process
@@ -77,8 +76,7 @@ def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
                     expect(rows.filter(has_text="ada")).to_have_class("gone", timeout=GREY_WITHIN_S * 1000)
                     expect(page.locator("#num-peers")).to_have_text("2")
                     step = httpx.get(f"{url}/api/run.json").json()["step"] + 5
-                    stop.with_suffix(".new").write_text(str(step))
-                    stop.with_suffix(".new").replace(stop)
+                    stop.write_text(str(step))
                     assert newcomer.wait() == 0, newcomer.output
                 expect(rows.filter(has_text="eve")).to_have_class("left")
             assert staying.wait() == 0, staying.output
@@ -129,11 +127,14 @@ def can_write(command: Command, *, is_possible: bool) -> None:
 
 def wait_for_points(url: str, number: int) -> list[Any]:
     """The points of the curve, once there are so many."""
-    deadline = time.monotonic() + 60.0
-    while len(points := httpx.get(f"{url}/api/points.json").json()["points"]) < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-    return list(points)
+    points: list[Any] = []
+
+    def are_there() -> bool:
+        points[:] = httpx.get(f"{url}/api/points.json", timeout=PATIENCE_S).json()["points"]
+        return len(points) >= number
+
+    wait_until(are_there, f"the curve has {number} points")
+    return points
 
 
 @pytest.mark.long
@@ -166,7 +167,7 @@ def test_playground_fills_a_mask_with_the_kept_state(text: Path, tmp_path: Path)
         with running(*trainer(text, "--initial-peers", address, "--max-steps", "30")) as alone:
             monitor.wait_for("Saving a checkpoint at global step")
             assert alone.wait() == 0  # then checkpoints come and go no more
-        answer = httpx.get(f"{url}/api/fill.json", params={"text": "the [MASK] of"}, timeout=60.0).json()
+        answer = httpx.get(f"{url}/api/fill.json", params={"text": "the [MASK] of"}, timeout=PATIENCE_S).json()
         assert len(answer["guesses"]) == 1
         assert all(0.0 <= guess["share"] <= 1.0 for guess in answer["guesses"][0])
         assert answer["text"].startswith("the ")
@@ -174,7 +175,7 @@ def test_playground_fills_a_mask_with_the_kept_state(text: Path, tmp_path: Path)
 
 COMPUTING = """
 import sys, time, torch
-from manyhands.cli.leaving import leaving_on_signals
+from manyhands.cli import leaving
 from manyhands.cli.web_page import page_of
 from manyhands.monitor.web import Filled, bind
 from tests.synthetic_run import SyntheticRun
@@ -184,10 +185,11 @@ def fill(text):
     while True:
         torch.randn(500, 500) @ torch.randn(500, 500)
 
+leaving.LEAVE_TIMEOUT_S = 600.0  # it leaves by itself
 try:
-    with leaving_on_signals(), bind("127.0.0.1:0") as bound, page_of(SyntheticRun(3, time.time()), bound, fill):
+    with leaving.leaving_on_signals(), bind("127.0.0.1:0") as bound, page_of(SyntheticRun(3, time.time()), bound, fill):
         print("http://127.0.0.1:%d" % bound.getsockname()[1], flush=True)
-        time.sleep(60.0)
+        time.sleep(600.0)
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -198,7 +200,7 @@ def test_model_that_computes_neither_holds_up_ctrl_c_nor_crashes() -> None:
     command = Command(["-c", COMPUTING], module=None, folder=Path(__file__).parents[2])
     with closing(command), ThreadPoolExecutor(1) as asking:
         url = command.wait_for("http://").strip()
-        asking.submit(httpx.get, f"{url}/api/fill.json", params={"text": "a [MASK]"}, timeout=60.0)
+        asking.submit(httpx.get, f"{url}/api/fill.json", params={"text": "a [MASK]"}, timeout=PATIENCE_S)
         command.wait_for("computing")
         command.interrupt()
         assert command.wait() == INTERRUPTED
