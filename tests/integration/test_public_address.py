@@ -133,7 +133,7 @@ def test_sources_that_never_answer_in_full_cost_two_seconds(text: bytes) -> None
     with server_that_sends(text, every_s=0.2) as address:
         began = time.monotonic()
         assert infer(PORT, maps_port=False, metadata=address, services=[address, address]) is None
-        assert time.monotonic() - began < SOURCE_TIMEOUT_S + 0.8
+        assert time.monotonic() - began < 2 * SOURCE_TIMEOUT_S
 
 
 def test_a_source_that_never_answers_does_not_hide_another() -> None:
@@ -329,7 +329,7 @@ def test_a_peer_that_has_dialled_a_first_peer_says_where(monkeypatch: pytest.Mon
         monkeypatch.setattr(Reach, "_on_examine", lambda self, remote, request: ExamineResponse(0.0, next(hosts)))
         monkeypatch.setattr(Reach, "_dial", found)
         with Peer(local, client_mode=True), Peer(local, client_mode=True):
-            deadline = time.monotonic() + 10.0
+            deadline = time.monotonic() + 60.0
             while PUBLIC not in first.addresses[0]:
                 assert time.monotonic() < deadline, first.addresses
                 time.sleep(0.02)
