@@ -67,7 +67,7 @@ def test_an_upload_that_hangs_does_not_keep_the_monitor_from_ending(
     wait_until(lambda: hub.num_asked)
     began = time.monotonic()
     uploads.close()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 15.0
     assert not caplog.records
 
 
