@@ -57,7 +57,7 @@ def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample(is_leader: boo
                 victim.train_until(1)
 
         def watch() -> None:
-            assert in_mid_round.wait(20)
+            assert in_mid_round.wait(120)
             kill(victim.peer)
 
         in_threads([train_and_die, watch, *(lambda t=trainer: t.train_until(3) for trainer in others)])
@@ -158,7 +158,7 @@ def test_peers_that_come_and_die_at_any_moment_end_with_one_state() -> None:
 
             def settle(trainer: Trainer) -> None:
                 trainer.train_until(goal, pause_s=0.04)
-                at_end.wait(20)
+                at_end.wait(120)
 
             in_threads([lambda t=trainer: settle(t) for trainer in survivors], 40.0)
             assert goal >= steps_of_churn + 4, "steps were lost with the peers that died"
@@ -264,7 +264,7 @@ def test_closing_the_optimizer_in_mid_round_ends_the_round_and_loses_no_sample(d
                 leaving.train_until(1)
 
         def close() -> None:
-            assert in_mid_round.wait(20)
+            assert in_mid_round.wait(120)
             leaving.optimizer.close()
 
         in_threads([train_until_closed, close, lambda: staying.train_until(1)])

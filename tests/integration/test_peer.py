@@ -418,7 +418,7 @@ def test_a_peer_that_is_closed_is_lost_to_the_others_at_once() -> None:
         second.endpoint.handle(ECHO, never)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             calling = pool.submit(on, first, first.endpoint.call(second.peer_id, ECHO, Text("hi"), 60.0))
-            assert asked.wait(20.0)
+            assert asked.wait(120)
             second.close()
             with pytest.raises(PeerLost, match="it said goodbye: it is closing"):
                 calling.result(20.0)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -20,22 +20,12 @@ import psutil
 import pytest
 
 from manyhands.cli.main import run
-
-PATIENCE_S = 240.0
-"""For whatever must come: a busy machine takes long, and a test that passes does not wait for it."""
+from tests.waiting import PATIENCE_S
 
 STARTUP_S = 20.0
 """Of Python and its imports, without torch, on a busy machine; 1 s on an idle one."""
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-
-
-def wait_until(is_so: Callable[[], object], what: str) -> None:
-    """Look again and again until something has come about."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"it did not come about: {what}"
-        time.sleep(0.02)
 
 
 class Command:

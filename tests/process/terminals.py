@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from tests.process.commands import PATIENCE_S
+from tests.waiting import PATIENCE_S
 
 TAKE_TERMINAL = (
     "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "

@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.process.commands import PATIENCE_S, Command
+from tests.process.commands import Command
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from manyhands.recipes.albert.data.tokenizer import train_tokenizer
-from tests.process.commands import LOOPBACK, PATIENCE_S, Command, running, wait_until
+from tests.process.commands import LOOPBACK, Command, running
 from tests.unit.recipes.texts import BOOK, write_book
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.process
 

@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from manyhands.cli.leaving import LEAVE_TIMEOUT_S
-from tests.process.commands import LOOPBACK, PATIENCE_S, Command, address_of, running
+from tests.process.commands import LOOPBACK, Command, address_of, running
 from tests.sweeps import few_of
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 

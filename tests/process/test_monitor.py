@@ -13,9 +13,10 @@ import pytest
 from manyhands.cli.main import run
 from manyhands.monitor.history import open_history
 from tests.credited import leaders_in
-from tests.process.commands import LOOPBACK, address_of, running, wait_until
+from tests.process.commands import LOOPBACK, address_of, running
 from tests.unit.monitor.curve_files import tensorboard_points, wandb_points
 from tests.unit.monitor.fake_hub import fake_hub
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.process
 

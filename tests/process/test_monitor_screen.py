@@ -16,8 +16,9 @@ from manyhands.averaging.messages import Position
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, publish_metrics
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
-from tests.process.commands import LOOPBACK, PATIENCE_S
+from tests.process.commands import LOOPBACK
 from tests.process.terminals import CTRL_C, CTRL_Z, Terminal, in_terminal
+from tests.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.process,

@@ -15,8 +15,9 @@ import pytest
 from manyhands import Peer
 from manyhands.cli.open_files import raise_open_files_limit
 from tests.machine import Machine
-from tests.process.commands import LOOPBACK, PATIENCE_S, address_of, running, wait_until
+from tests.process.commands import LOOPBACK, address_of, running
 from tests.process.test_web_page import url_of
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 

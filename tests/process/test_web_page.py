@@ -17,8 +17,9 @@ from playwright.sync_api import expect
 
 from manyhands.monitor.history import history_path
 from tests.browser import chromium, found_chromium
-from tests.process.commands import LOOPBACK, PATIENCE_S, Command, address_of, running, wait_until
+from tests.process.commands import LOOPBACK, Command, address_of, running
 from tests.process.test_monitor import text, trainer
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.process
 
