@@ -167,6 +167,22 @@ async def test_the_first_send_after_a_receive_notices_that_the_other_end_has_clo
             await ours.send(b"the next round")
 
 
+async def test_what_was_received_whole_was_sent_also_if_the_other_end_closes_at_once() -> None:
+    async with stream_pair("bulk") as (here, there):
+        is_closed = threading.Event()
+
+        def pieces() -> Iterator[memoryview]:
+            yield memoryview(bytes(1 << 20))
+            is_closed.wait(PATIENCE_S)
+
+        sending = asyncio.ensure_future(here.send_each(pieces()))
+        await read(there, 1 << 20)
+        there.abort()
+        await here.wait_closed()
+        is_closed.set()
+        await sending
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_bytes", [1, 1 << 20])
 async def test_sends_to_an_end_that_has_closed_fail_soon(kind: str, num_bytes: int) -> None:

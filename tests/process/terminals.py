@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import psutil
 
+from tests.process.commands import PATIENT
 from tests.waiting import PATIENCE_S
 
 TAKE_TERMINAL = (
@@ -38,7 +39,7 @@ class Terminal:
         self._master, slave = os.openpty()
         self.resize(120, 40)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", TAKE_TERMINAL, sys.executable, "-m", "manyhands", *command],
+            [sys.executable, "-c", TAKE_TERMINAL, sys.executable, "-c", PATIENT, *command],
             stdin=slave, stdout=slave, stderr=slave, start_new_session=True, cwd=self._folder.name,
             env=_without(os.environ, "COLUMNS", "LINES", "NO_COLOR") | {"TERM": "xterm"} | (env or {}),
         )  # fmt: skip

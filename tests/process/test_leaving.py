@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import time
@@ -13,11 +14,14 @@ import psutil
 import pytest
 
 from manyhands.cli.leaving import LEAVE_TIMEOUT_S
-from tests.process.commands import LOOPBACK, Command, address_of, running
+from tests.process.commands import LOOPBACK, Command, address_of
+from tests.process.commands import running as running_patiently
 from tests.sweeps import few_of
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
+
+running = functools.partial(running_patiently, is_patient=False)
 
 INTERRUPTED = 130
 LEAVE_S = 3 * LEAVE_TIMEOUT_S
