@@ -23,8 +23,6 @@ from manyhands.rpc.frames import (
 from tests.integration.siege import ATTACKER, KINDS, ended, request, siege
 from tests.network import identity_of, next_frame
 
-pytestmark = pytest.mark.timeout(60)
-
 FLOODS: dict[str, list[Frame]] = {
     "pings": [Ping()],
     "pongs": [Pong()],

@@ -31,8 +31,6 @@ COUNT = StreamMethod("test.count", Text, Text)
 BULK = "test.bulk"
 SET = bytes(16)
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Counting:
     """Serves ``COUNT``: items without end; and shows how many streams run."""

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from manyhands.optim.run.progress_reader import progress_key
 from manyhands.optim.state.download import download_state
 from tests.network import identity_of
 from tests.trainers import LISTEN, Trainer, in_threads, kill, new_model
+from tests.waiting import wait_until
 
 RUN = "invited"
 OWNER = identity_of(91)
@@ -73,13 +74,6 @@ def new_run(folder: Path, access: Any = "invite", **decided: Any) -> Iterator[Ru
 
 def member(run: Run, ticket: str) -> manyhands.Peer:
     return manyhands.Peer([ticket], listen=LISTEN, access_config=FAST_LOOKS)
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come about: {what}"
-        time.sleep(0.05)
 
 
 async def join_a_round(peer: manyhands.Peer, leader: Trainer) -> None:

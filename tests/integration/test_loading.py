@@ -82,7 +82,7 @@ def test_a_run_that_nobody_trains_is_unavailable_within_seconds() -> None:
         begun = time.monotonic()
         with pytest.raises(Unavailable, match="nobody trains run 'nothing'"):
             manyhands.load_state_from_peers(onlooker, "nothing", into=model)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
 
 
 def test_values_that_are_not_finite_do_not_reach_the_model() -> None:

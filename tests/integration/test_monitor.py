@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,15 +15,9 @@ from manyhands.optim.account import AccountRecord, RecentSteps, alone_lineage
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key, publish_metrics
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
+from tests.waiting import wait_until
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def told(events: list[MonitorEvent], kind: Any) -> list[Any]:

@@ -78,7 +78,7 @@ def test_unequal_peers_make_the_steps_of_one_process_with_the_whole_batch(make_o
             averaging=AVERAGING,
             progress=FAST,
         )
-        barrier.wait(20)
+        barrier.wait(120)
         for step, batches in enumerate(steps):
             for inputs, targets in batches[first : first + len(shares[index])]:
                 loss_of(models[index], (inputs, targets)).backward()
@@ -88,7 +88,7 @@ def test_unequal_peers_make_the_steps_of_one_process_with_the_whole_batch(make_o
         digests[index] = collaborative.state_digest()
         assert collaborative.statistics.samples_used == num_steps * sum(shares[index])
         assert collaborative.statistics.samples_dropped == 0
-        barrier.wait(20)
+        barrier.wait(120)
 
     with peers(3) as swarm:
         barrier = threading.Barrier(3)

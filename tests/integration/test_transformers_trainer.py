@@ -114,7 +114,7 @@ def train_together(*trainers: transformers.Trainer) -> None:
         while optimizer.num_peers < len(trainers):
             optimizer.step(batch_size=0)
             optimizer.peer.sleep(0.02)
-        start.wait(20.0)
+        start.wait(120)
         trainer.train()
 
     in_threads([lambda trainer=trainer: train(trainer) for trainer in trainers])
@@ -245,7 +245,7 @@ def test_a_late_joiner_ends_at_the_step_of_the_others_and_sees_other_batches(tmp
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 if state.global_step == 2 and not thread.ident:
                     thread.start()
-                    begun.wait(20.0)
+                    begun.wait(120)
 
         class Begun(transformers.TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -24,7 +24,6 @@ def address_in(line: str) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_an_auxiliary_machine_keeps_the_state_when_all_workers_are_lost() -> None:
     options = ("--target-batch-size", "32", "--threads", "1", "--linger-s", "0")
     experiment = Experiment(name="x", auxiliary=1, train_options=options)

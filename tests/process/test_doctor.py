@@ -40,7 +40,7 @@ def test_a_good_set_up_and_a_broken_one(web_server: str, tmp_path: Path) -> None
     with running("monitor", "--run-id", "r", "--listen", LOOPBACK) as monitor:
         address = address_of(monitor)
         with running("doctor", "--initial-peers", address, "--listen", LOOPBACK) as doctor:
-            assert doctor.wait(60) == ALL_WELL, doctor.output
+            assert doctor.wait() == ALL_WELL, doctor.output
         lines = doctor.output.splitlines()
         assert lines[0] == address
         assert any(line.startswith("  ok    dial back") for line in lines)
@@ -49,13 +49,13 @@ def test_a_good_set_up_and_a_broken_one(web_server: str, tmp_path: Path) -> None
         state_dir = tmp_path / "state"
         options = ["--initial-peers", address, "--client-mode", "--state-dir", str(state_dir)]
         with running("doctor", "--json", *options) as doctor:
-            assert doctor.wait(60) == ALL_WELL, doctor.output
+            assert doctor.wait() == ALL_WELL, doctor.output
         own = Identity.load_or_create(state_dir / "identity.pem")
         assert json.loads(doctor.output)["peer_id"] == own.peer_id, "it goes about it as the peer of that folder"
 
         nobody = "/ip4/127.0.0.1/tcp/1"
         with running("doctor", "--json", "--initial-peers", address, web_server, nobody, "--client-mode") as doctor:
-            assert doctor.wait(60) == BROKEN, doctor.output
+            assert doctor.wait() == BROKEN, doctor.output
         report = json.loads(doctor.output)
         assert not report["ok"]
         assert report["can_join"]

@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.access import SignedCharter
 from manyhands.base.ticket import Ticket
-from tests.process.commands import LOOPBACK, PATIENCE_S, running
+from tests.process.commands import LOOPBACK, running
 
 pytestmark = pytest.mark.process
 
@@ -23,7 +23,7 @@ SMALL = (
 def ended(folder: Path, *arguments: str, code: int = 0) -> str:
     """The output of a command that ends by itself."""
     with running(*arguments, folder=folder) as command:
-        assert command.wait(PATIENCE_S) == code, command.output
+        assert command.wait() == code, command.output
         return command.output
 
 
@@ -38,7 +38,6 @@ def start_coordinator(folder: Path) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)  # several programs import torch, one after the other
 def test_a_run_by_invitation(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(
@@ -119,6 +118,6 @@ def test_a_coordinator_with_a_copied_state_dir_ends(tmp_path: Path) -> None:
             older.wait_for("manyhands invite")
             with running(*arguments, "--state-dir", "copy", folder=tmp_path) as younger:
                 older.wait_for("It began later")
-                assert younger.wait(PATIENCE_S) == 2
+                assert younger.wait() == 2
                 assert "It began earlier" in younger.output.splitlines()[-1]
             assert ended(tmp_path, "invite", "--state-dir", "state")

@@ -317,8 +317,9 @@ class SealedStream:
                 self._send_sealed(sealed[:num_sealed])
                 self.bytes_sent += num_plain
                 num_sealed = num_plain = 0
-        self._send_sealed(sealed[:num_sealed])
-        self.bytes_sent += num_plain
+        if num_sealed:  # to send nothing fails if the other end has received all, and has closed
+            self._send_sealed(sealed[:num_sealed])
+            self.bytes_sent += num_plain
         give_back_room(sealed)
 
     def _receive_all(self, views: Iterable[memoryview]) -> None:

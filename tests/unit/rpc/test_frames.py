@@ -35,7 +35,7 @@ from manyhands.rpc.frames import (
     receive_frame,
 )
 from manyhands.transport.memory import MemoryStream
-from tests.network import identity_of
+from tests.network import PATIENCE_S, identity_of
 
 BODY = msgspec.Raw(msgspec.msgpack.encode({"text": "hi"}))
 DEEP = b"\x91" * 100_000 + b"\xc0"  # lists in lists
@@ -208,7 +208,7 @@ def test_damaged_frames_are_a_frame_or_a_violation(payload: bytes, place: int, k
 async def test_a_frame_over_the_limit_is_refused_before_it_is_read(num_bytes: int) -> None:
     stream = stream_of(num_bytes.to_bytes(4, "big"), ends=False)  # who reads on would wait for ever
     with pytest.raises(ProtocolViolation, match=f"a frame of {num_bytes} bytes; at most {MAX_FRAME_BYTES} are allowed"):
-        await asyncio.wait_for(receive_frame(stream), 1.0)
+        await asyncio.wait_for(receive_frame(stream), PATIENCE_S)
     assert stream.bytes_received == 4
 
 

@@ -142,9 +142,7 @@ class Story:
             time.sleep(POLL_S)
 
     def _write_stop(self, step: int) -> None:
-        temporary = self._stop_file.with_suffix(".new")
-        temporary.write_text(str(step))
-        temporary.replace(self._stop_file)
+        self._stop_file.write_text(str(step))
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
