@@ -17,24 +17,37 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from manyhands.access import Charter, SignedCharter
+from manyhands.base.address import Address
+from manyhands.base.identity import Identity
+from manyhands.base.ticket import Ticket
 from tests.hostile import networks
-from tests.hostile.attacks import ATTACKS, UNSIGNED
-from tests.hostile.trainer import RUN_ID
+from tests.hostile.attacks import (
+    ADDRESSES,
+    ATTACKS,
+    FALSE_MANIFESTS,
+    LOCAL_PLACES,
+    SSH_PORT,
+    THIRD_PARTY,
+    UNSIGNED,
+)
+from tests.hostile.trainer import RUN_ID, fingerprint
 
 NUM_TRAINERS = 3
-MONITOR, ATTACKER = NUM_TRAINERS, NUM_TRAINERS + 1
+MONITOR, ATTACKER, NEWCOMER = NUM_TRAINERS, NUM_TRAINERS + 1, NUM_TRAINERS + 2
 WARM_UP_STEPS = 6
 NUM_LOSSES = 4
 PERIOD_S = 20.0
@@ -50,6 +63,10 @@ MAX_RSS_MB = 100.0
 MAX_LOST = 0.01
 MAX_SPEED = 2.0
 MAX_APART = 3
+MAX_DIALS = 500
+"""Of three trainers and a monitor, to one address that strangers name, in all."""
+CUT_S = 10.0
+FAULTS = "faults of a machine"
 
 
 class Process:
@@ -89,6 +106,10 @@ class Process:
             time.sleep(0.2)
         raise RuntimeError(f"{text!r} did not come:\n{self.out.read_text()}\n{self.log.read_text()}")
 
+    def hang_up(self) -> None:
+        """As the end of a session does, or log rotation."""
+        self._popen.send_signal(signal.SIGHUP)
+
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, 9)
@@ -103,11 +124,57 @@ class Siege:
     trainers: list[Process]
     monitor: Process
     address: str
+    place: str  # for trainers: the address or a ticket
     folder: Path
+    start: Callable[..., Process]
+    newcomer: Process | None = None
+    sinks: list[Process] = field(default_factory=list)
 
     @property
     def members(self) -> list[Process]:
-        return [*self.trainers, self.monitor]
+        return [*self.trainers, self.monitor, *([self.newcomer] if self.newcomer else [])]
+
+    def attack(self, name: str) -> Process:
+        """The attacker's process, which has begun."""
+        # on a machine of its own an attacker takes no processor time from the others: here it gets what they leave
+        nice = ["nice", "-n", "19", sys.executable, "-u"]
+        attacker = self.start(
+            ATTACKER, "attacker", "tests.hostile.attacks", name, networks.host(ATTACKER), self.address, python=nice
+        )
+        attacker.wait_for("attacking")
+        return attacker
+
+    def come(self) -> Process:
+        """Another honest trainer."""
+        self.newcomer = self.start(NEWCOMER, "newcomer", "tests.hostile.trainer", networks.host(NEWCOMER), self.place)
+        return self.newcomer
+
+    def fail(self) -> Process:
+        """Have machines fail; returns another monitor, which has to go on as everybody else.
+
+        Its identity file is empty, its disk is full, and it is hung up on, as is the monitor of the run. Its cable, and
+        that of a newcomer, is pulled while they join.
+        """
+        key = self.folder / "another.pem"
+        key.write_bytes(b"")
+        command = [
+            "manyhands", "monitor", "--run-id", RUN_ID, "--initial-peers", self.address, "--identity", str(key),
+            "--listen", f"/ip4/{networks.host(ATTACKER)}/tcp/0", "--events", "/dev/full",
+        ]  # fmt: skip
+        self.start(ATTACKER, "refused", *command).wait_for("is empty")
+        key.unlink()
+        monitor = self.start(ATTACKER, "another", *command)
+        newcomer = self.come()
+        for number, process, joins in ((ATTACKER, monitor, "as peer"), (NEWCOMER, newcomer, "joined the DHT")):
+            process.wait_for(joins)
+            self.machines.plug(number, is_in=False)
+        time.sleep(CUT_S)
+        for number in (ATTACKER, NEWCOMER):
+            self.machines.plug(number, is_in=True)
+        monitor.wait_for("are dropped meanwhile")
+        for process in (monitor, self.monitor):
+            process.hang_up()
+        return monitor
 
     def step(self) -> int:
         """The highest that a trainer has reached."""
@@ -119,10 +186,11 @@ class Siege:
 
     def watch(self, seconds: float) -> tuple[float, list[float]]:
         """Let time pass; returns the median trainer's steps in a second, and the most memory of each process."""
-        began, most = time.monotonic(), [process.look() for process in self.members]
+        watched = [*self.trainers, self.monitor]
+        began, most = time.monotonic(), [process.look() for process in watched]
         while time.monotonic() < began + seconds:
             time.sleep(0.5)
-            most = [max(one, process.look()) for one, process in zip(most, self.members, strict=True)]
+            most = [max(one, process.look()) for one, process in zip(most, watched, strict=True)]
         made = sorted(
             len({f["step"] for f in trainer.facts() if f["digest"] and began <= f["at"] < began + seconds})
             for trainer in self.trainers
@@ -131,38 +199,64 @@ class Siege:
 
     def is_forked(self) -> bool:
         digests: dict[int, set[str]] = {}
-        for trainer in self.trainers:
-            for fact in trainer.facts():
+        ends = []
+        for trainer in [*self.trainers, *([self.newcomer] if self.newcomer else [])]:
+            facts = trainer.facts()
+            for fact in facts:
                 if fact["digest"]:
                     digests.setdefault(fact["step"], set()).add(fact["digest"])
-        ends = [trainer.facts()[-1]["step"] for trainer in self.trainers]
+            ends.append(facts[-1]["step"] if facts else 0)
         return any(len(alike) > 1 for alike in digests.values()) or max(ends) - min(ends) > MAX_APART
+
+    def place_sinks(self) -> None:
+        """Listen where no peer of the run should dial."""
+        for number in range(ATTACKER):
+            for host, _ in LOCAL_PLACES:
+                self.machines.add_address(number, host)
+            places = [f"{host}:{port}" for host, port in [*LOCAL_PLACES, (networks.host(number), SSH_PORT)]]
+            self.sinks.append(self.start(number, f"sink{number}", "tests.hostile.sink", *places))
+        self.machines.add_address(ATTACKER, THIRD_PARTY[0])
+        self.sinks.append(self.start(ATTACKER, "sink", "tests.hostile.sink", "{}:{}".format(*THIRD_PARTY)))
+        for sink in self.sinks:
+            sink.wait_for("listening")
+
+    def num_dials(self) -> tuple[int, int]:
+        """To local networks and to system ports of the own machine, and to the third party."""
+        dials = [line.split()[1:] for sink in self.sinks for line in sink.out.read_text().splitlines()[1:]]
+        local = {host for host, _ in LOCAL_PLACES}
+        num_local = sum(host in local or host == source for host, _, source in dials)
+        return num_local, sum(host == THIRD_PARTY[0] for host, _, _ in dials)
 
 
 @contextlib.contextmanager
-def besieged(folder: Path) -> Iterator[Siege]:
-    """A run of honest trainers that has made its first steps."""
-    with networks.machines(NUM_TRAINERS + 2) as machines, contextlib.ExitStack() as stack:
+def besieged(folder: Path, *, has_charter: bool = False) -> Iterator[Siege]:
+    """A run of honest trainers that has made its first steps; with a charter its owner has signed the manifest."""
+    with networks.machines(NUM_TRAINERS + 3) as machines, contextlib.ExitStack() as stack:
 
-        def start(number: int, name: str, *arguments: str) -> Process:
-            command = machines.on(number, [sys.executable, "-u", "-m", *arguments])
+        def start(number: int, name: str, *arguments: str, python: Sequence[str] = (sys.executable, "-u")) -> Process:
+            command = machines.on(number, [*python, "-m", *arguments])
             process = Process(command, folder, name)
             stack.callback(process.close)
             return process
 
-        listen = f"/ip4/{machines.host(MONITOR)}/tcp/{networks.PORT}"
-        key = str(folder / "monitor.pem")  # with it the monitor makes no folder here
-        monitor = start(
-            MONITOR, "monitor", "manyhands", "monitor", "--run-id", RUN_ID, "--listen", listen, "--identity", key
-        )
-        address = next(
-            word for word in monitor.wait_for("/p2p/").split() if word.startswith("/ip4/") and "/p2p/" in word
-        )
+        listen = f"/ip4/{networks.host(MONITOR)}/tcp/{networks.PORT}"
+        key = folder / "monitor.pem"  # with it the monitor makes no folder here
+        monitor_id = Identity.load_or_create(key).peer_id
+        address = place = f"{listen}/p2p/{monitor_id}"
+        command = ["manyhands", "monitor", "--run-id", RUN_ID, "--listen", listen, "--identity", str(key)]
+        if has_charter:
+            owner, manifest = Identity.generate(), fingerprint()
+            charter = SignedCharter.sign(owner, Charter(RUN_ID, owner.peer_id, "open", [monitor_id], manifest))
+            charter.save(folder / "charter")
+            command += ["--charter", str(folder / "charter"), "--state-dir", str(folder / "monitor")]
+            place = str(Ticket(RUN_ID, [Address.parse(address)], b"", charter.digest))
+        monitor = start(MONITOR, "monitor", *command)
+        monitor.wait_for("as peer")
         trainers = [
-            start(number, f"trainer{number}", "tests.hostile.trainer", machines.host(number), address)
+            start(number, f"trainer{number}", "tests.hostile.trainer", networks.host(number), place)
             for number in range(NUM_TRAINERS)
         ]
-        siege = Siege(machines, trainers, monitor, address, folder)
+        siege = Siege(machines, trainers, monitor, address, place, folder, start)
         deadline = time.monotonic() + PATIENCE_S
         while min((t.facts()[-1]["step"] if t.facts() else 0) for t in trainers) < WARM_UP_STEPS:
             if time.monotonic() > deadline:
@@ -173,22 +267,21 @@ def besieged(folder: Path) -> Iterator[Siege]:
 
 def measured(name: str, folder: Path, period_s: float) -> dict[str, Any]:
     """One attack, and what became of the run; it is watched for so long before, during and after it."""
-    with besieged(folder) as siege:
+    with besieged(folder, has_charter=name == FALSE_MANIFESTS) as siege:
+        if name == ADDRESSES:
+            siege.place_sinks()
         before, memory = siege.watch(period_s)
         num_facts = [len(trainer.facts()) for trainer in siege.trainers]
-        host = siege.machines.host(ATTACKER)
-        # on a machine of its own an attacker takes no processor time from the others: here it gets what they leave
-        command = ["nice", "-n", "19", sys.executable, "-u", "-m", "tests.hostile.attacks", name, host, siege.address]
-        attacker = Process(siege.machines.on(ATTACKER, command), folder, "attacker")
-        try:
-            attacker.wait_for("attacking")
-            loss_before = siege.loss()
-            during, most = siege.watch(period_s)
-            loss_during = siege.loss()
-            is_attacking = attacker.is_alive
-        finally:
-            attacker.close()
+        attacker = siege.fail() if name == FAULTS else siege.attack(name)
+        loss_before = siege.loss()
+        if name == FALSE_MANIFESTS:
+            siege.come()
+        during, most = siege.watch(period_s)
+        loss_during = siege.loss()
+        is_attacking = attacker.is_alive
+        attacker.close()
         after, later = siege.watch(period_s)
+        num_local_dials, num_other_dials = siege.num_dials()
         gained = [max(one, two) - first for first, one, two in zip(memory, most, later, strict=True)]
         facts = [trainer.facts()[number:] for trainer, number in zip(siege.trainers, num_facts, strict=True)]
         last = [trainer.facts()[-1] for trainer in siege.trainers]
@@ -207,6 +300,8 @@ def measured(name: str, folder: Path, period_s: float) -> dict[str, Any]:
             "loss_after": round(siege.loss(), 4),
             "lost_share": round(sum(f["dropped"] for f in last) / max(sum(f["computed"] for f in last), 1), 4),
             "num_dead": sum(not process.is_alive for process in siege.members),
+            "local_dials": num_local_dials,
+            "third_party_dials": num_other_dials,
             "attacker_named": any(identity in logs for identity in names),
             "attacked_to_the_end": is_attacking,
         }
@@ -224,8 +319,10 @@ def failures_of(result: dict[str, Any]) -> list[str]:
         "a fork": result["forked"],
         "samples were lost": result["lost_share"] > MAX_LOST,
         "a process was lost": result["num_dead"] > 0,
-        "the attacker is not named": not result["attacker_named"] and result["attack"] not in UNSIGNED,
+        "the attacker is not named": not result["attacker_named"] and result["attack"] not in {*UNSIGNED, FAULTS},
         "the attacker gave up": not result["attacked_to_the_end"],
+        "a dial to a local network": result["local_dials"] > 0,
+        "many dials to a third party": result["third_party_dials"] > MAX_DIALS,
     }
     return [rule for rule, is_broken in rules.items() if is_broken]
 
@@ -244,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["HOSTILE_TARGET"] = str(options.target)
     period_s = max(PERIOD_S, STEPS_OF_PERIOD * options.target / SAMPLES_PER_S)
     results, num_failed = [], 0
-    for name in (name for name in ATTACKS if options.case in name):
+    for name in (name for name in [*ATTACKS, FAULTS] if options.case in name):
         with tempfile.TemporaryDirectory() as scratch:
             folder = options.keep_logs / name.replace(" ", "-") if options.keep_logs else Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -51,22 +51,35 @@ from manyhands.dht.issuing import Issuer
 from manyhands.dht.messages import StoreOutcome
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
-from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress import MAX_COUNT, ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.state import Scalars
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import Peer, Presence
 from manyhands.transport import Stream, TlsTransport
+from tests.hostile import networks
 from tests.hostile.trainer import BATCH_S, RUN_ID, TARGET, adam, joined, loss_of, new_model
 
 TTL_S = 10.0
 CALL_S = 5.0
+FOREIGN = 12
+"""First number of addresses that no machine here can reach."""
+NUM_NETWORKS = 4
+"""More than the honest trainers have."""
+NUM_MEMBERS = 4
+"""The first machines: the honest trainers and the monitor."""
+SSH_PORT = 22
+LOCAL_PLACES = [("10.0.0.7", 31000), ("169.254.169.254", 31000)]
+"""In the networks of others, the second one where clouds serve their secrets."""
+THIRD_PARTY = ("11.99.1.2", 31000)
+ADDRESSES = "addresses of others"
+FALSE_MANIFESTS = "5 false manifests"
 SLOW_BYTES = 1200
 """Of a state that a slow donor sends, ten times a second."""
 
 Attack = Callable[["Attacker"], None]
-Spoil = Callable[[Scalars, StateHeader, list[torch.Tensor]], None]
+Spoil = Callable[[Scalars, StateHeader, list[torch.Tensor | None]], None]
 
 
 class Attacker:
@@ -152,60 +165,105 @@ def state_at(position: Position, samples: int, spoil: Spoil) -> State:
     replica.optimizer.step()
     state = replica.capture()
     scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
-    header, tensors = state.header, [tensor.clone() for tensor in state.tensors]
+    header = state.header
+    tensors: list[torch.Tensor | None] = [tensor.clone() for tensor in state.tensors]
     spoil(scalars, header, tensors)
-    specs = [
-        msgspec.structs.replace(spec, shape=tuple(tensor.shape))
-        for spec, tensor in zip(header.tensors, tensors, strict=True)
-    ]
+    sent = [(spec, tensor) for spec, tensor in zip(header.tensors, tensors, strict=True) if tensor is not None]
+    specs = [msgspec.structs.replace(spec, shape=tuple(tensor.shape)) for spec, tensor in sent]
     encoded = msgspec.msgpack.encode(scalars, order="sorted")
-    return sealed(state_of(StateHeader(position, samples, specs, encoded, b""), tensors))
+    header = StateHeader(position, samples, specs, encoded, b"")
+    return sealed(state_of(header, [tensor for _, tensor in sent]))
 
 
-def branch_with_a_state(ahead: int, spoil: Spoil) -> Attack:
-    """A record so many steps ahead of everybody, and a state behind it."""
+def serve(presence: Presence, capture: Callable[[], State]) -> None:
+    StateServer(presence.endpoint, RUN_ID, capture, lambda: capture().header.position)
+
+
+def serve_slowly(presence: Presence, capture: Callable[[], State]) -> None:
+    """Send the state at 12 KB/s."""
+
+    async def trickle(remote: Any, header: bytes, stream: Stream) -> None:
+        state = capture()
+        answer = msgspec.msgpack.encode(StateAnswer(state.header))
+        await stream.send(len(answer).to_bytes(4, "big") + answer)
+        await stream.send(FRAME.pack(DIGESTS, len(state.digests)), *state.digests)
+        await stream.receive_into(memoryview(bytearray(INDEX.size)))
+        await stream.send(FRAME.pack(CHUNK, 0))
+        content = bytes(state.chunk(0))
+        for start in itertools.count(0, SLOW_BYTES):
+            await stream.send(content[start : start + SLOW_BYTES] or b"\0")
+            await asyncio.sleep(0.1)
+
+    presence.endpoint.accept_bulk(STREAM_KIND, trickle)
+
+
+def branch_with_a_state(
+    ahead: int, spoil: Spoil, num_networks: int = 1, serve: Callable[[Presence, Callable[[], State]], None] = serve
+) -> Attack:
+    """Records so many steps ahead of everybody, and a state behind them.
+
+    With more than one, each claims an address in a network of its own as well, so that they are believed: what holds
+    then is what is done with the state.
+    """
 
     def attack(attacker: Attacker) -> None:
-        presence, current = attacker.peer.presence, [state_at(Position(1, bytes(32)), 1, spoil)]
-        attacker.run(_serve(presence, lambda: current[0]))
+        presences = attacker.more(num_networks)
+        own, current = {presence.peer_id for presence in presences}, [state_at(Position(1, bytes(32)), 1, spoil)]
+
+        async def begin() -> None:
+            for presence in presences:
+                serve(presence, lambda: current[0])
+
+        attacker.run(begin())
 
         async def act(presence: Presence) -> None:
-            leader = await attacker.leader(presence)
-            if leader is None or leader[0] == presence.peer_id:
+            honest = {k: record for k, record in (await attacker.honest(presence)).items() if k not in own}
+            if not honest:
                 return
-            record = leader[1]
-            position = Position(record.position.step + ahead, b"\xff" * len(record.position.lineage))
-            samples = record.lineage_samples + ahead * TARGET
+            record = max(honest.values(), key=lambda record: record.position.step)
+            step = min(record.position.step + ahead, MAX_COUNT)
+            position = Position(step, b"\xff" * len(record.position.lineage))
+            samples = min(record.lineage_samples + ahead * TARGET, MAX_COUNT)
             header = msgspec.structs.replace(current[0].header, position=position, lineage_samples=samples)
-            current[0] = State(header, current[0].content)
-            await attacker.publish(presence, position=position, lineage_samples=samples)
+            current[0] = dataclasses.replace(current[0], header=header)
+            addresses = [str(address) for address in presence.endpoint.addresses]
+            if num_networks > 1:
+                addresses.insert(0, f"/ip4/{FOREIGN}.{presences.index(presence)}.1.2/tcp/{networks.PORT}")
+            await attacker.publish(presence, position=position, lineage_samples=samples, addresses=addresses)
 
-        attacker.forever(0.2, act)
+        attacker.forever(0.2, act, *presences)
 
     return attack
 
 
-async def _serve(presence: Presence, capture: Callable[[], State]) -> None:
-    StateServer(presence.endpoint, RUN_ID, capture, lambda: capture().header.position)
-
-
-def climb(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor]) -> None:
+def climb(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor | None]) -> None:
     for group in scalars.groups:
         group["maximize"] = True
 
 
-def not_numbers(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor]) -> None:
+def not_numbers(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor | None]) -> None:
     for tensor in tensors[: len(tensors) // 2]:
-        tensor.fill_(float("nan"))
+        if tensor is not None:
+            tensor.fill_(float("nan"))
 
 
-def no_statistics(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor]) -> None:
-    for index, spec in enumerate(header.tensors):
-        if spec.name.endswith("exp_avg"):
-            tensors[index] = torch.empty(0)
+def learning_rate_of_nan(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor | None]) -> None:
+    for group in scalars.groups:
+        group["lr"] = float("nan")
 
 
-def nothing(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor]) -> None:
+def statistics(instead: torch.Tensor | None) -> Spoil:
+    """Others than they should be, or none."""
+
+    def spoil(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor | None]) -> None:
+        for index, spec in enumerate(header.tensors):
+            if spec.name.endswith("exp_avg"):
+                tensors[index] = instead
+
+    return spoil
+
+
+def nothing(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor | None]) -> None:
     pass
 
 
@@ -259,31 +317,38 @@ def join_and_never_come(attacker: Attacker) -> None:
     attacker.forever(0.05, act)
 
 
-def lead_and_never_close(attacker: Attacker) -> None:
-    """It calls everybody to its group again and again, and never begins the round."""
-    fingerprint = attacker.manifest().fingerprint()
-    presence = attacker.peer.presence
+def lead_and_never_close(is_member: bool) -> Attack:
+    """It calls everybody to its group again and again, and never begins the round; with a record it is expected."""
 
-    async def never(remote: Any, request: JoinRequest) -> JoinResponse:
-        await asyncio.sleep(3600.0)
-        raise AssertionError
+    def attack(attacker: Attacker) -> None:
+        fingerprint = attacker.manifest().fingerprint()
+        presence = attacker.peer.presence
 
-    async def begin() -> None:
-        RunEndpoint(presence.endpoint, RUN_ID).handle(JOIN, never)
+        async def never(remote: Any, request: JoinRequest) -> JoinResponse:
+            await asyncio.sleep(3600.0)
+            raise AssertionError
 
-    attacker.run(begin())
+        async def begin() -> None:
+            RunEndpoint(presence.endpoint, RUN_ID).handle(JOIN, never)
 
-    async def act(presence: Presence) -> None:
-        runs = RunEndpoint(presence.endpoint, RUN_ID)
-        records = await attacker.honest(presence)
-        calls = [
-            runs.call(peer_id, INVITE, InviteRequest(record.position, fingerprint), CALL_S)  # type: ignore[arg-type]
-            for peer_id, record in records.items()
-            if peer_id != presence.peer_id
-        ]
-        await asyncio.gather(*calls, return_exceptions=True)
+        attacker.run(begin())
 
-    attacker.forever(0.05, act)
+        async def act(presence: Presence) -> None:
+            runs = RunEndpoint(presence.endpoint, RUN_ID)
+            records = await attacker.honest(presence)
+            records.pop(presence.peer_id, None)
+            if is_member and records:
+                record = max(records.values(), key=lambda record: record.position.step)
+                await attacker.publish(presence, position=record.position, lineage_samples=record.lineage_samples)
+            calls = [
+                runs.call(peer_id, INVITE, InviteRequest(record.position, fingerprint), CALL_S)  # type: ignore[arg-type]
+                for peer_id, record in records.items()
+            ]
+            await asyncio.gather(*calls, return_exceptions=True)
+
+        attacker.forever(0.05, act)
+
+    return attack
 
 
 def false_identities(attacker: Attacker) -> None:
@@ -314,7 +379,14 @@ def signatures_alone(num: int) -> Attack:
     return attack
 
 
-def publish_records_of(attacker: Attacker, identities: list[Identity]) -> None:
+def addresses_of_others(attacker: Attacker) -> None:
+    """A hundred records, each of which names places where a peer has no business, and a third party."""
+    places = [(networks.host(number), SSH_PORT) for number in range(NUM_MEMBERS)]
+    addresses = [f"/ip4/{host}/tcp/{port}" for host, port in [*places, *LOCAL_PLACES, THIRD_PARTY]]
+    publish_records_of(attacker, [Identity.generate() for _ in range(100)], addresses)
+
+
+def publish_records_of(attacker: Attacker, identities: list[Identity], addresses: Sequence[str] = ()) -> None:
     for identity in identities:
         print("identity", identity.peer_id, flush=True)
     own = {identity.peer_id for identity in identities}
@@ -322,7 +394,8 @@ def publish_records_of(attacker: Attacker, identities: list[Identity]) -> None:
     async def act(presence: Presence) -> None:
         honest = {k: r for k, r in (await attacker.honest(presence)).items() if k not in own}
         leader = max(honest.values(), key=lambda record: record.position.step)
-        fields = {"position": leader.position, "lineage_samples": leader.lineage_samples, "samples": TARGET // 4}
+        fields: dict[str, Any] = {"position": leader.position, "lineage_samples": leader.lineage_samples}
+        fields |= {"samples": TARGET // 4} | ({"addresses": addresses} if addresses else {})
         value = msgspec.to_builtins(attacker.record(presence, **fields), builtin_types=(bytes,))
         records = [
             Issuer(identity, DhtConfig(), time.time).issue(progress_key(RUN_ID), identity.peer_id, value, TTL_S)
@@ -358,18 +431,29 @@ def swallow_the_key(attacker: Attacker) -> None:
     attacker.forever(0.5, act, *identities)
 
 
-def manifests_that_unpack(attacker: Attacker) -> None:
-    """Small manifests in the DHT that become eight megabytes each."""
-    identities = attacker.more(20)
-    own = attacker.manifest()
-    large = msgspec.structs.replace(own, extra={"x": "y" * (8 << 20)})
-    value = zlib.compress(large.encoded()[: (8 << 20) + 100], 9)
+def manifests(num: int, make: Callable[[RunManifest], bytes]) -> Attack:
+    """So many identities sign the same manifest."""
 
-    async def act(presence: Presence) -> None:
-        declare_run(presence.dht, RUN_ID)
-        await presence.dht.store(manifest_key(RUN_ID), value, 300.0, subkey=presence.peer_id)
+    def attack(attacker: Attacker) -> None:
+        identities, value = attacker.more(num), make(attacker.manifest())
 
-    attacker.forever(2.0, act, *identities)
+        async def act(presence: Presence) -> None:
+            declare_run(presence.dht, RUN_ID)
+            await presence.dht.store(manifest_key(RUN_ID), zlib.compress(value, 9), 300.0, subkey=presence.peer_id)
+
+        attacker.forever(2.0, act, *identities)
+
+    return attack
+
+
+def large(own: RunManifest) -> bytes:
+    """Small in the DHT; it unpacks to eight megabytes."""
+    return msgspec.structs.replace(own, extra={"x": "y" * (8 << 20)}).encoded()
+
+
+def false(own: RunManifest) -> bytes:
+    """Another target, so that honest newcomers do not fit."""
+    return msgspec.structs.replace(own, target_batch_size=2 * own.target_batch_size).encoded()
 
 
 def download_slowly(attacker: Attacker) -> None:
@@ -388,57 +472,44 @@ def download_slowly(attacker: Attacker) -> None:
     attacker.forever(0.1, act, *attacker.more(4))
 
 
-def donate_slowly(attacker: Attacker) -> None:
-    """A state one step ahead, at 12 KB/s."""
-    presence, current = attacker.peer.presence, [state_at(Position(1, bytes(32)), 1, nothing)]
-
-    async def trickle(remote: Any, header: bytes, stream: Stream) -> None:
-        state = current[0]
-        answer = msgspec.msgpack.encode(StateAnswer(state.header))
-        await stream.send(len(answer).to_bytes(4, "big") + answer)
-        await stream.send(FRAME.pack(DIGESTS, len(state.digests)), *state.digests)
-        await stream.receive_into(memoryview(bytearray(INDEX.size)))
-        await stream.send(FRAME.pack(CHUNK, 0))
-        content = bytes(state.chunk(0))
-        for start in itertools.count(0, SLOW_BYTES):
-            await stream.send(content[start : start + SLOW_BYTES] or b"\0")
-            await asyncio.sleep(0.1)
-
-    async def begin() -> None:
-        presence.endpoint.accept_bulk(STREAM_KIND, trickle)
-
-    attacker.run(begin())
+def download_again(attacker: Attacker) -> None:
+    """It asks for the state again and again, says each time that the last one came too late, and never trains."""
 
     async def act(presence: Presence) -> None:
-        leader = await attacker.leader(presence)
-        if leader is None or leader[0] == presence.peer_id:
-            return
-        record = leader[1]
-        position = Position(record.position.step + 1, b"\xff" * len(record.position.lineage))
-        samples = record.lineage_samples + TARGET
-        header = msgspec.structs.replace(current[0].header, position=position, lineage_samples=samples)
-        current[0] = dataclasses.replace(current[0], header=header)
-        await attacker.publish(presence, position=position, lineage_samples=samples)
+        request = msgspec.msgpack.encode(StateRequest(RUN_ID, is_late=True))
+        for peer_id in await attacker.honest(presence):
+            if peer_id != presence.peer_id:
+                stream = await presence.endpoint.open_bulk(peer_id, STREAM_KIND, request, CALL_S)  # type: ignore[arg-type]
+                await stream.receive_into(memoryview(bytearray(4)))
+                await stream.close(CALL_S)
 
-    attacker.forever(0.2, act)
+    attacker.forever(0.1, act, *attacker.more(4))
 
 
 ATTACKS: dict[str, Attack] = {
     "a state 50 steps ahead that climbs": branch_with_a_state(50, climb),
-    "a state of NaN": branch_with_a_state(1, not_numbers),
-    "a state without statistics": branch_with_a_state(1, no_statistics),
-    "a slow donor": donate_slowly,
+    "a state of NaN": branch_with_a_state(1, not_numbers, NUM_NETWORKS),
+    "a state without statistics": branch_with_a_state(1, statistics(None), NUM_NETWORKS),
+    "a state with statistics of shape (0,)": branch_with_a_state(1, statistics(torch.empty(0)), NUM_NETWORKS),
+    "a state with a learning rate of NaN": branch_with_a_state(1, learning_rate_of_nan, NUM_NETWORKS),
+    "a state 50 steps ahead in four networks": branch_with_a_state(50, nothing, NUM_NETWORKS),
+    "a state at step 2^53": branch_with_a_state(MAX_COUNT, nothing, NUM_NETWORKS),
+    "a slow donor": branch_with_a_state(1, nothing, NUM_NETWORKS, serve_slowly),
     "slow downloads": download_slowly,
+    "a newcomer that is always late": download_again,
     "a huge weight": as_a_member(lambda mean_N, weight: (mean_N, 2.0**52)),
     "values of 3e38": as_a_member(lambda mean_N, weight: (mean_N.fill_(3e38), weight)),
     "-100 x gradient": as_a_member(lambda mean_N, weight: (mean_N.mul_(-100.0), weight)),
     "a place and nobody comes": join_and_never_come,
-    "a leader that never closes": lead_and_never_close,
+    "a leader that never closes": lead_and_never_close(is_member=False),
+    "a leader with a record that never closes": lead_and_never_close(is_member=True),
     "20 false identities": false_identities,
     "200 false identities": signatures_alone(200),
     "1,000 false identities": signatures_alone(1000),
+    ADDRESSES: addresses_of_others,
     "nodes that swallow the key": swallow_the_key,
-    "manifests that unpack": manifests_that_unpack,
+    "manifests that unpack": manifests(20, large),
+    FALSE_MANIFESTS: manifests(5, false),
 }
 UNSIGNED = {
     "slow downloads",
@@ -446,6 +517,8 @@ UNSIGNED = {
     "a leader that never closes",
     "nodes that swallow the key",
     "manifests that unpack",
+    FALSE_MANIFESTS,
+    "a newcomer that is always late",
 }
 """What these send carries no signature that anybody could show."""
 

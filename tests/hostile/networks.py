@@ -21,6 +21,11 @@ def can_be_made() -> bool:
     return False
 
 
+def host(number: int) -> str:
+    """The address of a machine."""
+    return f"{NETWORK}.{number}.1.2"
+
+
 class Machines:
     """Some machines that reach each other, each in a /24 of its own, as strangers on the internet are."""
 
@@ -38,7 +43,7 @@ class Machines:
             _ip("netns", "add", name)
             _ip("link", "add", port, "netns", self._hub, "type", "veth", "peer", "name", "eth0", "netns", name)
             _inside(self._hub, "ip", "link", "set", port, "master", "bridge", "up")
-            _inside(name, "ip", "addr", "add", f"{self.host(number)}/8", "dev", "eth0")
+            _inside(name, "ip", "addr", "add", f"{host(number)}/8", "dev", "eth0")
             _inside(name, "ip", "link", "set", "eth0", "up")
             _inside(name, "ip", "link", "set", "lo", "up")
 
@@ -46,13 +51,18 @@ class Machines:
         for name in [*self._names, self._hub]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
-    def host(self, number: int) -> str:
-        """The address of a machine."""
-        return f"{NETWORK}.{number}.1.2"
-
     def on(self, number: int, command: Sequence[str]) -> list[str]:
         """The command that runs another one on a machine."""
         return ["ip", "netns", "exec", self._names[number], *command]
+
+    def add_address(self, number: int, host: str) -> None:
+        """Give a machine a further address; one of another network is seen by that machine alone."""
+        is_seen = host.startswith(f"{NETWORK}.")
+        _inside(self._names[number], "ip", "addr", "add", f"{host}/32", "dev", "eth0" if is_seen else "lo")
+
+    def plug(self, number: int, *, is_in: bool) -> None:
+        """Pull the cable of a machine, or put it back."""
+        _inside(self._names[number], "ip", "link", "set", "eth0", "up" if is_in else "down")
 
 
 @contextmanager

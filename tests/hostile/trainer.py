@@ -46,6 +46,12 @@ def joined(peer: manyhands.Peer, model: torch.nn.Module) -> manyhands.Optimizer:
     )  # fmt: skip
 
 
+def fingerprint() -> bytes:
+    """Of the run's manifest."""
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
+        return joined(peer, new_model()).manifest.fingerprint()
+
+
 def loss_of(model: torch.nn.Module, generator: torch.Generator) -> torch.Tensor:
     """A regression: the model is to become the identity."""
     inputs = torch.randn(BATCH_SIZE, WIDTH, generator=generator)

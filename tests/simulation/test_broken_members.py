@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging import messages
+from manyhands.averaging import AveragingConfig, messages
 from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
 from manyhands.averaging.messages import (
     INVITE,
@@ -203,6 +203,7 @@ def steps_under(
     is_lowest: bool = True,
     apart_s: float = 0.0,
     newcomer_at_s: float | None = None,
+    averaging: AveragingConfig | None = None,
 ) -> tuple[float, float, Swarm]:
     """Steps a second before the attack and during it; the parameters of all stay equal.
 
@@ -230,8 +231,9 @@ def steps_under(
     for name in names_of_honest:
         begins_s = newcomer_at_s or 0.0 if name == NEWCOMER else 0.0
         swarm.start(
-            name, new_model, sgd, train, begins_s=begins_s, target_batch_size=8 * TARGET, batch_size_per_step=BATCH
-        )
+            name, new_model, sgd, train, begins_s=begins_s, target_batch_size=8 * TARGET, batch_size_per_step=BATCH,
+            **({"averaging": averaging} if averaging else {}),
+        )  # fmt: skip
     honest = [swarm.world.identity(name).peer_id for name in HONEST]
     names = (f"stranger{number}" for number in range(100_000))
     chosen = [
@@ -329,6 +331,13 @@ def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
         assert counts.states_loaded <= 1, "who was held up while the others stepped catches up"
     if attack in (says_that_it_is_ahead, says_that_it_is_a_step_ahead):
         assert "but too few others do: it is not followed" in caplog.text
+
+
+def test_a_leader_that_never_closes_is_avoided_also_if_a_round_has_little_more_time_than_its_search() -> None:
+    before, during, _ = steps_under(
+        invites_as_a_member, averaging=AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=10.0)
+    )
+    assert during >= 0.3 * before
 
 
 @pytest.mark.long

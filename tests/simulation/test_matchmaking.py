@@ -473,6 +473,17 @@ def test_a_peer_at_a_closed_port_is_left_out_at_once() -> None:
         assert world[name].took_s < AT_ONCE_S
 
 
+def test_a_peer_of_which_a_member_tells_is_waited_for_until_the_leader_has_its_record() -> None:
+    """Then it is as any other: this one has gone."""
+    world = search([Seeker("a", "b"), Seeker("b", "ac"), Seeker("c", "", begins_s=None)])
+    world.world.schedule(at(0.9).kill("c"))
+    world.world.loop.call_at(1.3, lambda: world["a"].roster.others.update({world.ids["c"]: False}))
+    world.run()
+    for name in "ab":
+        assert world.members(name) == set("ab"), world[name].reasons
+        assert world[name].took_s < AT_ONCE_S
+
+
 def test_one_that_says_that_the_run_went_on_stops_the_others_only_for_seconds() -> None:
     """No record shows the later position, so there is nothing to catch up with."""
     config = replace(CONFIG, matchmaking_time_s=2.0)

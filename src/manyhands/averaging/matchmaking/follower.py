@@ -326,7 +326,8 @@ class Matchmaker:
         better = self._state.follow(leader)
         self._group_leader.send_to(leader)
         gather_s = HOLD_S if is_early else self._gather_s
-        timeout_s = gather_s + min(gather_s, ANSWER_TIMEOUT_S)
+        spare_s = math.inf if is_early else max(self._ends_at - loop.time() - gather_s, 0.0)
+        timeout_s = gather_s + min(gather_s, ANSWER_TIMEOUT_S, spare_s / 2)  # so that a silent leader is noticed
         asking = loop.create_task(self._endpoint.call(leader, JOIN, request, timeout_s))
         trying = loop.create_task(self._doubt(leader, unreachable))
         try:

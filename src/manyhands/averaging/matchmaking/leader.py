@@ -58,7 +58,7 @@ LOOK_AGAIN_S = 2.0
 LOOK_FOR_NEWCOMER_S = 0.5
 """Seconds between two reads of the DHT for records of unknown peers; their requests wait for it."""
 HEARSAY_S = 2.0
-"""How long to wait for a peer that only a member knows."""
+"""How long to wait for a peer that only a member knows, until this peer reads its record."""
 CLIENT_S = 5.0
 """How long to wait for a client that is not connected to any peer here: the time of a dial."""
 HOLD_S = 10.0
@@ -83,7 +83,7 @@ class PendingGroup:
         leader_due: how long the most patient member waits for the leader itself; None if there is none.
         ends_at: end of the leader's time for the round.
         seen: clients that are connected to a member, by short id.
-        hearsay: peers that only members know, by short id, and until when they are waited for.
+        hearsay: peers that only members know yet, by short id, and until when they are waited for.
         ask_again_at: when an expected peer is invited again: it may have joined another group since it was asked.
         answer: to all waiting members, once the group closes.
     """
@@ -108,7 +108,6 @@ class PendingGroup:
     async def wait_with(self, member: Member) -> JoinResponse:
         """Give a peer its place, and wait for the outcome; raises why there is no group here."""
         self.joined[member.peer_id] = member
-        self.hearsay.pop(short_id(member.peer_id), None)
         self.changed.set()
         try:
             return await asyncio.shield(self.answer)
@@ -149,8 +148,11 @@ class PendingGroup:
         """Peers that have come or still hold a place."""
         return self.joined.keys() | {peer_id for peer_id, until in self.reserved.items() if until > now}
 
-    def waits_for_hearsay(self, now: float) -> bool:
-        return any(until > now for until in self.hearsay.values())
+    def forget_hearsay(self, known: Collection[PeerId]) -> None:
+        """Stop waiting for peers that this one knows by now, or has waited for long enough."""
+        if self.hearsay:
+            known_ids, now = set(map(short_id, known)), asyncio.get_running_loop().time()
+            self.hearsay = {one: until for one, until in self.hearsay.items() if until > now and one not in known_ids}
 
     def close(self, answer: JoinResponse | Exception) -> None:
         """Answer all waiting members; only the first answer counts."""
@@ -236,7 +238,6 @@ class GroupLeader:
         """Hold a place for a peer, possibly this one, until the group closes or it has to ask again."""
         pending = self.open()
         self._note_hearsay(pending, expects)
-        pending.hearsay.pop(short_id(peer_id), None)
         pending.reserved[peer_id] = math.inf
         pending.changed.set()
         try:
@@ -378,15 +379,14 @@ class GroupLeader:
         )
 
     async def _wait_for_all(self, pending: PendingGroup, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
-        loop = asyncio.get_running_loop()
         while not pending.answer.done() and pending.position == self._roster.position():
             own_id = self._endpoint.peer_id
             left_s = pending.left_s(own_id)
             expected = self._without_lost_clients(pending)
             have_places = self._with_places(pending)
-            waits_for_hearsay = pending.waits_for_hearsay(loop.time())
+            pending.forget_hearsay(expected.keys() | have_places)
             awaited = expected.keys() - pending.absent - pending.elsewhere | have_places | {own_id}
-            are_all_here = awaited <= pending.joined.keys() and not waits_for_hearsay
+            are_all_here = awaited <= pending.joined.keys() and not pending.hearsay
             is_full = own_id in pending.joined and self._is_full(pending)
             if left_s <= 0 or are_all_here or is_full or (left_s == math.inf and not have_places):
                 return
