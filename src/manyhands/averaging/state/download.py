@@ -95,7 +95,6 @@ class _Source:
     donor: PeerId
     stream: Stream
     header: StateHeader
-    answer: StateAnswer
     moved_at: float
     digests: list[bytes] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
@@ -167,7 +166,7 @@ class Download:
         self._missing: set[int] = set()
         self._arriving: dict[int, PeerId] = {}  # chunks that are received to their places, and from whom
         self._free: list[int] = []  # a heap of the chunks that nobody was asked for, and of some that are here
-        self._answers: dict[PeerId, StateAnswer] = {}  # of the donors whose chunks are here
+        self._headers: dict[PeerId, StateHeader] = {}  # of the donors whose chunks are here
         self._num_bytes = 0
 
     async def run(self) -> State:
@@ -199,10 +198,8 @@ class Download:
         finally:
             await self._stop(*self._drawing)
         assert self._state is not None
-        state = replace(self._state, donors=tuple(self._answers), num_bytes=self._num_bytes)
-        for answer in list(self._answers.values())[:1]:
-            assert answer.header is not None
-            state = replace(state, header=answer.header, recent_rounds=answer.recent_rounds)
+        header = next(iter(self._headers.values()), self._state.header)
+        state = replace(self._state, header=header, donors=tuple(self._headers), num_bytes=self._num_bytes)
         if self.num_tensors is not None:
             return first_of(state, self.num_tensors)
         return with_digests(state, self._digests)
@@ -278,7 +275,7 @@ class Download:
             self._num_losses[donor] += 1
             if isinstance(error, ProtocolViolation):
                 self.on_violation(donor)
-            if isinstance(error, PeerLost) and donor in self._answers and self._num_losses[donor] < MAX_LOSSES:
+            if isinstance(error, PeerLost) and donor in self._headers and self._num_losses[donor] < MAX_LOSSES:
                 self._waiting.append(donor)
         elif error is not None:
             raise error
@@ -297,13 +294,13 @@ class Download:
             stream = await self._open(donor)
             try:
                 async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
-                    header, answer = await receive_header(stream)
+                    header = await receive_header(stream)
                 check_header(donor, header, self.wanted, self.check)
                 self._compare(donor, header)
                 self._opened_at.pop(donor)
                 self._news.set()
                 async with time_limit(longest_s(header), f"the state of peer {donor}"):
-                    await self._take_chunks(_Source(donor, stream, header, answer, self._loop.time()))
+                    await self._take_chunks(_Source(donor, stream, header, self._loop.time()))
             finally:
                 self.endpoint.release(stream)
         finally:
@@ -433,7 +430,7 @@ class Download:
         source.asked.remove(index)
         if index in self._missing:
             self._missing.discard(index)
-            self._answers[source.donor] = source.answer
+            self._headers[source.donor] = source.header
             self._num_bytes += len(place)
             self._changed.set()
 
@@ -452,12 +449,12 @@ def _content_of(header: StateHeader) -> StateHeader:
     return msgspec.structs.replace(header, digest=b"", origin=None)
 
 
-async def receive_header(stream: Stream) -> tuple[StateHeader, StateAnswer]:
+async def receive_header(stream: Stream) -> StateHeader:
     """Receive what a donor sends first."""
     answer = await receive_framed(stream.receive_into, stream.remote, StateAnswer, MAX_HEADER_BYTES, "its state")
     if answer.header is None:
         raise Refused(stream.remote, FULL if answer.is_full else "no_state", readable(answer.reason))
-    return answer.header, answer
+    return answer.header
 
 
 def check_header(donor: PeerId, header: StateHeader, wanted: Position, check: Callable[[StateHeader], None]) -> None:
