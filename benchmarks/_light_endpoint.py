@@ -29,7 +29,7 @@ import msgspec
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, PeerError, PeerLost, Timeout, Unavailable
 from manyhands.base.identity import Identity, PeerId
-from manyhands.rpc import Method, RpcConfig, Source
+from manyhands.rpc import AddressSource, Method, RpcConfig
 from manyhands.rpc.backoff import Backoff
 from manyhands.rpc.frames import Request, Response, encode_frame
 from manyhands.testing import VirtualLoop
@@ -196,7 +196,9 @@ class LightEndpoint:
     def unhandle(self, method: Method[Any, Any]) -> None:
         self._handlers.pop(method.name, None)
 
-    def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source = Source.HEARSAY) -> None:
+    def learn(
+        self, peer_id: PeerId, addresses: Sequence[Address], source: AddressSource = AddressSource.HEARSAY
+    ) -> None:
         """Does nothing: the network knows all addresses."""
 
     def addresses_of(self, peer_id: PeerId) -> list[Address]:

@@ -131,7 +131,7 @@ def enlarge(small: Path, large: Path, gb: float) -> None:
     """Prepared data, and shards of it, that repeat the same samples."""
     import msgspec
 
-    from manyhands.recipes.albert.data.dataset import ABOUT, SAMPLES, TOKENIZER, TRAINING, About, open_prepared
+    from manyhands.recipes.albert.data.dataset import ABOUT, SAMPLES, TOKENIZER, TRAINING, DatasetInfo, open_prepared
     from manyhands.recipes.albert.data.sample_files import SampleFiles, SampleWriter
     from manyhands.recipes.albert.data.shards import write_shards
     from manyhands.recipes.albert.data.tokenizer_file import FILE
@@ -149,7 +149,7 @@ def enlarge(small: Path, large: Path, gb: float) -> None:
     state_path = large / SAMPLES / TRAINING / "state.json"
     state = json.loads(state_path.read_text()) | {"_data_files": [{"filename": "data.arrow"}]}
     state_path.write_text(json.dumps(state))
-    about = msgspec.json.decode((small / ABOUT).read_bytes(), type=About)
+    about = msgspec.json.decode((small / ABOUT).read_bytes(), type=DatasetInfo)
     about = msgspec.structs.replace(about, num_samples=about.num_samples | {TRAINING: len(samples)})
     (large / ABOUT).write_bytes(msgspec.json.encode(about))
     prepared = open_prepared(large / SAMPLES, large / TOKENIZER)

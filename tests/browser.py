@@ -7,7 +7,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
+
+expect.set_options(timeout=240_000)  # milliseconds; a busy machine takes long
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

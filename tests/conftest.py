@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Iterator
 
 import psutil
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# A deadline per example would measure the load of the machine; pytest-timeout bounds a test as a whole.
-settings.register_profile("manyhands", deadline=None, print_blob=True)
+# Limits on the time of an example would measure the load of the machine; pytest-timeout bounds a test as a whole.
+slow = [HealthCheck.too_slow]
+settings.register_profile("manyhands", deadline=None, suppress_health_check=slow, print_blob=True)
 settings.load_profile("manyhands")
 
 # Before torch is imported. Its threads would only wait for each other: tensors are small, and xdist uses the cores.
@@ -25,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_GRACE_S = 1.0  # for what was already told to end
+_GRACE_S = 10.0  # for what was already told to end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

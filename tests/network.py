@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
@@ -15,8 +17,19 @@ from manyhands.rpc import Endpoint, Method, RpcConfig
 from manyhands.rpc.frames import CONTROL, Frame, Hello, Welcome, receive_frame, send_frame
 from manyhands.transport import ControlStream, MemoryNetwork, MemoryTransport, TlsTransport, Transport
 
+PATIENCE_S = 20.0
+"""For whatever must come in one process: a busy machine takes long, and a test that passes does not wait for it."""
+
 LOOPBACK = Address.parse("/ip4/127.0.0.1/tcp/0")
 KINDS = ["memory", "tls"]
+
+
+def free_port() -> int:
+    """A port outside the range from which systems give out ports: no other socket gets it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 class Text(msgspec.Struct):
@@ -108,13 +121,13 @@ async def raw_control(endpoint: Endpoint, kind: str = "tls", number: int = 99) -
 
 async def next_frame(stream: ControlStream, kind: type[Frame]) -> Frame:
     """The next frame of one kind; the pings between are skipped."""
-    async with time_limit(5.0, f"waiting for a {kind.__name__} frame"):
+    async with time_limit(PATIENCE_S, f"waiting for a {kind.__name__} frame"):
         while not isinstance(frame := await receive_frame(stream), kind):
             pass
     return frame
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
     """Let the loop run until something holds that no event tells of."""
     async with time_limit(timeout_s, f"waiting until {what}"):
         while not condition():

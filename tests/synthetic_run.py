@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.monitor.picture import Leader, PeerRow, PeerState, Point, Reach, RunEvent, RunPicture
+from manyhands.monitor.picture import LeaderboardRow, PeerRow, PeerState, Point, Reachability, RunEvent, RunPicture
 from manyhands.monitor.web.source import thinned
 from manyhands.optim.account import Unit
 
@@ -125,7 +125,7 @@ class SyntheticRun:
         with self._lock:
             return self._events[:limit]
 
-    def leader_of(self, peer_id: str) -> Leader | None:
+    def leader_of(self, peer_id: str) -> LeaderboardRow | None:
         with self._lock:
             return next((leader for leader in self._leaders() if peer_id in leader.peer_ids), None)
 
@@ -137,7 +137,7 @@ class SyntheticRun:
         letters = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
         if name is None:
             name = NAMES[number % len(NAMES)] if number % 4 != 3 else ""
-        reaches: tuple[Reach, ...] = ("direct", "direct", "client")
+        reaches: tuple[Reachability, ...] = ("direct", "direct", "client")
         speed = self._rng.lognormvariate(2.0, 0.9)
         row = PeerRow(
             peer_id="12D3KooW" + "".join(self._rng.choices(letters, k=44)),
@@ -228,19 +228,19 @@ class SyntheticRun:
             events=self._events[:50],
         )
 
-    def _leaders(self) -> list[Leader]:
+    def _leaders(self) -> list[LeaderboardRow]:
         together: dict[str, list[PeerRow]] = defaultdict(list)
         for peer in self._peers:
             if peer.row.samples:
                 together[peer.row.name or peer.row.peer_id].append(peer.row)
         committed = sum(peer.row.samples for peer in self._peers)
         groups = sorted(together.values(), key=lambda rows: -sum(row.samples for row in rows))
-        leaders: list[Leader] = []
+        leaders: list[LeaderboardRow] = []
         for place, rows in enumerate(groups, start=1):
             samples = sum(row.samples for row in rows)
             is_equal = bool(leaders) and leaders[-1].samples == samples
             leaders.append(
-                Leader(
+                LeaderboardRow(
                     rank=leaders[-1].rank if is_equal else place,
                     name=rows[0].name,
                     peer_ids=[row.peer_id for row in rows],

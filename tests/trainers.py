@@ -60,7 +60,7 @@ def kill(peer: manyhands.Peer) -> None:
     peer._runtime.close()
 
 
-def in_threads(functions: Sequence[Callable[[], None]], timeout_s: float = 60.0) -> None:
+def in_threads(functions: Sequence[Callable[[], None]], timeout_s: float = 240.0) -> None:
     """Run each function in a thread of its own; the first failure is raised, and so is a thread that does not end."""
     failures: list[BaseException] = []
 
@@ -81,7 +81,7 @@ def in_threads(functions: Sequence[Callable[[], None]], timeout_s: float = 60.0)
     assert not any(thread.is_alive() for thread in threads), "a training thread hangs"
 
 
-def step_until(optimizer: manyhands.Optimizer, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def step_until(optimizer: manyhands.Optimizer, condition: Callable[[], object], timeout_s: float = 120.0) -> None:
     """Take part in rounds, without more samples, until something holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -126,7 +126,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.check_samples()
 
-    def train_until(self, global_step: int, pause_s: float = 0.01, timeout_s: float = 30.0) -> None:
+    def train_until(self, global_step: int, pause_s: float = 0.01, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.optimizer.global_step < global_step:
             if time.monotonic() > deadline:

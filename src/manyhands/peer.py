@@ -15,8 +15,10 @@ from typing import Any, Protocol, TypeVar
 
 from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
 from manyhands.access.charters import charted_runs, read_charters
-from manyhands.access.joining import Place, join_by, serve_charter
+from manyhands.access.coordinator import Coordinator
+from manyhands.access.joining import JoiningPeer, follow_open, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
+from manyhands.base.arguments import check_flags
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout, Unavailable
 from manyhands.base.from_hivemind import FromHivemind
@@ -58,6 +60,7 @@ class Presence:
     Attributes:
         on_close: callbacks of the parts that depend on it, called in reverse order when it stops.
         members: of the runs with a charter that this peer is in or looks at, by run id.
+        coordinators: of the runs for which this peer signs, by run id.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Presence:
     ) -> None:
         self.peer_id: PeerId = transport.identity.peer_id
         self.members: dict[str, Members] = {}
+        self.coordinators: dict[str, Coordinator] = {}
         self.rng = rng or random.Random()
         self.wall_clock = wall_clock
         self.began_at = wall_clock()
@@ -81,6 +85,8 @@ class Presence:
         self._access_config = access_config or AccessConfig()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self._named: Sequence[Address] = ()  # the peers that this one was told to join
+        self._learnt: set[str] = set()  # runs whose charter the named peers serve, of which this peer has no ticket
+        self._learning = asyncio.Lock()
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
         self._state_dir = state_dir
         known_peers = state_dir.load_peers() if state_dir is not None else None
@@ -105,7 +111,7 @@ class Presence:
 
         Args:
             finds_mode: enter client mode if no other peer can dial this one, unless this is the first one.
-            before_joining: called between the two.
+            before_joining: called when this peer listens, and before it joins the DHT.
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
             JoinFailed: none of the initial peers answered, and no peer seen before.
@@ -132,12 +138,13 @@ class Presence:
 
     async def join_run(self, ticket: Ticket, credential: bytes = b"", *, only_looks: bool = False) -> None:
         """Join a run with a charter; see :func:`manyhands.access.joining.join_by`."""
-        self._keep(await join_by(ticket, self._place(), credential, only_looks=only_looks))
+        self._keep(await join_by(ticket, self._as_joining_peer(), credential, only_looks=only_looks))
 
     async def serve_charter(self, charter: SignedCharter, authorizer: Authorizer | None = None) -> bool:
         """Publish a charter; returns whether this peer is one of its coordinators and signs leases."""
-        coordinator, members = await serve_charter(charter, self._place(), authorizer)
+        coordinator, members = await serve_charter(charter, self._as_joining_peer(), authorizer)
         self.on_close.append(coordinator.close)
+        self.coordinators[charter.run_id] = coordinator
         self._keep(members)
         return coordinator.is_delegated
 
@@ -151,41 +158,75 @@ class Presence:
         run_ids = [run_id] if run_id is not None else await charted_runs(self.dht)
         published = await asyncio.gather(*(read_charters(self.dht, name) for name in run_ids))
         entries = [entry for entries in published for entry in entries]
+        named = await self.named_peers() if entries else ()
+        return [entry.charter for entry in entries if entry.peer_id in named]
+
+    async def named_peers(self) -> set[PeerId]:
+        """The peers whose addresses this peer was given, except those that cannot be dialled."""
         named = {address.peer_id for address in self._named if address.peer_id is not None}
-        for address in self._named if entries else ():
+        for address in self._named:
             if address.peer_id is None:
                 with suppress(Unavailable):
                     named.add(await self.endpoint.connect(address))
-        return [entry.charter for entry in entries if entry.peer_id in named]
+        return named
 
     async def check_run(self, run_id: str) -> None:
         """Check, before this peer takes part in a run, that it does not do so outside of the gate by mistake.
 
         Raises:
-            ConfigError: its ticket is for another run, it has no ticket for this one, or it is banned from it.
+            ConfigError: its ticket is for another run, or as for :meth:`learn_charter`.
         """
-        if self.members and run_id not in self.members:
-            (other, *_) = self.members
-            raise ConfigError(f"the ticket is for run {other!r}, and run_id is {run_id!r}; use run_id={other!r}")
-        if run_id in self.members:
-            self.check_own(run_id)
-        elif any(not charter.is_open for charter in await self.named_charters(run_id)):
-            raise ConfigError(
-                f"run {run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the address"
-            )
+        told = [name for name in self.members if name not in self._learnt]
+        if told and run_id not in self.members:
+            raise ConfigError(f"the ticket is for run {told[0]!r}, and run_id is {run_id!r}; use run_id={told[0]!r}")
+        await self.learn_charter(run_id)
+
+    async def learn_charter(self, run_id: str) -> None:
+        """Apply the limits and bans of an open run from now on, if the named peers serve its charter.
+
+        Raises:
+            ConfigError: the run is by invitation and this peer has no ticket, the named peers have different charters,
+                or this peer is banned.
+        """
+        async with self._learning:
+            if run_id not in self.members:
+                charters = {charter.digest: charter for charter in await self.named_charters(run_id)}
+                if len(charters) > 1:
+                    raise ConfigError(
+                        f"the peers of run {run_id!r} that you named have {len(charters)} different charters; ask its "
+                        "owner for a ticket, and use it in place of the addresses"
+                    )
+                for charter in charters.values():
+                    self._keep(await follow_open(charter, self._as_joining_peer()))
+                    self._learnt.add(run_id)
+        self.check_own(run_id)
 
     def check_own(self, run_id: str) -> None:
-        """Raises ``ConfigError`` if this peer is banned from a run."""
+        """Raises ``ConfigError`` if this peer must leave a run: it is banned, or a copy of an earlier coordinator."""
         if (members := self.members.get(run_id)) is not None:
             members.check_own()
+        if (coordinator := self.coordinators.get(run_id)) is not None:
+            coordinator.check()
+
+    def signed_manifests(self) -> dict[str, bytes]:
+        """The fingerprints of the run manifests that owners signed, by run id: no others count."""
+        charters = {run_id: members.charter.charter for run_id, members in self.members.items()}
+        return {run_id: charter.manifest for run_id, charter in charters.items() if charter.manifest}
+
+    def vouched(self, run_id: str) -> frozenset[PeerId]:
+        """The trainers for which a coordinator of a run vouches."""
+        members = self.members.get(run_id)
+        return members.vouched() if members is not None else frozenset()
 
     def _keep(self, members: Members) -> None:
         self.members[members.charter.run_id] = members
         self.on_close.append(members.close)
 
-    def _place(self) -> Place:
+    def _as_joining_peer(self) -> JoiningPeer:
         folder = self._state_dir.path if self._state_dir is not None else None
-        return Place(self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config)
+        return JoiningPeer(
+            self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config, self.began_at
+        )
 
     # saved state
 
@@ -250,6 +291,31 @@ def check_peer(peer: object) -> None:
         )
 
 
+def _check_only_dials(listen: Sequence[Address], announce: Sequence[Address]) -> None:
+    if announce:
+        raise ConfigError(
+            f"announce={[str(address) for address in announce]} says where others dial this peer, and client_mode=True "
+            "that they cannot; leave one out"
+        )
+    if ports := [address.port for address in listen if address.port]:
+        raise ConfigError(
+            f"port {ports[0]} is given to listen on, and a peer in client mode only dials out; leave one of the two "
+            "out (--listen, listen=; --client-mode, client_mode=)"
+        )
+
+
+def _check_kinds(identity: object, state_dir: object, credential: object) -> None:
+    if state_dir == "":
+        raise ConfigError("state_dir is empty; name a folder, such as my-peer, or leave it out")
+    for name, value, kinds in (
+        ("identity", identity, (str, Path, Identity)),
+        ("state_dir", state_dir, (str, Path, StateDir)),
+        ("credential", credential, (str,)),
+    ):
+        if not isinstance(value, kinds) and (value is not None or name == "credential"):
+            raise ConfigError(f"{name} is of type {type(value).__name__}; give a text, or leave it out")
+
+
 class Peer(FromHivemind):
     """The connection of this machine to a swarm. Use it as a context manager, or call :meth:`close`.
 
@@ -299,8 +365,15 @@ class Peer(FromHivemind):
         access_config: AccessConfig | None = None,
     ) -> None:
         initial_addresses, tickets = split_tickets(initial_peers)
-        listen_addresses = [] if client_mode else parse_listen_addresses(listen)
-        announce_addresses = parse_addresses(announce)
+        listen_addresses, announce_addresses = parse_listen_addresses(listen), parse_addresses(announce)
+        check_flags(must_join=must_join)
+        check_flags(may_be_none=True, client_mode=client_mode)
+        if client_mode:
+            _check_only_dials(listen_addresses, announce_addresses)
+            listen_addresses = []
+        elif not listen_addresses:
+            raise ConfigError("listen is empty; leave it out to accept connections on a free port")
+        _check_kinds(identity, state_dir, credential)
         may_be_client = client_mode is None and before_joining is None and not announce_addresses
         self._is_closed = False
         self._state_dir = StateDir(state_dir) if isinstance(state_dir, (str, Path)) else state_dir

@@ -105,13 +105,13 @@ async def test_a_tensor_that_is_freed_or_resized_in_mid_round_is_not_written(cha
     async with sim_peers(2) as peers:
         averagers = [await join(peer, tensors) for peer, tensors in zip(peers, lists, strict=True)]
         runner = averagers[0]._averager_loop.rounds
-        reduce = runner._average
+        exchange = runner._exchange
 
-        async def change_and_reduce(*arguments: Any, **options: Any) -> Any:
+        async def change_and_exchange(*arguments: Any, **options: Any) -> Any:
             change(lists[0][0])
-            return await reduce(*arguments, **options)
+            return await exchange(*arguments, **options)
 
-        runner._average = change_and_reduce  # type: ignore[method-assign]
+        runner._exchange = change_and_exchange  # type: ignore[method-assign]
         first, second = await asyncio.gather(*map(step, averagers), return_exceptions=True)
         await close_all(averagers)
     assert isinstance(first, ConfigError)

@@ -27,7 +27,7 @@ def test_a_gpu_and_a_cpu_train_one_model(precision: str, tmp_path: Path) -> None
                 second.wait_for("Averaged tensors successfully with 2 peers")
             (step,) = re.findall(r"Step (\d+)$", second.wait_for("[INFO] Step ").strip())
             stop_file.write_text(str(int(step) + 3))
-            assert first.wait(90) == 0, first.output
-            assert second.wait(90) == 0, second.output
+            assert first.wait() == 0, first.output
+            assert second.wait() == 0, second.output
     losses = [float(re.findall(r"Held-out loss (\d+\.\d+)", output)[0]) for output in (first.output, second.output)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)

@@ -13,12 +13,13 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.forwarder import Forwarder
 
-DROP_AFTER = "FAKE_NGROK_DROP_AFTER_S"
-"""Environment variable: the first session drops after so many seconds."""
+DROP_FILE = "FAKE_NGROK_DROP_FILE"
+"""Environment variable: the first session drops as soon as this file is there."""
 
 REFUSALS = {
     "token-refused": (
@@ -62,8 +63,8 @@ class SessionBuilder:
             raise ValueError("failed to connect session", REFUSALS[self._token])
         session = Session(self._token, self._handler)
         sessions.append(session)
-        if len(sessions) == 1 and DROP_AFTER in os.environ:
-            asyncio.get_running_loop().call_later(float(os.environ[DROP_AFTER]), session.drop)
+        if len(sessions) == 1 and DROP_FILE in os.environ:
+            session.drop_at(Path(os.environ[DROP_FILE]))
         return session
 
 
@@ -81,6 +82,13 @@ class Session:
         self.is_closed = True
         if self.forwarder is not None:
             self.forwarder.cut()
+
+    def drop_at(self, file: Path) -> None:
+        """Drop once the file is there."""
+        if file.exists():
+            self.drop()
+        else:
+            asyncio.get_running_loop().call_later(0.05, self.drop_at, file)
 
     def drop(self) -> None:
         """Break the session, as an outage does: the handler is called on another thread, and cancels the next one."""

@@ -80,10 +80,10 @@ def _found(response: FindResponse) -> None:
     point = key_id("key")
     seed = CONTACTS[0]
     lookup = Lookup(point, [seed], own_id=OWN_ID, k=CONFIG.k, alpha=CONFIG.alpha)
-    assert lookup.to_ask() == [seed]
+    assert lookup.take_next() == [seed]
     lookup.answered(seed.peer_id, response.contacts)
     table = RoutingTable(OWN_ID, CONFIG.k, CONFIG.max_failures)
-    for contact in lookup.to_ask():
+    for contact in lookup.take_next():
         table.seen(contact)
         for text in contact.addresses:
             try:

@@ -18,7 +18,7 @@ from manyhands.reach.messages import (
     ExamineRequest,
     ExamineResponse,
 )
-from manyhands.rpc.announce import ANNOUNCE, Announcement, Noted, seen_from_outside
+from manyhands.rpc.announce import ANNOUNCE, Announcement, AnnounceResponse, seen_from_outside
 from manyhands.rpc.dial_back import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
 from manyhands.rpc.dial_rules import may_dial
 from tests.fuzz.target import Target, decoded
@@ -77,8 +77,8 @@ TARGETS = [
     ),
     Target(
         name=f"{ANNOUNCE.name}.response",
-        seeds=[msgspec.msgpack.encode(Noted())],
-        run=lambda data: decoded(data, Noted),
+        seeds=[msgspec.msgpack.encode(AnnounceResponse())],
+        run=lambda data: decoded(data, AnnounceResponse),
         errors=_VIOLATION,
         weight=0.2,
     ),

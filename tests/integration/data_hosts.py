@@ -45,7 +45,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(503)
             return
         if name.startswith(self.host.hangs_at):
-            self.host.is_over.wait(20)
+            self.host.is_over.wait(120)
             return
         data = self.host.changed(name, (self.host.folder / name).read_bytes())
         start = int(given.split("=")[1].rstrip("-")) if given and self.host.has_ranges else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -16,7 +15,7 @@ from manyhands.averaging.presence import presence_key
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.averagers import RUN, close_all, join, sim_peers, step, step_all, weighted_mean
-from tests.network import until
+from tests.network import PATIENCE_S, until
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6, torch.float64: 1e-14}
@@ -197,7 +196,7 @@ async def test_nobody_else_is_there() -> None:
     tensor = torch.ones(3)
     async with sim_peers(1) as peers:
         averager = await join(peers[0], [tensor])
-        result = await step(averager, timeout_s=0.5)
+        result = await step(averager, timeout_s=1.5)
         await close_all([averager])
     assert not result.committed
     assert result.reason == f"no other peer averages under run id '{RUN}'"
@@ -209,12 +208,10 @@ async def test_the_others_do_not_step() -> None:
     tensors = [torch.ones(3), torch.zeros(3)]
     async with sim_peers(2) as peers:
         averagers = [await join(peer, [tensors[i]]) for i, peer in enumerate(peers)]
-        began = time.monotonic()
         for averager in averagers:  # one leads, the other follows
             result = await step(averager, timeout_s=1.0)
             assert not result.committed
             assert result.reason
-        assert time.monotonic() - began < 4.0
         assert torch.equal(tensors[0], torch.ones(3))
         assert all(result.committed for result in await step_all(averagers)), "and then they do"
         await close_all(averagers)
@@ -224,7 +221,7 @@ async def test_a_leader_that_does_not_step_is_replaced() -> None:
     async with sim_peers(3) as peers:
         by_id = sorted(peers, key=lambda peer: peer.peer_id)
         averagers = [await join(peer, [torch.full((2,), float(i))]) for i, peer in enumerate(by_id)]
-        results = await step_all(averagers[1:], timeout_s=4.0)
+        results = await step_all(averagers[1:])
         await close_all(averagers)
     for result in results:
         assert result.committed, result.reason
@@ -244,7 +241,7 @@ async def test_a_round_number_out_of_a_hat_stops_nobody() -> None:
             liar.dht._schemas.clear()
             await liar.dht.store(presence_key(RUN), lie, 30.0, subkey=liar.peer_id)
             for _ in range(2):
-                results = await step_all(averagers, timeout_s=2.0)
+                results = await step_all(averagers)
                 assert all(result.committed and len(result.group) == 2 for result in results), results
         await close_all(averagers)
 
@@ -307,7 +304,7 @@ async def test_a_step_says_when_only_others_with_other_tensors_are_there() -> No
         own = averager._averager_loop.tracker._own
         other = msgspec.to_builtins(own, builtin_types=(bytes,)) | {"tensors": b"others", "summary": "two lists"}
         await peers[1].dht.store(presence_key(RUN), other, 30.0, subkey=peers[1].peer_id)
-        result = await step(averager, timeout_s=0.5)
+        result = await step(averager, timeout_s=1.5)
         await close_all([averager])
     assert not result.committed
     assert result.reason.startswith(
@@ -346,7 +343,7 @@ async def test_closing_ends_a_step_that_runs() -> None:
         stepping = asyncio.ensure_future(step(averagers[0], timeout_s=10.0))
         await asyncio.sleep(0)
         await run_blocking(averagers[0].close)
-        result = await asyncio.wait_for(stepping, 2.0)
+        result = await asyncio.wait_for(stepping, PATIENCE_S)
         assert not result.committed
         assert result.reason == "this averager was closed"
         with pytest.raises(manyhands.ManyhandsError, match="this averager is closed"):
@@ -439,3 +436,21 @@ def test_the_peers_are_counted_from_the_thread_of_the_user() -> None:
         manyhands.Averager([torch.zeros(2)], peer=peer, run_id="alone") as averager,
     ):
         assert averager.num_peers == 1
+
+
+async def test_a_mistyped_run_id_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        return [message for record in caplog.records if "averages under run id" in (message := record.getMessage())]
+
+    async with sim_peers(3) as peers:
+        averagers = [await join(peer, [torch.zeros(3)]) for peer in peers[:2]]
+        # a second averager of the same peers is no mistake
+        averagers += [await join(peer, [torch.zeros(3)], run_id="second") for peer in peers[:2]]
+        assert not warnings()
+        averagers.append(await join(peers[2], [torch.zeros(3)], run_id="averagse"))
+        (warning,) = warnings()
+        assert "averages under run id 'averagse'; they average under 'averages', 'second'" in warning
+        await close_all(averagers)
+        caplog.clear()
+        await close_all([await join(peers[2], [torch.zeros(3)], run_id="another")])
+        assert not warnings(), "the others have left"

@@ -24,12 +24,12 @@ def test_two_threads_average_and_ctrl_c_ends_a_step() -> None:
         averager = manyhands.Averager([tensors[0]], peer=first, run_id="ctrl-c", averaging=CONFIG)
         with averager, manyhands.Averager([tensors[1]], peer=second, run_id="ctrl-c", averaging=CONFIG) as other:
             began = time.monotonic()
-            interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+            interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
             interrupt.start()
             with pytest.raises(KeyboardInterrupt):
                 averager.step(timeout_s=20.0)
             interrupt.join()
-            assert time.monotonic() - began < 3.0
+            assert time.monotonic() - began < 15.0
             assert torch.equal(tensors[0], torch.zeros(3))
             results: list[manyhands.RoundResult] = []
             in_threads([lambda: results.append(averager.step()), lambda: results.append(other.step())])
@@ -51,7 +51,7 @@ def test_one_step_at_a_time_and_closing_the_peer_ends_it() -> None:
             averager.step()
         time.sleep(0.2)  # it is somewhere in matchmaking
         first.close()
-        stepping.join(3.0)
+        stepping.join(15.0)
         assert not stepping.is_alive()
         assert [result.reason for result in results] == ["this averager was closed"]
         averager.close()

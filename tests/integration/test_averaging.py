@@ -114,7 +114,7 @@ async def test_without_any_samples_nothing_commits() -> None:
 
 async def test_a_round_starts_as_soon_as_all_are_there() -> None:
     config = AveragingConfig(matchmaking_time_s=15.0)
-    async with averagers(3, config=config) as members, time_limit(2.0, "averaging"):
+    async with averagers(3, config=config) as members, time_limit(12.0, "averaging"):
         await asyncio.gather(*(averager.average(torch.ones(5), 1.0) for averager, _, _ in members))
 
 

@@ -26,6 +26,7 @@ from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
+from tests.machine import Machine
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
 
@@ -56,7 +57,7 @@ def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample(is_leader: boo
                 victim.train_until(1)
 
         def watch() -> None:
-            assert in_mid_round.wait(20)
+            assert in_mid_round.wait(120)
             kill(victim.peer)
 
         in_threads([train_and_die, watch, *(lambda t=trainer: t.train_until(3) for trainer in others)])
@@ -157,7 +158,7 @@ def test_peers_that_come_and_die_at_any_moment_end_with_one_state() -> None:
 
             def settle(trainer: Trainer) -> None:
                 trainer.train_until(goal, pause_s=0.04)
-                at_end.wait(20)
+                at_end.wait(120)
 
             in_threads([lambda t=trainer: settle(t) for trainer in survivors], 40.0)
             assert goal >= steps_of_churn + 4, "steps were lost with the peers that died"
@@ -225,6 +226,7 @@ def test_those_who_can_reach_each_other_go_on_without_a_branch_that_nobody_can_r
 
 def test_a_newcomer_that_gets_no_state_says_whom_it_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocking_client, "NEWS_PERIOD_S", 0.05)
+    monkeypatch.setattr(blocking_client, "JOIN_PATIENCE_S", 1.0)
     with peers(2) as (liar, peer):
         publish(liar, "no-state", Position(9, b"whose state nobody can get"))
         with pytest.raises(Unavailable, match=f"no peer could hand out the state of the run: {liar.peer_id}"):
@@ -238,9 +240,11 @@ def test_a_peer_that_leaves_is_not_waited_for() -> None:
         one, two = Trainer(staying, "leaving", 16), Trainer(leaving, "leaving", 16)
         in_threads([lambda: one.train_until(1), lambda: two.train_until(1)])
         two.optimizer.close()
-        started = time.monotonic()
-        one.train_until(2)
-        assert time.monotonic() - started < FAST.ttl_s / 2
+        with Machine() as machine:
+            started = time.monotonic()
+            one.train_until(2)
+            took_s = time.monotonic() - started
+        assert took_s < machine.allows(FAST.ttl_s / 2)
         assert one.optimizer.statistics.steps_alone == 1
 
 
@@ -261,7 +265,7 @@ def test_closing_the_optimizer_in_mid_round_ends_the_round_and_loses_no_sample(d
                 leaving.train_until(1)
 
         def close() -> None:
-            assert in_mid_round.wait(20)
+            assert in_mid_round.wait(120)
             leaving.optimizer.close()
 
         in_threads([train_until_closed, close, lambda: staying.train_until(1)])
@@ -331,15 +335,17 @@ def test_peers_behind_are_waited_for_as_long_as_they_live() -> None:
         step_until(one, lambda: ahead[0].peer.run(behind_of(), 5.0, "looking"))
         assert not one.wait_for_others(0.5)
         kill(behind.peer)
-        started = time.monotonic()
-        assert one.wait_for_others(20.0)
-        assert time.monotonic() - started < FAST.ttl_s
+        with Machine() as machine:
+            started = time.monotonic()
+            assert one.wait_for_others(20.0)
+            took_s = time.monotonic() - started
+        assert took_s < machine.allows(FAST.ttl_s)
 
 
 def test_two_optimizers_on_one_peer_are_refused_and_the_first_goes_on() -> None:
     with peers(1) as (peer,):
         trainer = Trainer(peer, "first", 8)
-        with pytest.raises(ConfigError, match="are taken already"):
+        with pytest.raises(ConfigError, match="this peer has an Optimizer already"):
             Trainer(peer, "second", 8)
         assert peer.run(read_manifest(peer.dht, "second"), 5.0, "reading") is None
         trainer.train_until(1)

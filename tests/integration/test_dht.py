@@ -22,6 +22,7 @@ from manyhands.dht.records import AgedRecord
 from manyhands.rpc import Endpoint
 from manyhands.transport import MemoryTransport
 from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm, values
+from tests.network import PATIENCE_S
 from tests.unit.dht.examples import WALL_NOW, open_record
 
 
@@ -63,10 +64,10 @@ async def test_a_record_is_at_the_nearest_peers_only(swarm: Swarm) -> None:
 
 async def test_a_record_expires(swarm: Swarm) -> None:
     nodes = [await swarm.add() for _ in range(3)]
-    await nodes[0].store("key", "short", 0.3, "short")
+    await nodes[0].store("key", "short", 1.5, "short")
     await nodes[0].store("key", "long", TTL_S, "long")
     assert await values(nodes[1], "key") == {"short": "short", "long": "long"}
-    await asyncio.sleep(0.35)
+    await asyncio.sleep(1.6)
     assert await values(nodes[1], "key") == {"long": "long"}
 
 
@@ -338,7 +339,7 @@ async def test_upkeep_runs_by_itself(swarm: Swarm, monkeypatch: pytest.MonkeyPat
     first = await swarm.add(config=DhtConfig(refresh_period_s=0.05))
     await first.store("key", "value", TTL_S)
     second = await swarm.add()
-    async with time_limit(10.0, "waiting for the second node to be given the record"):
+    async with time_limit(PATIENCE_S, "waiting for the second node to be given the record"):
         while not len(second._storage):
             await rounds.get()
 
@@ -354,7 +355,7 @@ async def test_upkeep_that_fails_is_seen(
 
     monkeypatch.setattr(DhtNode, "refresh", fail)
     await swarm.add(config=DhtConfig(refresh_period_s=0.001))
-    async with time_limit(10.0, "waiting for the upkeep"):
+    async with time_limit(PATIENCE_S, "waiting for the upkeep"):
         await failed.wait()
     await asyncio.sleep(0)
     assert "background task 'dht: upkeep' failed" in caplog.text
@@ -376,7 +377,7 @@ async def test_a_node_that_knows_nobody_any_more_dials_the_initial_peers_at_once
     for _ in range(CONFIG.max_failures):
         node._overlay.table.failed(swarm.endpoint_of(first).peer_id)
     assert node.num_known_peers == 0
-    async with time_limit(5.0, "waiting for the node to find the others again"):
+    async with time_limit(PATIENCE_S, "waiting for the node to find the others again"):
         while not await node.get("key"):
             assert node._rejoining is not None
             await node._rejoining

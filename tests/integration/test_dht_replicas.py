@@ -19,6 +19,7 @@ from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse
 from manyhands.dht.overlay import Overlay
 from manyhands.rpc import Endpoint
 from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm, values
+from tests.network import PATIENCE_S
 from tests.unit.dht.examples import open_record
 
 NUM_NODES = 12
@@ -163,7 +164,7 @@ async def test_a_writer_does_not_wait_for_a_presumed_holder_that_says_nothing(sw
     for method in (FIND, STORE):
         endpoint.unhandle(method)
         endpoint.handle(method, say_nothing)
-    async with time_limit(5.0, "storing"):
+    async with time_limit(PATIENCE_S, "storing"):
         assert await node.store("key", 1, TTL_S) == 5
     assert [len(holder._storage) for holder in by_distance[:6]] == [1, 1, 0, 1, 1, 1]
 

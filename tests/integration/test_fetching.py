@@ -23,6 +23,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
+from tests.network import PATIENCE_S
 from tests.swarm import RUN_ID, FixedRoster, averagers
 
 CONFIG = AveragingConfig(
@@ -80,7 +81,7 @@ def say_that_somebody_is_lost(runners: list[RoundRunner]) -> None:
 
 
 async def average(runners: list[RoundRunner]) -> list[CommittedRound]:
-    async with time_limit(20.0, "waiting for the rounds to end"):
+    async with time_limit(PATIENCE_S, "waiting for the rounds to end"):
         rounds = (runner.average(values_of(n), 1.0, shapes=[SHAPE]) for n, runner in enumerate(runners))
         return list(await asyncio.gather(*rounds))
 

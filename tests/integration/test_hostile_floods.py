@@ -9,29 +9,27 @@ import pytest
 
 from manyhands.base.errors import PeerLost
 from manyhands.rpc.frames import (
+    CallFailure,
     Cancel,
-    Credit,
     Drain,
-    Failure,
     Frame,
     Ping,
     Pong,
     Response,
+    WindowUpdate,
     encode_frame,
     send_frame,
 )
 from tests.integration.siege import ATTACKER, KINDS, ended, request, siege
 from tests.network import identity_of, next_frame
 
-pytestmark = pytest.mark.timeout(60)
-
 FLOODS: dict[str, list[Frame]] = {
     "pings": [Ping()],
     "pongs": [Pong()],
     "drains": [Drain()],
-    "credits": [Credit(number, 1) for number in range(100)],
+    "credits": [WindowUpdate(number, 1) for number in range(100)],
     "cancels": [Cancel(number) for number in range(100)],
-    "answers": [Response(number, request(1).body) for number in range(50)] + [Failure(7, "busy", "x")],
+    "answers": [Response(number, request(1).body) for number in range(50)] + [CallFailure(7, "busy", "x")],
     "calls": [request(number) for number in range(100)],
     "calls without a method": [request(number, method="test.none") for number in range(100)],
     "calls without time": [request(number, timeout_s=-1.0) for number in range(100)],
@@ -90,6 +88,6 @@ async def test_calls_of_one_peer_have_a_rate_over_all_of_its_connections(kind: s
             await send_frame(stream, request(number + 1))
         for stream in streams:
             for _ in range(100):
-                assert (await next_frame(stream, Failure)).code == "busy"
+                assert (await next_frame(stream, CallFailure)).code == "busy"
         assert scene.there.counters["refused_calls"] == 300
         await scene.served(5)

@@ -18,8 +18,6 @@ MAX_HELD_BYTES = 32 << 20
 """For one attacker: what waits for a peer that does not read, its calls under way, and the tools of this test."""
 TRACED_LATENCY_S = 3.0  # Python is several times slower while its memory is measured
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:

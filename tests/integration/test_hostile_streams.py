@@ -14,10 +14,10 @@ from manyhands.rpc import StreamMethod
 from manyhands.rpc.frames import (
     MAX_STRIPES,
     MAX_WINDOW,
-    Credit,
     Hello,
     Item,
     Stripe,
+    WindowUpdate,
     encode_frame,
     receive_frame,
     send_frame,
@@ -30,8 +30,6 @@ from tests.unit.rpc.test_frames import framed, payload_of
 COUNT = StreamMethod("test.count", Text, Text)
 BULK = "test.bulk"
 SET = bytes(16)
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Counting:
@@ -133,7 +131,7 @@ async def test_endless_answers_that_nobody_reads_end_with_the_attacker(kind: str
                 await stream.send(encode_frame(call))
             for _ in range(50):
                 for number in range(20):
-                    await stream.send(encode_frame(Credit(number, MAX_WINDOW)))
+                    await stream.send(encode_frame(WindowUpdate(number, MAX_WINDOW)))
                 await asyncio.sleep(0.005)
         scene.leave()
         await scene.served(5)
@@ -146,7 +144,7 @@ async def test_credit_for_what_was_never_called_is_nothing(kind: str) -> None:
         Counting(scene)
         stream = await scene.connect()
         for number in range(2000):
-            await stream.send(encode_frame(Credit(number, MAX_WINDOW)))
+            await stream.send(encode_frame(WindowUpdate(number, MAX_WINDOW)))
         call = request(5, method=COUNT.name)
         call.window = 3
         await send_frame(stream, call)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import manyhands
-from manyhands.access import AccessConfig, Charter, Invitation, SignedCharter
+from manyhands.access import AccessConfig, Charter, Invitation, Limits, SignedCharter
 from manyhands.access.invitation import SignedInvitation
 from manyhands.averaging.messages import JOIN, JoinRequest, Member, Position
 from manyhands.averaging.run_endpoint import RunEndpoint
@@ -23,11 +24,14 @@ from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.ticket import Ticket
+from manyhands.cli.run_look_up import Scout, look_up
+from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from manyhands.optim.state.download import download_state
 from tests.network import identity_of
 from tests.trainers import LISTEN, Trainer, in_threads, kill, new_model
+from tests.waiting import wait_until
 
 RUN = "invited"
 OWNER = identity_of(91)
@@ -38,8 +42,8 @@ FAST_LOOKS = AccessConfig(look_period_s=0.2)
 class Run:
     """A run with one coordinator."""
 
-    def __init__(self, folder: Path, access: Any = "invite") -> None:
-        charter = Charter(RUN, OWNER.peer_id, access, [COORDINATOR.peer_id], created_at=1.0)
+    def __init__(self, folder: Path, access: Any = "invite", **decided: Any) -> None:
+        charter = Charter(RUN, OWNER.peer_id, access, [COORDINATOR.peer_id], created_at=1.0, **decided)
         self.charter = SignedCharter.sign(OWNER, charter)
         self.path = folder / "charter"
         self.charter.save(self.path)
@@ -62,21 +66,14 @@ class Run:
 
 
 @contextmanager
-def new_run(folder: Path, access: Any = "invite") -> Iterator[Run]:
-    run = Run(folder, access)
+def new_run(folder: Path, access: Any = "invite", **decided: Any) -> Iterator[Run]:
+    run = Run(folder, access, **decided)
     with run.first:
         yield run
 
 
 def member(run: Run, ticket: str) -> manyhands.Peer:
     return manyhands.Peer([ticket], listen=LISTEN, access_config=FAST_LOOKS)
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not come about: {what}"
-        time.sleep(0.05)
 
 
 async def join_a_round(peer: manyhands.Peer, leader: Trainer) -> None:
@@ -208,3 +205,63 @@ def test_an_open_run_with_a_charter_needs_no_invitation_and_keeps_banned_peers_o
             run.ban(two.peer_id)
             wait_until(lambda: two.peer_id in one.presence.members[RUN]._banned, "the ban is known")
             assert two.peer_id not in one.get(progress_key(RUN))
+
+
+def test_a_program_with_an_address_of_a_coordinator_knows_the_limits_and_bans_of_an_open_run(tmp_path: Path) -> None:
+    limits = Limits(max_weight_ratio=5.0)
+    with new_run(tmp_path, "open", limits=limits) as run:
+        for place in (run.first.addresses[0], f"127.0.0.1:{run.first.endpoint.addresses[0].port}"):
+            with manyhands.Peer([place], listen=LISTEN, access_config=FAST_LOOKS) as one:
+                trainer = Trainer(one, RUN, 8)
+                assert one.presence.members[RUN].charter.digest == run.charter.digest
+                assert trainer.optimizer._collaboration._rounds._limits.max_weight_ratio == 5.0
+                manyhands.Averager([torch.zeros(3)], peer=one, run_id="another")  # one charter keeps nobody from others
+                run.ban(one.peer_id)
+                wait_until(lambda p=one: p.peer_id in p.presence.members[RUN]._banned, "the ban is known")
+                with pytest.raises(ConfigError, match=r"this peer was banned from run 'invited' by .*; ask its owner"):
+                    trainer.train_until(1)
+
+
+def test_a_charter_that_another_peer_publishes_is_not_followed(tmp_path: Path) -> None:
+    with (
+        new_run(tmp_path, "open") as run,
+        manyhands.Peer(run.first.addresses, listen=LISTEN) as two,
+        manyhands.Peer(two.addresses, listen=LISTEN) as three,
+    ):
+        Trainer(three, RUN, 8)
+        assert not three.presence.members
+
+
+def test_only_the_settings_that_the_owner_signed_are_those_of_the_run(tmp_path: Path) -> None:
+    with manyhands.Peer(listen=LISTEN) as trial:
+        fingerprint = Trainer(trial, RUN, 8).optimizer.manifest.fingerprint()
+    with new_run(tmp_path, "open", manifest=fingerprint) as run:
+        coordinator = run.first.addresses
+        with manyhands.Peer(coordinator, listen=LISTEN) as other:
+            error = f"fit run 'invited': its owner signed other settings (fingerprint {fingerprint.hex()[:16]}, here "
+            with pytest.raises(ConfigError, match=re.escape(error)):
+                Trainer(other, RUN, 16)
+        with manyhands.Peer(coordinator, listen=LISTEN) as one, manyhands.Peer(coordinator, listen=LISTEN) as two:
+            Trainer(one, RUN, 8)
+            with pytest.raises(ConfigError, match="target_batch_size is 16 here, 8 in the run"):
+                Trainer(two, RUN, 16)
+
+
+def test_false_manifests_do_not_mislead_those_who_know_what_the_owner_signed(tmp_path: Path) -> None:
+    with manyhands.Peer(listen=LISTEN) as trial:
+        fingerprint = Trainer(trial, RUN, 8).optimizer.manifest.fingerprint()
+    with (
+        new_run(tmp_path, "open", manifest=fingerprint) as run,
+        manyhands.Peer(run.first.addresses, listen=LISTEN) as by,
+        manyhands.Peer(by.addresses, listen=LISTEN) as liar,
+        manyhands.Peer(by.addresses, listen=LISTEN) as second,
+    ):
+        liars = [Trainer(peer, RUN, 16) for peer in (liar, second)]
+        honest = Trainer(by, RUN, 8)
+        for run_id in (RUN, None):
+            with Scout(run.first.addresses) as scout:
+                manifest = scout.choose(run_id, is_trained=True).manifest
+                assert manifest == honest.optimizer.manifest != liars[0].optimizer.manifest
+            with manyhands.Peer(run.first.addresses, client_mode=True) as evaluator:
+                assert wait_for_trainers(evaluator, run_id).manifest == honest.optimizer.manifest
+                assert look_up(evaluator, RUN).manifest == honest.optimizer.manifest

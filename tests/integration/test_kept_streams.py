@@ -18,6 +18,7 @@ from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, ProtocolViolation
 from manyhands.rpc import Endpoint
+from tests.network import PATIENCE_S
 from tests.swarm import RUN_ID, FixedRoster, averagers
 
 CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0, min_span_bytes=4, codec="none")
@@ -26,7 +27,7 @@ Members = list[tuple[RoundRunner, FixedRoster, Endpoint]]
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with time_limit(5.0, "waiting for the others"):
+    async with time_limit(PATIENCE_S, "waiting for the others"):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -89,7 +90,7 @@ async def test_one_that_the_other_end_closed_is_dialled_again(kind: str) -> None
                 stream.abort()
         for runner, _, _ in members:
             for stream, _ in runner._streams._idle.values():
-                async with time_limit(5.0, "noticing that the other end has closed"):
+                async with time_limit(PATIENCE_S, "noticing that the other end has closed"):
                     await stream.wait_closed()
         assert await mean_of(members) == [1.0] * 3
 

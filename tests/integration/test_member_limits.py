@@ -12,6 +12,7 @@ from manyhands.averaging.commit.limits import MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.deadline import time_limit
+from tests.network import PATIENCE_S
 from tests.swarm import averagers
 
 NUMEL = 300_000
@@ -29,7 +30,7 @@ async def round_of(
     async with averagers(len(vectors), config=config, limits=MemberLimits()) as members:
         peers = sorted(members, key=lambda member: member[2].peer_id)
         weights = weights or [1.0] * len(vectors)
-        async with time_limit(20.0, "waiting for the round"):
+        async with time_limit(PATIENCE_S, "waiting for the round"):
             return await asyncio.gather(
                 *(
                     runner.average(vector_N, weight, shapes=[SHAPE])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,28 +10,22 @@ from manyhands import Peer
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.monitor import RunMonitor
-from manyhands.monitor.events import Event, Happened, HeldoutSeen, StepMade
+from manyhands.monitor.events import Happened, HeldoutSeen, MonitorEvent, StepMade
 from manyhands.optim.account import AccountRecord, RecentSteps, alone_lineage
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key, publish_metrics
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
+from tests.waiting import wait_until
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def told(events: list[Event], kind: Any) -> list[Any]:
+def told(events: list[MonitorEvent], kind: Any) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
 def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_last_trainer_has_left() -> None:
-    events: list[Event] = []
+    events: list[MonitorEvent] = []
 
     with (
         Peer(listen=[LOOPBACK]) as here,
@@ -99,7 +91,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
 
 
 def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_when_it_goes() -> None:
-    events: list[Event] = []
+    events: list[MonitorEvent] = []
     with (
         Peer(listen=[LOOPBACK]) as here,
         Peer(here.addresses, listen=[LOOPBACK]) as trainer,
@@ -136,7 +128,7 @@ def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_whe
 
 
 def test_what_was_published_before_the_run_went_back_does_not_count_in_the_steps_made_since() -> None:
-    events: list[Event] = []
+    events: list[MonitorEvent] = []
 
     with (
         Peer(listen=[LOOPBACK]) as here,

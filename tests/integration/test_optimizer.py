@@ -78,7 +78,7 @@ def test_unequal_peers_make_the_steps_of_one_process_with_the_whole_batch(make_o
             averaging=AVERAGING,
             progress=FAST,
         )
-        barrier.wait(20)
+        barrier.wait(120)
         for step, batches in enumerate(steps):
             for inputs, targets in batches[first : first + len(shares[index])]:
                 loss_of(models[index], (inputs, targets)).backward()
@@ -88,7 +88,7 @@ def test_unequal_peers_make_the_steps_of_one_process_with_the_whole_batch(make_o
         digests[index] = collaborative.state_digest()
         assert collaborative.statistics.samples_used == num_steps * sum(shares[index])
         assert collaborative.statistics.samples_dropped == 0
-        barrier.wait(20)
+        barrier.wait(120)
 
     with peers(3) as swarm:
         barrier = threading.Barrier(3)
@@ -176,11 +176,29 @@ def test_bad_arguments_are_named() -> None:
         for bad in ("", "my.run", "x" * 65):
             with pytest.raises(ConfigError, match="run_id"):
                 manyhands.Optimizer(inner, peer=peer, run_id=bad, target_batch_size=8)
-        with pytest.raises(ConfigError, match="target_batch_size=0 must be at least 1"):
-            manyhands.Optimizer(inner, peer=peer, run_id="run", target_batch_size=0)
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"target_batch_size": 0}, "target_batch_size=0 must be at least 1"),
+            ({"auxiliary": "no"}, "auxiliary='no' must be True or False"),
+            ({"allow_solo": 1}, "allow_solo=1 must be True or False"),
+            ({"offload": "cpu"}, "offload='cpu' must be True, False or None"),
+            ({"start_new": "no"}, "start_new='no' must be True, False or None"),
+            ({"averaging": {"codec": "int8"}}, r"averaging=.* must be made by manyhands\.AveragingConfig"),
+            ({"progress": {}}, r"progress={} must be made by manyhands\.ProgressConfig"),
+            ({"must_match": {"version": 3}}, "must_match={'version': 3} must be a dict of texts"),
+            ({"must_match": ["tokenizer"]}, r"must_match=\['tokenizer'\] must be a dict of texts"),
+            ({"local_steps": True}, r"local_steps=True must be made by manyhands\.LocalSteps"),
+        ]
+        for named, says in wrong:
+            with pytest.raises(ConfigError, match=says):
+                manyhands.Optimizer(inner, peer=peer, run_id="run", **{"target_batch_size": 8} | named)
         optimizer = manyhands.Optimizer(inner, peer=peer, run_id="run", target_batch_size=8)
         with pytest.raises(ConfigError, match="batch_size_per_step=32"):
             optimizer.step()
+        again = torch.optim.SGD(new_model().parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match=r"this peer has an Optimizer already; close\(\) that one first"):
+            manyhands.Optimizer(again, peer=peer, run_id="other", target_batch_size=8)
+        optimizer.close()
+        manyhands.Optimizer(again, peer=peer, run_id="other", target_batch_size=8)
 
 
 def test_it_is_an_optimizer_to_torch() -> None:

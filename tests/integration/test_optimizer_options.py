@@ -121,7 +121,7 @@ def test_a_delayed_step_leaves_the_training_thread_alone() -> None:
 
     class Slow(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            assert may_step.wait(20)
+            assert may_step.wait(120)
             return super().step(closure)
 
     model = new_model()

@@ -22,6 +22,7 @@ from manyhands.peer import Peer
 from manyhands.reach import Reach, public_address
 from manyhands.reach.messages import ExamineResponse
 from manyhands.reach.public_address import SOURCE_TIMEOUT_S, PublicAddress, begun, infer
+from tests.network import free_port
 
 PUBLIC, ROUTER, PRIVATE = "93.184.216.34", "198.51.45.7", "10.0.0.5"
 PORT = 31337
@@ -132,7 +133,7 @@ def test_sources_that_never_answer_in_full_cost_two_seconds(text: bytes) -> None
     with server_that_sends(text, every_s=0.2) as address:
         began = time.monotonic()
         assert infer(PORT, maps_port=False, metadata=address, services=[address, address]) is None
-        assert time.monotonic() - began < SOURCE_TIMEOUT_S + 0.8
+        assert time.monotonic() - began < 2 * SOURCE_TIMEOUT_S
 
 
 def test_a_source_that_never_answers_does_not_hide_another() -> None:
@@ -284,7 +285,7 @@ def test_a_first_peer_announces_what_was_found(
         assert peer.addresses[0].startswith(f"/ip4/{PUBLIC}/tcp/")
         assert peer.addresses[1:] == local
     assert "No address specified. Attempting to infer address ..." in caplog.text
-    assert "says the metadata service of AWS; on the local network at" in caplog.text
+    assert "says the metadata service of AWS. In the local network: " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,7 @@ def test_a_peer_that_has_dialled_a_first_peer_says_where(monkeypatch: pytest.Mon
         monkeypatch.setattr(Reach, "_on_examine", lambda self, remote, request: ExamineResponse(0.0, next(hosts)))
         monkeypatch.setattr(Reach, "_dial", found)
         with Peer(local, client_mode=True), Peer(local, client_mode=True):
-            deadline = time.monotonic() + 10.0
+            deadline = time.monotonic() + 60.0
             while PUBLIC not in first.addresses[0]:
                 assert time.monotonic() < deadline, first.addresses
                 time.sleep(0.02)
@@ -340,11 +341,6 @@ def test_a_peer_that_has_dialled_a_first_peer_says_where(monkeypatch: pytest.Mon
 
 def announced(address: str, listen: str = "/ip4/127.0.0.1/tcp/0") -> Peer:
     return PeerOptions(listen=(listen,), announce=(address,)).connect()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def place_of(peer: Peer) -> str:

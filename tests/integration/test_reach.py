@@ -19,7 +19,7 @@ from manyhands.reach.service import MAX_UNDER_WAY, PER_SOURCE
 from manyhands.rpc import Endpoint
 from manyhands.transport import TlsTransport
 from tests.integration.test_transport import silent_port
-from tests.network import LOOPBACK, identity_of
+from tests.network import LOOPBACK, PATIENCE_S, identity_of
 
 ASKED, CALLER = identity_of(1), identity_of(2)
 
@@ -140,7 +140,7 @@ async def test_few_are_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(asked.endpoint, "probe", slow)
         asking = [asyncio.ensure_future(dialled(caller, caller.addresses[0])) for _ in range(MAX_UNDER_WAY)]
         for _ in range(MAX_UNDER_WAY):
-            await asyncio.wait_for(begun.acquire(), 5.0)
+            await asyncio.wait_for(begun.acquire(), PATIENCE_S)
         with pytest.raises(Refused, match="ask again in a few seconds"):
             await dialled(caller, caller.addresses[0])
         go_on.set()

@@ -12,6 +12,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.rpc import Endpoint
+from tests.network import PATIENCE_S
 from tests.swarm import FixedRoster, averagers
 
 CONFIG = AveragingConfig(
@@ -37,7 +38,7 @@ async def test_rounds_that_are_broken_off_leave_no_file_open() -> None:
             for _ in range(rng.randrange(250)):
                 await asyncio.sleep(0)
             rng.choice(rounds).cancel()
-            async with time_limit(10.0, "waiting for the rounds to end"):
+            async with time_limit(PATIENCE_S, "waiting for the rounds to end"):
                 await asyncio.gather(*rounds, return_exceptions=True)
                 # two control connections; two kept bulk streams, and two of an earlier order of ranks
                 while any(len(endpoint._streams) > 6 or len(averager._tasks) for averager, _, endpoint in members):
@@ -46,7 +47,7 @@ async def test_rounds_that_are_broken_off_leave_no_file_open() -> None:
                 roster.missing.clear()
             if attempt == WARM_UP:
                 files = process.num_fds() - num_held(members)
-        async with time_limit(10.0, "waiting for the files of broken rounds to be closed"):
+        async with time_limit(PATIENCE_S, "waiting for the files of broken rounds to be closed"):
             while process.num_fds() - num_held(members) > files:
                 await asyncio.sleep(0.01)
         results = await asyncio.gather(*(averager.average(vector, 1.0) for averager, _, _ in members))

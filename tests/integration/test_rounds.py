@@ -40,6 +40,7 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.transport.memory import MemoryStream
 from tests.integration.test_liars import send_unchecked
+from tests.network import PATIENCE_S
 from tests.swarm import RUN_ID, FixedRoster, averagers, endpoints, identity_of
 from tests.sweeps import few_of
 
@@ -230,7 +231,7 @@ async def test_those_who_wait_for_a_leader_that_has_moved_on_are_told_at_once() 
         call = asyncio.ensure_future(waiting.run.call(leader.peer_id, JOIN, request, 10.0))
         await until(lambda: leader.roster.num_calls)
         leader.roster.at = Position(1, b"loaded from elsewhere")
-        async with time_limit(2.0, "waiting for the answer"):
+        async with time_limit(PATIENCE_S, "waiting for the answer"):
             with pytest.raises(Refused, match="gone to another position"):
                 await call
         assert leader.roster.missing == [], "the absent are those of the position that it left"
@@ -257,7 +258,7 @@ async def test_a_member_that_asks_twice_has_one_place() -> None:
         calls[0].cancel()
         await turns(50)  # the cancellation arrives
         leading = asyncio.ensure_future(leader.averager.matchmaker.find_group(1.0, 0))
-        async with time_limit(5.0, "waiting for the group"):
+        async with time_limit(PATIENCE_S, "waiting for the group"):
             response, group = await calls[1], await leading
         assert response.group == group
         assert len(group.members) == 2
@@ -272,7 +273,7 @@ async def test_a_peer_that_leaves_the_run_lets_nobody_wait() -> None:
         call = asyncio.ensure_future(member.run.call(leader.peer_id, JOIN, request, 10.0))
         await until(lambda: leader.roster.num_calls)
         await leader.averager.close()
-        async with time_limit(2.0, "waiting for the answers"):
+        async with time_limit(PATIENCE_S, "waiting for the answers"):
             (own,) = await asyncio.gather(*tasks, return_exceptions=True)
             with pytest.raises(Refused, match="leaves the run"):
                 await call
@@ -931,7 +932,7 @@ async def test_a_leader_that_sends_everybody_in_circles_ends_the_attempt() -> No
 
         RunEndpoint(one, RUN_ID).handle(JOIN, point_to(another))
         RunEndpoint(another, RUN_ID).handle(JOIN, point_to(one))
-        async with time_limit(5.0, "waiting for the end of the attempt"):
+        async with time_limit(PATIENCE_S, "waiting for the end of the attempt"):
             with pytest.raises(RoundAborted, match="no group found after 8 redirects"):
                 await averager.average(torch.ones(3), 1.0)
         await averager.close()

@@ -34,8 +34,8 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, Method, RpcConfig
 from manyhands.rpc.frames import (
     MAX_FRAME_BYTES,
+    CallFailure,
     Cancel,
-    Failure,
     Ping,
     Pong,
     Request,
@@ -44,8 +44,10 @@ from manyhands.rpc.frames import (
     send_frame,
 )
 from manyhands.transport import Stream
+from tests.machine import Machine
 from tests.network import (
     ECHO,
+    PATIENCE_S,
     STUCK,
     StuckHandler,
     Text,
@@ -93,7 +95,7 @@ async def test_a_deadline_names_the_call_and_cancels_the_handler() -> None:
         await here.connect(there.addresses[0])
         with pytest.raises(Timeout, match=rf"after 0\.[0-9]+ s waiting for test\.stuck of peer {there.peer_id}"):
             await here.call(there.peer_id, STUCK, Text("hi"), 0.05)
-        async with time_limit(0.25, "for the handler to be cancelled"):
+        async with time_limit(PATIENCE_S, "for the handler to be cancelled"):
             await stuck.cancelled.wait()
         serve_echo(there)
         assert (await here.call(there.peer_id, ECHO, Text("hi"))).text.startswith("hi")
@@ -105,7 +107,7 @@ async def test_cancelling_a_call_cancels_the_handler() -> None:
         calling = asyncio.ensure_future(here.call(there.peer_id, STUCK, Text("hi"), 30.0))
         await stuck.called.wait()
         calling.cancel()
-        async with time_limit(0.25, "for the handler to be cancelled"):
+        async with time_limit(PATIENCE_S, "for the handler to be cancelled"):
             await stuck.cancelled.wait()
         assert calling.cancelled()
 
@@ -115,8 +117,8 @@ async def test_the_callee_keeps_the_deadline_by_itself() -> None:
     async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
         stuck = StuckHandler(there)
         await send_frame(stream, request_of(STUCK.name, timeout_s=0.05))
-        failure = await next_frame(stream, Failure)
-        assert isinstance(failure, Failure)
+        failure = await next_frame(stream, CallFailure)
+        assert isinstance(failure, CallFailure)
         assert failure.code == "timeout"
         assert stuck.cancelled.is_set()
 
@@ -205,7 +207,7 @@ async def test_messages_that_are_too_large_say_so_at_once() -> None:
 
     async with endpoints(2, kind="tls") as (here, there):
         there.handle(ECHO, answer_at_length)
-        async with time_limit(2.0, "for the errors"):
+        async with time_limit(PATIENCE_S, "for the errors"):
             with pytest.raises(ConfigError, match="bulk stream"):
                 await here.call(there.peer_id, ECHO, Text("x" * MAX_FRAME_BYTES), 30.0)
             with pytest.raises(Unavailable, match=f"peer {there.peer_id}: .*bulk stream"):
@@ -284,7 +286,7 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped_and_the_others_are_ser
     async with endpoints(2, kind="tls") as (there, other), raw_control(there) as stream:
         serve_echo(there)
         await stream.send(sent)
-        async with time_limit(2.0, "to be dropped"):
+        async with time_limit(PATIENCE_S, "to be dropped"):
             await stream.wait_closed()
         await until(lambda: there.counters["protocol_violations"] == 1, "it is counted")
         assert (await other.call(there.peer_id, ECHO, Text("hi"))).text.startswith("hi")
@@ -298,8 +300,8 @@ async def test_deadlines_that_are_none_are_refused(timeout_s: float) -> None:
     async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
         serve_echo(there)
         await send_frame(stream, request_of(timeout_s=timeout_s))
-        failure = await next_frame(stream, Failure)
-        assert isinstance(failure, Failure)
+        failure = await next_frame(stream, CallFailure)
+        assert isinstance(failure, CallFailure)
         assert failure.code == "bad_request"
 
 
@@ -319,7 +321,7 @@ async def test_endless_deadlines_are_shortened(timeout_s: float) -> None:
 async def test_answers_that_nobody_asked_for_are_ignored() -> None:
     async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
         serve_echo(there)
-        for frame in (Response(77, msgspec.Raw(b"\xc0")), Failure(78, "busy", "x"), Cancel(79), Pong()):
+        for frame in (Response(77, msgspec.Raw(b"\xc0")), CallFailure(78, "busy", "x"), Cancel(79), Pong()):
             await send_frame(stream, frame)
         await send_frame(stream, request_of())
         await next_frame(stream, Response)
@@ -340,8 +342,8 @@ async def test_two_requests_with_one_id_are_refused() -> None:
         stuck = StuckHandler(there)
         await send_frame(stream, request_of(STUCK.name))
         await send_frame(stream, request_of(STUCK.name))
-        failure = await next_frame(stream, Failure)
-        assert isinstance(failure, Failure)
+        failure = await next_frame(stream, CallFailure)
+        assert isinstance(failure, CallFailure)
         assert failure.code == "busy"
         assert stuck.num_calls == 1
 
@@ -353,11 +355,9 @@ async def test_a_silent_peer_is_lost_and_its_calls_end() -> None:
     async with endpoints(1, kind="tls", config=FAST) as (there,), raw_control(there):
         lost: asyncio.Future[PeerId] = asyncio.get_running_loop().create_future()
         there.on_lost.append(lost.set_result)
-        began = time.monotonic()
-        with pytest.raises(PeerLost, match=r"silent for 0\.[0-9] s"):
+        with pytest.raises(PeerLost, match=r"silent for [0-9.]+ s"):
             await there.call(RAW_PEER, ECHO, Text("hi"), 30.0)
-        assert time.monotonic() - began < 1.0
-        assert await asyncio.wait_for(lost, 1.0) == RAW_PEER
+        assert await asyncio.wait_for(lost, PATIENCE_S) == RAW_PEER
 
 
 async def test_a_peer_whose_large_message_is_slow_is_not_silent() -> None:
@@ -404,7 +404,7 @@ async def child_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, Add
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", CHILD, stdout=asyncio.subprocess.PIPE)
     try:
         assert process.stdout is not None
-        async with time_limit(20.0, "for the child to listen"):
+        async with time_limit(120.0, "for the child to listen"):
             line = await process.stdout.readline()
         yield process, Address.parse(line.decode().strip())
     finally:
@@ -427,7 +427,7 @@ async def loss_of_child(endpoint: Endpoint, address: Address, process: Any, numb
     with pytest.raises(PeerLost) as caught:
         await calling
     took_s = time.monotonic() - began
-    await asyncio.wait_for(lost.wait(), 1.0)
+    await asyncio.wait_for(lost.wait(), PATIENCE_S)
     return took_s, caught.value
 
 
@@ -435,7 +435,7 @@ async def loss_of_child(endpoint: Endpoint, address: Address, process: Any, numb
 async def test_a_killed_process_is_noticed_at_once() -> None:
     async with endpoints(1, kind="tls") as (here,), child_process() as (process, address):
         took_s, error = await loss_of_child(here, address, process, signal.SIGKILL)
-    assert took_s < 1.0
+    assert took_s < RpcConfig().heartbeat_timeout_s
     assert "connection closed" in str(error)
 
 
@@ -444,7 +444,7 @@ async def test_a_killed_process_is_noticed_at_once() -> None:
 async def test_a_frozen_process_is_noticed_by_its_silence() -> None:
     async with endpoints(1, kind="tls", config=FAST) as (here,), child_process() as (process, address):
         took_s, error = await loss_of_child(here, address, process, signal.SIGSTOP)
-        assert 0.2 < took_s < 2.0
+        assert took_s > 0.2
         assert "silent for" in str(error)
         with pytest.raises(Unavailable, match="timed out"):
             await here.call(error.peer_id, ECHO, Text("hi"), 0.3)
@@ -466,7 +466,7 @@ async def test_a_bulk_stream_carries_its_header_and_its_bytes_count() -> None:
         data = random.Random(1).randbytes(3 << 20)
         stream = await here.open_bulk(there.peer_id, "test", b"what it is for")
         await stream.send(data)
-        assert await asyncio.wait_for(received, 10.0) == (here.peer_id, b"what it is for", data)
+        assert await asyncio.wait_for(received, PATIENCE_S) == (here.peer_id, b"what it is for", data)
         here.release(stream)
         assert here.bytes_sent > len(data)
         assert not here._pool._connections, "no control connection was needed"
@@ -494,7 +494,7 @@ async def test_a_bulk_stream_ends_with_its_acceptor(
         there.accept_bulk("test", fail)
         with caplog.at_level(logging.DEBUG):
             stream = await here.open_bulk(there.peer_id, "test", b"")
-            async with time_limit(2.0, "for the stream to end"):
+            async with time_limit(PATIENCE_S, "for the stream to end"):
                 await stream.wait_closed()
             await until(lambda: not there._streams, "the stream is forgotten")
         here.release(stream)
@@ -525,11 +525,12 @@ async def test_heartbeats_go_on_while_bulk_flows() -> None:
 
         sending = asyncio.ensure_future(send())
         slowest_s = 0.0
-        while not sending.done():
-            began = time.monotonic()
-            await here.call(there.peer_id, ECHO, Text("hi"))
-            slowest_s = max(slowest_s, time.monotonic() - began)
+        with Machine() as machine:
+            while not sending.done():
+                began = time.monotonic()
+                await here.call(there.peer_id, ECHO, Text("hi"))
+                slowest_s = max(slowest_s, time.monotonic() - began)
         await sending
         here.release(stream)
         assert lost == []
-        assert slowest_s < 0.5
+        assert slowest_s < machine.allows(0.5)

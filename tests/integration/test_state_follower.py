@@ -38,7 +38,7 @@ def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return train_tokenizer([words], 512)
 
 
-@pytest.mark.timeout(40)  # and not once the false record, of 60 s, has expired
+@pytest.mark.timeout(55)  # and not once the false record, of 60 s, has expired
 def test_a_position_that_nobody_has_the_state_of_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     tokenizer, recipe = tiny_tokenizer(), TINY

@@ -33,6 +33,7 @@ from manyhands.optim.state.download import download_state
 from manyhands.optim.state.state import Capture, specs_of
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
+from tests.network import PATIENCE_S
 from tests.swarm import endpoints
 
 AT = Position(5, b"lineage")
@@ -79,7 +80,7 @@ class Donor:
 
 
 async def download(newcomer: Endpoint, *donors: Donor, wanted: Position = AT) -> State:
-    async with time_limit(10.0, "waiting for the download"):
+    async with time_limit(PATIENCE_S, "waiting for the download"):
         peer_ids = [donor.peer_id for donor in donors]
         return await download_state(newcomer, donors[0].manifest, peer_ids, wanted)
 
@@ -122,7 +123,7 @@ async def test_a_donor_that_nobody_can_dial_is_asked_over_its_own_connection(kin
         with pytest.raises(Unavailable, match="a peer in client mode cannot be dialled"):
             await download(newcomer, donor)
         await client.call_on(newcomer.peer_id, 5.0)
-        async with time_limit(5.0, "waiting for the connection"):
+        async with time_limit(PATIENCE_S, "waiting for the connection"):
             while not newcomer.is_client(donor.peer_id):
                 await asyncio.sleep(0.001)
         assert_whole(await download(newcomer, donor), donor)
@@ -133,7 +134,7 @@ async def test_a_donor_that_moves_on_meanwhile_hands_out_what_it_began_with() ->
         donor = Donor(one)
         before = donor.state()
         downloading = asyncio.ensure_future(download(newcomer, donor))
-        async with time_limit(5.0, "waiting for the stream"):
+        async with time_limit(PATIENCE_S, "waiting for the stream"):
             while one.bytes_sent < 100_000:
                 await asyncio.sleep(0)
         donor.move_on()
@@ -153,7 +154,7 @@ async def test_newcomers_at_the_same_step_share_one_copy_and_then_it_is_gone() -
             assert_whole(state, donor)
         assert donor.num_captures == 1
         del states, state
-        async with time_limit(5.0, "waiting for the copy to be forgotten"):
+        async with time_limit(PATIENCE_S, "waiting for the copy to be forgotten"):
             while donor.server._snapshot is not None and donor.server._snapshot() is not None:
                 gc.collect()
                 await asyncio.sleep(0.001)
@@ -163,7 +164,7 @@ async def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next() -> None
     async with endpoints(3, kind="tls") as (one, two, newcomer):
         dying, donor = Donor(one), Donor(two)
         downloading = asyncio.ensure_future(download(newcomer, dying, donor))
-        async with time_limit(5.0, "waiting for the stream"):
+        async with time_limit(PATIENCE_S, "waiting for the stream"):
             while one.bytes_sent < 500_000:
                 await asyncio.sleep(0)
         one._streams.abort_all()
@@ -325,7 +326,7 @@ async def test_a_newcomer_that_stands_still_is_left(monkeypatch: pytest.MonkeyPa
         donor = Donor(one)
         request = msgspec.msgpack.encode(StateRequest("run"))
         stream = await newcomer.open_bulk(donor.peer_id, STREAM_KIND, request)
-        async with time_limit(5.0, "waiting for the donor to give up"):
+        async with time_limit(PATIENCE_S, "waiting for the donor to give up"):
             await stream.wait_closed()
         newcomer.release(stream)
 
@@ -364,7 +365,7 @@ async def test_garbage_instead_of_a_request_is_counted() -> None:
     async with endpoints(2) as (one, newcomer):
         donor = Donor(one)
         stream = await newcomer.open_bulk(donor.peer_id, STREAM_KIND, b"\xff garbage")
-        async with time_limit(5.0, "waiting for the donor to hang up"):
+        async with time_limit(PATIENCE_S, "waiting for the donor to hang up"):
             await stream.wait_closed()
         newcomer.release(stream)
         assert one.counters["protocol_violations"] == 1
@@ -374,7 +375,7 @@ async def test_garbage_instead_of_a_request_is_counted() -> None:
 async def test_nobody_waits_for_a_peer_that_only_looks() -> None:
     async with endpoints(2) as (one, other):
         donor = Donor(one)
-        async with time_limit(10.0, "waiting for the download"):
+        async with time_limit(PATIENCE_S, "waiting for the download"):
             state = await download_state(other, donor.manifest, [donor.peer_id], AT, is_onlooker=True)
         assert_whole(state, donor)
         assert donor.server.followers(60.0) == set()

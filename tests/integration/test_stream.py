@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from manyhands.recipes.albert.data.serving import application
 from manyhands.recipes.albert.data.shards import Shard
 from manyhands.recipes.albert.data.stream import HostedData, ShardStream
 from tests.integration.data_hosts import NUM_SHARDS, Host, hosting, make_data
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +53,12 @@ def wrong(name: str, data: bytes) -> bytes:
     return bytes(len(data)) if name.startswith("train") else data
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_training_begins_with_the_first_shard_and_each_peer_has_an_order_of_its_own(host: Host, tmp_path: Path) -> None:
     orders = []
     for peer in ("0 a", "0 b", "0 c", "1 a"):
         host.requests.clear()
         with streaming(host, folder=tmp_path / peer.replace(" ", ""), order=peer) as stream:
-            until(lambda: len(host.names()) == 2)  # the next one is fetched ahead, and no more
+            wait_until(lambda: len(host.names()) == 2)  # the next one is fetched ahead, and no more
             assert len(stream) > len(stream.samples) > 0
             for _ in range(NUM_SHARDS - 1):
                 stream.advance()
@@ -123,7 +117,7 @@ def test_training_goes_on_from_the_cache_while_the_server_is_down(
     host: Host, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with streaming(host, folder=tmp_path) as stream:
-        until(lambda: len(list(tmp_path.glob("1/*.arrow"))) >= 3)  # validation, and two for training
+        wait_until(lambda: len(list(tmp_path.glob("1/*.arrow"))) >= 3)  # validation, and two for training
         host.is_down = True
         (tmp_path / "1" / f"{'0' * 64}.arrow").write_bytes(b"of other data")  # and unused for longest
         os.utime(tmp_path / "1" / f"{'0' * 64}.arrow", (1, 1))
@@ -143,7 +137,7 @@ def test_training_goes_on_from_the_cache_while_the_server_is_down(
             stream.advance()
             return len(list(tmp_path.glob("1/*.arrow"))) == NUM_SHARDS + 2
 
-        until(all_have_come)
+        wait_until(all_have_come)
 
 
 def test_the_cache_keeps_to_its_limit(host: Host, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def train_together(*trainers: transformers.Trainer) -> None:
         while optimizer.num_peers < len(trainers):
             optimizer.step(batch_size=0)
             optimizer.peer.sleep(0.02)
-        start.wait(20.0)
+        start.wait(120)
         trainer.train()
 
     in_threads([lambda trainer=trainer: train(trainer) for trainer in trainers])
@@ -181,7 +181,7 @@ def test_what_the_trainer_shows_is_of_global_steps(tmp_path: Path, caplog: pytes
     rate = result.metrics["train_samples_per_second"] * result.metrics["train_runtime"]
     assert rate == pytest.approx(3 * TARGET, rel=0.1)
     assert trainer.state.epoch == pytest.approx(3 * TARGET / 31, abs=0.1), "which may be several batches a step"
-    lines = caplog.messages
+    lines = [line for line in caplog.messages if not line.startswith("Collaboration accumulated")]  # of another thread
     assert any(line.startswith("gradient_accumulation_steps=2 is set to 1: ") for line in lines)
     assert any(line.startswith("max_grad_norm=0.2 of the Trainer is set to 0: ") for line in lines)
     at = lines.index("Step 3")
@@ -245,7 +245,7 @@ def test_a_late_joiner_ends_at_the_step_of_the_others_and_sees_other_batches(tmp
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 if state.global_step == 2 and not thread.ident:
                     thread.start()
-                    begun.wait(20.0)
+                    begun.wait(120)
 
         class Begun(transformers.TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

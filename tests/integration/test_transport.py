@@ -33,7 +33,7 @@ from manyhands.transport import Listener, Stream, TlsTransport, certificate, tcp
 from manyhands.transport.admission import ListenLimits
 from tests import tls_contexts
 from tests.faults.leaks import memory_mb
-from tests.network import LOOPBACK, identity_of
+from tests.network import LOOPBACK, PATIENCE_S, identity_of
 
 SERVER, CLIENT = identity_of(0), identity_of(1)
 KINDS = ["control", "bulk"]
@@ -82,7 +82,7 @@ async def stream_pair(kind: str = "control") -> AsyncIterator[tuple[Any, Any]]:
 
 async def read(stream: Stream, num_bytes: int) -> bytes:
     target = bytearray(num_bytes)
-    async with time_limit(20.0, f"reading {num_bytes} bytes"):
+    async with time_limit(PATIENCE_S, f"reading {num_bytes} bytes"):
         await stream.receive_into(memoryview(target))
     return bytes(target)
 
@@ -152,7 +152,7 @@ async def test_close_is_bounded_when_nobody_reads(kind: str) -> None:
     async with stream_pair(kind) as (here, _):
         sending = asyncio.ensure_future(here.send(bytes(64 << 20)))
         await asyncio.wait([sending], timeout=0.1)
-        async with time_limit(2.0, "closing"):
+        async with time_limit(10.0, "closing"):
             await here.close(0.1)
         with pytest.raises(PeerLost):
             await sending
@@ -167,12 +167,28 @@ async def test_the_first_send_after_a_receive_notices_that_the_other_end_has_clo
             await ours.send(b"the next round")
 
 
+async def test_what_was_received_whole_was_sent_also_if_the_other_end_closes_at_once() -> None:
+    async with stream_pair("bulk") as (here, there):
+        is_closed = threading.Event()
+
+        def pieces() -> Iterator[memoryview]:
+            yield memoryview(bytes(1 << 20))
+            is_closed.wait(PATIENCE_S)
+
+        sending = asyncio.ensure_future(here.send_each(pieces()))
+        await read(there, 1 << 20)
+        there.abort()
+        await here.wait_closed()
+        is_closed.set()
+        await sending
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_bytes", [1, 1 << 20])
 async def test_sends_to_an_end_that_has_closed_fail_soon(kind: str, num_bytes: int) -> None:
     async with stream_pair(kind) as (here, there):
         there.abort()
-        async with time_limit(5.0, "for a send to fail"):
+        async with time_limit(PATIENCE_S, "for a send to fail"):
             with pytest.raises(PeerLost):
                 await send_for_ever(here, bytes(num_bytes))
 
@@ -206,7 +222,7 @@ async def test_a_frozen_reader_does_not_keep_an_abort_waiting(kind: str) -> None
             asyncio.ensure_future(here.receive_into(memoryview(bytearray(1 << 20)))),
         ]
         await asyncio.sleep(0.1)
-        async with time_limit(0.5, "for both to end"):
+        async with time_limit(PATIENCE_S, "for both to end"):
             here.abort()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(outcome, PeerLost) for outcome in outcomes)
@@ -245,7 +261,7 @@ async def test_pieces_are_made_and_used_one_after_the_other(kind: str) -> None:
             yield memoryview(target)[:size]
             used.append(bytes(target[:size]))
 
-    async with stream_pair(kind) as (here, there), time_limit(20.0, "sending pieces"):
+    async with stream_pair(kind) as (here, there), time_limit(PATIENCE_S, "sending pieces"):
         await asyncio.gather(here.send_each(pieces()), there.receive_each(views()))
         assert here.bytes_sent == there.bytes_received == sum(sizes)
     assert used == [bytes([number]) * size for number, size in enumerate(sizes)]
@@ -257,7 +273,7 @@ async def test_what_the_maker_of_pieces_raises_comes_out(kind: str) -> None:
         yield memoryview(bytes(100_000))
         raise ValueError("no more")
 
-    async with stream_pair(kind) as (here, _), time_limit(20.0, "sending pieces"):
+    async with stream_pair(kind) as (here, _), time_limit(PATIENCE_S, "sending pieces"):
         with pytest.raises(ValueError, match="no more"):
             await here.send_each(pieces())
 
@@ -280,7 +296,7 @@ async def test_abort_wakes_whoever_waits_at_both_ends(kind: str) -> None:
         reading = [asyncio.ensure_future(read(end, 1)) for end in (here, there)]
         await asyncio.sleep(0)
         there.abort()
-        async with time_limit(2.0, "for both ends to notice"):
+        async with time_limit(PATIENCE_S, "for both ends to notice"):
             outcomes = await asyncio.gather(*reading, return_exceptions=True)
             await asyncio.gather(here.wait_closed(), there.wait_closed())
         assert all(isinstance(outcome, PeerLost) for outcome in outcomes)
@@ -398,7 +414,7 @@ async def test_nothing_listens_there() -> None:
 
 async def test_a_port_that_takes_connections_and_says_nothing() -> None:
     with silent_port(listens=True) as address:
-        async with time_limit(1.0, "for the dial to give up"):
+        async with time_limit(PATIENCE_S, "for the dial to give up"):
             failure = await failure_of(address, timeout_s=0.2)
     assert failure.reason is DialReason.TIMED_OUT
     assert "TCP connects, but no TLS handshake follows" in str(failure)
@@ -414,7 +430,7 @@ async def test_another_identity_answers() -> None:
 async def test_the_address_is_this_peer_itself() -> None:
     async with listening() as accepted:
         with pytest.raises(DialFailed) as caught:
-            await TlsTransport(SERVER).dial(accepted.address, 2.0)
+            await TlsTransport(SERVER).dial(accepted.address, 10.0)
     assert caught.value.reason is DialReason.ITSELF
 
 
@@ -477,16 +493,16 @@ async def test_name_servers_that_do_not_answer_delay_nobody_else(monkeypatch: py
         if not host.endswith(".example"):
             return real(host, *args, **kwargs)
         lookups.append(threading.current_thread())
-        over.wait(20.0)
+        over.wait(60.0)
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
     try:
         hanging = [asyncio.ensure_future(failure_of(f"/dns4/{i}.example/tcp/1", 0.5)) for i in range(40)]
-        async with listening() as accepted, time_limit(5.0, "for a dial beside hanging lookups"):
-            stream = await TlsTransport(CLIENT).dial(accepted.address, 2.0)
+        async with listening() as accepted, time_limit(PATIENCE_S, "for a dial beside hanging lookups"):
+            stream = await TlsTransport(CLIENT).dial(accepted.address, 10.0)
             stream.abort()
-        async with time_limit(5.0, "for the dials to give up"):
+        async with time_limit(PATIENCE_S, "for the dials to give up"):
             failures = await asyncio.gather(*hanging)
         assert all(failure.reason is DialReason.NAME_NOT_FOUND for failure in failures)
         assert "no answer within 0.5 s" in str(failures[0])
@@ -556,7 +572,7 @@ def num_sockets() -> int:
 
 
 async def until_more_sockets(before: int) -> None:
-    async with time_limit(5.0, "for a connection"):
+    async with time_limit(PATIENCE_S, "for a connection"):
         while num_sockets() <= before:
             await asyncio.sleep(0.001)
 
@@ -723,7 +739,7 @@ async def test_close_ends_handshakes_that_are_under_way(caplog: pytest.LogCaptur
             connections.append(await asyncio.open_connection(accepted.address.host, accepted.address.port))
             connections[-1][1].write(words)
         await assert_serves(accepted)
-        async with time_limit(1.0, "for the listener to close"):
+        async with time_limit(5.0, "for the listener to close"):
             await accepted.listener.close()
     for reader, writer in connections:
         await assert_dropped(reader, writer)
@@ -759,7 +775,7 @@ async def test_a_failing_handler_ends_its_stream_only(caplog: pytest.LogCaptureF
     try:
         for _ in range(2):
             stream = await TlsTransport(CLIENT).dial(listener.addresses[0], 5.0)
-            async with time_limit(5.0, "for the stream to end"):
+            async with time_limit(PATIENCE_S, "for the stream to end"):
                 await stream.wait_closed()
     finally:
         await listener.close()
@@ -768,7 +784,7 @@ async def test_a_failing_handler_ends_its_stream_only(caplog: pytest.LogCaptureF
 
 async def assert_dropped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
-        async with time_limit(2.0, "to be dropped"):
+        async with time_limit(PATIENCE_S, "to be dropped"):
             await reader.read()  # perhaps an alert, then the end
     except (OSError, ssl.SSLError):
         pass
@@ -778,7 +794,7 @@ async def assert_dropped(reader: asyncio.StreamReader, writer: asyncio.StreamWri
 
 async def assert_serves(accepted: Accepted) -> None:
     stream = await TlsTransport(identity_of(7)).dial(accepted.address, 5.0)
-    async with time_limit(5.0, "for the stream to be served"):
+    async with time_limit(PATIENCE_S, "for the stream to be served"):
         while (served := await accepted.streams.get()).remote != PeerId(identity_of(7).peer_id):
             pass
     await stream.send(b"ok")

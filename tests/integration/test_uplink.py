@@ -18,7 +18,7 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, pace, uplink
 from manyhands.transport import Stream, tcp
 from manyhands.transport.sealed_stream import SealedStream
-from tests.network import endpoints
+from tests.network import PATIENCE_S, endpoints
 from tests.swarm import averagers
 
 MB = 10**6
@@ -78,7 +78,7 @@ async def test_what_was_acknowledged_is_what_was_sent() -> None:
         before = stream.delivery()
         assert before is not None
         await stream.send(bytearray(2 * MB))
-        async with time_limit(5.0, "for acknowledgements"):
+        async with time_limit(PATIENCE_S, "for acknowledgements"):
             while (delivery := stream.delivery()) is not None and delivery.delivered < before.delivered + 2 * MB:
                 await asyncio.sleep(0.01)
         assert delivery is not None
@@ -142,7 +142,7 @@ async def test_the_part_of_who_is_lost_goes_to_the_others() -> None:
                 share.add(stream, 100 * MB)
             await asyncio.sleep(0.01)
             streams[0].abort()
-            async with time_limit(5.0, "for the next look"):
+            async with time_limit(PATIENCE_S, "for the next look"):
                 while pace_of(streams[1]) != pytest.approx(paced / 2, abs=1):
                     await asyncio.sleep(0.01)
             assert pace_of(streams[2]) == pytest.approx(paced / 2, abs=1)
@@ -156,7 +156,7 @@ async def test_who_is_late_gets_more_of_a_new_pace() -> None:
             for stream in streams:
                 share.add(stream, 4 * MB)
             await streams[0].send(bytearray(3 * MB))
-            async with time_limit(5.0, "for acknowledgements"):
+            async with time_limit(PATIENCE_S, "for acknowledgements"):
                 while share.streams[streams[0]].left > 1 * MB:
                     await asyncio.sleep(0.01)
             paced = has_shown(here, 1 * MB)
@@ -275,7 +275,7 @@ async def test_the_streams_of_an_all_reduce_are_paced_together(monkeypatch: pyte
 
         looking = asyncio.ensure_future(look())
         results = await asyncio.gather(*(one[0].average(vectors[i], 1.0) for i, one in enumerate(members)))
-        await asyncio.wait_for(looking, 1.0)
+        await asyncio.wait_for(looking, PATIENCE_S)
         assert all(not endpoint.uplink._shares for _, _, endpoint in members)
     for result in results:
         torch.testing.assert_close(result.averaged_N, sum(vectors) / 3, rtol=1e-5, atol=1e-6)

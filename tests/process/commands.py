@@ -20,9 +20,21 @@ import psutil
 import pytest
 
 from manyhands.cli.main import run
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 90.0
+STARTUP_S = 20.0
+"""Of Python and its imports, without torch, on a busy machine; 1 s on an idle one."""
+
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+
+PATIENT = """
+import runpy
+from manyhands.cli import leaving
+leaving.LEAVE_TIMEOUT_S = 60.0
+runpy.run_module("manyhands", run_name="__main__", alter_sys=True)
+"""
+"""The command line, with more time to leave: on a busy machine a summary or a checkpoint would be cut off."""
 
 
 class Command:
@@ -30,14 +42,23 @@ class Command:
 
     Args:
         folder: where it runs; a command by default in a fresh folder, as trainers keep what they have there.
+        is_patient: whether the command line has more time to leave than users give it.
     """
 
-    def __init__(self, arguments: Sequence[str], module: str | None = "manyhands", folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        module: str | None = "manyhands",
+        folder: Path | None = None,
+        *,
+        is_patient: bool = True,
+    ) -> None:
         self.output = ""
         self._own_folder = Path(tempfile.mkdtemp()) if module and folder is None else None
         self.folder = folder or self._own_folder
+        start = ["-c", PATIENT] if module == "manyhands" and is_patient else ["-m", module] if module else []
         self._process = subprocess.Popen(
-            [sys.executable, "-u", *(["-m", module] if module else []), *arguments],
+            [sys.executable, "-u", *start, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -90,11 +111,10 @@ class Command:
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """The exit code; the rest of the output is in :attr:`output` then."""
         code = self._process.wait(timeout_s)
-        self._reader.join(5.0)
-        while (line := self._lines.get(timeout=5.0)) is not None:
+        while (line := self._lines.get(timeout=PATIENCE_S)) is not None:
             self.output += line
         return code
 
@@ -111,8 +131,8 @@ class Command:
 
 
 @contextmanager
-def running(*arguments: str, folder: Path | None = None) -> Iterator[Command]:
-    command = Command(arguments, folder=folder)
+def running(*arguments: str, folder: Path | None = None, is_patient: bool = True) -> Iterator[Command]:
+    command = Command(arguments, folder=folder, is_patient=is_patient)
     try:
         yield command
     finally:

@@ -47,9 +47,9 @@ class Job:
         """What each rank says next."""
         return [json.loads(command.wait_for("SAYS").split("SAYS")[1]) for command in self.ranks]
 
-    def wait(self, timeout_s: float = 60.0) -> list[int]:
+    def wait(self) -> list[int]:
         """The exit codes."""
-        return [command.wait(timeout_s) for command in self.ranks]
+        return [command.wait() for command in self.ranks]
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 
 import psutil
 
-from tests.process.commands import PATIENCE_S
+from tests.process.commands import PATIENT
+from tests.waiting import PATIENCE_S
 
 TAKE_TERMINAL = (
     "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
@@ -38,7 +39,7 @@ class Terminal:
         self._master, slave = os.openpty()
         self.resize(120, 40)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", TAKE_TERMINAL, sys.executable, "-m", "manyhands", *command],
+            [sys.executable, "-c", TAKE_TERMINAL, sys.executable, "-c", PATIENT, *command],
             stdin=slave, stdout=slave, stderr=slave, start_new_session=True, cwd=self._folder.name,
             env=_without(os.environ, "COLUMNS", "LINES", "NO_COLOR") | {"TERM": "xterm"} | (env or {}),
         )  # fmt: skip
@@ -95,8 +96,8 @@ class Terminal:
     def send(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def wait(self, timeout_s: float) -> int:
-        code = self._process.wait(timeout_s)
+    def wait(self) -> int:
+        code = self._process.wait(PATIENCE_S)
         self._reader.join(5.0)
         return code
 

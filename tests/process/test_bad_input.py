@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.commands import LOOPBACK, address_of, called, running
+from tests.process.commands import LOOPBACK, STARTUP_S, address_of, called, running
 
 pytestmark = pytest.mark.process
 
 USAGE = 2
-STARTUP_S = 2.0  # of Python and its imports
 
 
 @pytest.mark.parametrize(
@@ -23,6 +22,7 @@ STARTUP_S = 2.0  # of Python and its imports
     [
         (["monitor", "--run-id", "my.run"], "run_id 'my.run' has a '.'"),
         (["train", "--run-id", ""], "run_id is empty"),
+        (["monitor", "--run-id", ""], "run_id is empty"),
         (["train", "--run-id", "x" * 65], "has 65 characters; at most 64 fit"),
         (["train", "--run-id", "r", "--initial-peers", "nonsense"], "cannot read address 'nonsense'"),
         (["train", "--run-id", "r", "--initial-peers", ""], "--initial-peers is given without an address"),
@@ -33,6 +33,7 @@ STARTUP_S = 2.0  # of Python and its imports
         (["doctor", "--initial-peers"], "or a variable of the shell is unset"),
         (["train", "--run-id", "r", "--client-mode"], "in client mode cannot be the first one"),
         (["train", "--run-id", "r", "--client-mode", "--announce", "1.2.3.4:5"], "--client-mode says that they cannot"),
+        (["train", "--run-id", "r", "--client-mode", "--listen", "31337"], "--client-mode only dials out; leave one"),
         (["train", "--run-id", "r", "--no-client-mode", "--client-mode"], "contradict each other; leave one out"),
         (["monitor", "--run-id", "r", "--no-port-mapping", "--port_mapping"], "contradict each other; leave one out"),
         (["train", "--run-id", "r", "--run-id", "s"], "Parameter --run-id specified multiple times"),
@@ -60,7 +61,7 @@ def test_one_line(arguments: list[str], message: str, tmp_path: Path, monkeypatc
 def test_an_unknown_command() -> None:
     """As a process: what it imports and its exit say no more either."""
     with running("frobnicate") as command:
-        assert command.wait(60) == USAGE
+        assert command.wait() == USAGE
         assert "frobnicate" in command.output
         assert len(command.output.strip().splitlines()) == 1, command.output
 
@@ -117,7 +118,7 @@ def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> 
         quiet = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"
         started = time.monotonic()
         with running("train", "--run-id", "r", "--initial-peers", somebody_else, nowhere, quiet) as command:
-            assert command.wait(30) == USAGE
+            assert command.wait() == USAGE
             assert time.monotonic() - started < 10 + STARTUP_S
         *_, head, first, second, third = command.output.strip().splitlines()
         assert "none of the 3 initial peers could be reached" in head
@@ -174,5 +175,5 @@ def test_another_model_is_refused_with_both_sizes() -> None:
         address = first.wait_for("Others can join").split()[-1]
         first.wait_for("Collaboration accumulated")
         with running(*common, "--initial-peers", address, "--listen", LOOPBACK, "--hidden-size", "128") as other:
-            assert other.wait(90) == USAGE
+            assert other.wait() == USAGE
         assert "does not fit run 'r': hidden_size is 128 here, 256 in the run" in other.output

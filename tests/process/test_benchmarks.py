@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.process.commands import Command
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -27,7 +28,7 @@ def results_of(script: str, folder: Path, *arguments: str) -> tuple[Any, str]:
     path = folder / "results.json"
     command = Command([str(BENCHMARKS / script), *arguments, "--json", str(path)], module=None)
     try:
-        assert command.wait(90) == 0, command.output
+        assert command.wait() == 0, command.output
     finally:
         command.close()
     return json.loads(path.read_text()), command.output
@@ -87,7 +88,7 @@ def test_codecs(tmp_path: Path) -> None:
     arguments = ["--numel", "300000", "--repeats", "1", "--json", str(path)]
     command = Command([str(BENCHMARKS / "codecs.py"), *arguments], module=None)
     try:
-        assert command.wait(90) == 0, command.output
+        assert command.wait() == 0, command.output
     finally:
         command.close()
     results = json.loads(path.read_text())
@@ -114,7 +115,7 @@ def test_coordinator(tmp_path: Path) -> None:
     arguments = ["--peers", "3", "--processes", "2", "--settle", "0.1", "--seconds", "0.5", "--json", str(path)]
     command = Command([str(BENCHMARKS / "coordinator.py"), *arguments], module=None)
     try:
-        assert command.wait(90) == 0, command.output
+        assert command.wait() == 0, command.output
     finally:
         command.close()
     (result,) = json.loads(path.read_text())
@@ -162,7 +163,7 @@ def test_allreduce(tmp_path: Path) -> None:
     arguments = ["--peers", "2", "--mb", "1", "--rounds", "2", "--systems", "manyhands", "--codec", "none"]
     command = Command([str(BENCHMARKS / "allreduce.py"), *arguments, "--json", str(path)], module=None)
     try:
-        assert command.wait(90) == 0, command.output
+        assert command.wait() == 0, command.output
     finally:
         command.close()
     (result,) = json.loads(path.read_text())
@@ -187,7 +188,7 @@ def test_data(tmp_path: Path) -> None:
 def test_bad_arguments_are_one_line() -> None:
     command = Command([str(BENCHMARKS / "transport.py"), "--systems", "manyhands,smoke-signals"], module=None)
     try:
-        assert command.wait(60) == USAGE
+        assert command.wait() == USAGE
         assert "no system 'smoke-signals'" in command.output
         assert len(command.output.splitlines()) == 1, command.output
     finally:
@@ -200,9 +201,9 @@ def test_interrupt_leaves_nothing_behind() -> None:
         command.wait_for("manyhands: one way")
         started = command.descendants()
         command.interrupt()
-        assert command.wait(30) == INTERRUPTED
+        assert command.wait() == INTERRUPTED
         assert started
-        assert not psutil.wait_procs(started, timeout=10)[1], "processes are left"
+        assert not psutil.wait_procs(started, timeout=PATIENCE_S)[1], "processes are left"
         assert command.output.splitlines()[-1] == "stopped"
     finally:
         command.close()

@@ -31,18 +31,18 @@ def test_a_trainer_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     folder, text = tmp_path / "checkpoints", tmp_path / "text.txt"
     text.write_text("".join(f"Sentence number {n} is here. Another one is behind it.\n\n" for n in range(4000)))
     with running(*arguments(folder, "--checkpoint-every", "2", "--max-steps", "5", "--text", str(text))) as first:
-        assert first.wait(90) == 0, first.output
+        assert first.wait() == 0, first.output
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
 
     with running(*arguments(folder)) as second:  # on another text, with the tokenizer that was saved
         second.wait_for(f"Going on from {folder / 'checkpoint-5'}")
         second.wait_for("[INFO] Step 6")
         second.interrupt()
-        assert second.wait(10) == INTERRUPTED, second.output
+        assert second.wait() == INTERRUPTED, second.output
     (step,) = re.findall(r"Saving a checkpoint at global step (\d+)", second.output)
 
     with running(*arguments(folder, "--max-steps", step)) as third:
-        assert third.wait(90) == 0, third.output
+        assert third.wait() == 0, third.output
     assert f"Going on from {folder / f'checkpoint-{step}'}" in third.output
 
     model = transformers.AlbertForPreTraining.from_pretrained(folder / f"checkpoint-{step}")
@@ -62,7 +62,6 @@ def losses_in(output: str) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_trainers_that_were_all_killed_go_on_and_the_loss_goes_on_falling(tmp_path: Path) -> None:
     """One of them finds its newest checkpoint torn, and uses the one before it."""
     text = tmp_path / "text.txt"
@@ -78,7 +77,7 @@ def test_trainers_that_were_all_killed_go_on_and_the_loss_goes_on_falling(tmp_pa
             for trainer in (first, second):
                 trainer.kill()
             for trainer in (first, second):
-                trainer.wait(10)
+                trainer.wait()
     before = losses_in(first.output)
     *_, older, newest = sorted(folders[0].glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
     torn = newest / "model.safetensors"
@@ -102,31 +101,31 @@ def test_trainers_that_were_all_killed_go_on_and_the_loss_goes_on_falling(tmp_pa
 @pytest.mark.long
 def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
     with running(*arguments(tmp_path, "--max-steps", "2", "--checkpoint-every", "1")) as first:
-        assert first.wait(90) == 0, first.output
+        assert first.wait() == 0, first.output
     with running(*arguments(tmp_path, "--learning-rate", "0.001")) as other:
-        assert other.wait(60) == USAGE
+        assert other.wait() == USAGE
     assert "learning_rate is 0.001 here, 0.01 in the checkpoint" in other.output.strip().splitlines()[-1]
 
     with running(*arguments(tmp_path, "--embedding-size", "32")) as other:
-        assert other.wait(60) == USAGE
+        assert other.wait() == USAGE
     assert "embedding_size is 32 here, 128 in the checkpoint" in other.output.strip().splitlines()[-1]
 
     with running("train", "--run-id", "other", *arguments(tmp_path)[3:]) as other:
-        assert other.wait(60) == USAGE
+        assert other.wait() == USAGE
     assert "checkpoint-2 is of run 'kept', and this is 'other'" in other.output.strip().splitlines()[-1]
 
     about = tmp_path / "checkpoint-2" / "run.json"
     before = about.read_text()
     about.write_text(before.replace('"format": 1', '"format": 2'))
     with running(*arguments(tmp_path)) as newer:
-        assert newer.wait(60) == USAGE
+        assert newer.wait() == USAGE
     assert "checkpoint-2 has format 2, and this version reads format 1" in newer.output.strip().splitlines()[-1]
     about.write_text(before)
 
     for name in ("checkpoint-1/model.safetensors", "checkpoint-2/optimizer.safetensors"):
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:1000])
     with running(*arguments(tmp_path)) as damaged:
-        assert damaged.wait(60) == USAGE
+        assert damaged.wait() == USAGE
     assert "checkpoint-2 is damaged (optimizer.safetensors has 1000 bytes instead of " in damaged.output
     assert "checkpoint-1 is damaged (model.safetensors has 1000 bytes instead of " in damaged.output
     assert f"no checkpoint in {tmp_path} can be read" in damaged.output.strip().splitlines()[-1]
@@ -141,7 +140,7 @@ def test_a_disk_that_is_full_does_not_stop_the_training(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with running(*arguments(tmp_path, "--max-steps", "3", "--checkpoint-every", "1")) as trainer:
-            assert trainer.wait(90) == 0, trainer.output
+            assert trainer.wait() == 0, trainer.output
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     for step in (1, 2, 3):

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import tarfile
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 from manyhands.recipes.albert.data.tokenizer import train_tokenizer
 from tests.process.commands import LOOPBACK, Command, running
 from tests.unit.recipes.texts import BOOK, write_book
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -37,7 +37,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [str(SCRIPT), "--text", "book.txt", *SMALL_DATA, "--archive", "data.tar.gz"], module=None, folder=folder
     )
     try:
-        assert command.wait(90) == 0, command.output
+        assert command.wait() == 0, command.output
     finally:
         command.close()
     assert "SHA-256" in command.output
@@ -56,7 +56,7 @@ def test_the_script_can_be_started_and_explains_itself() -> None:
     assert SCRIPT.read_text().startswith("#!/usr/bin/env python\n")
     command = Command([str(SCRIPT), "--help"], module=None)
     try:
-        assert command.wait(60) == 0
+        assert command.wait() == 0
     finally:
         command.close()
     assert "manyhands data prepare" in command.output
@@ -86,7 +86,7 @@ def test_data_of_another_tokenizer_is_refused_before_anything_is_loaded(archive:
         trainer.wait_for("Others can join this run with one word")
         folder = unpacked(archive, tmp_path / "second")
         with running("join", address, *COMMON, folder=folder) as newcomer:
-            assert newcomer.wait(60) == USAGE
+            assert newcomer.wait() == USAGE
         line = newcomer.output.strip().splitlines()[-1]
         assert "data/tokenizer/tokenizer.json: tokenizer " in line
         assert "is not that of run 'x'" in line
@@ -102,14 +102,11 @@ def test_ctrl_c_ends_the_processes_and_leaves_nothing_behind(tmp_path: Path) -> 
     arguments = ("--text", "long.txt", "--tokenizer", "tokenizer", "--num-proc", "2")
     command = Command([str(SCRIPT), *arguments], module=None, folder=tmp_path)
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "data" / ".unfinished" / "train.arrow").exists():
-            assert time.monotonic() < deadline, command.output
-            time.sleep(0.01)
+        wait_until((tmp_path / "data" / ".unfinished" / "train.arrow").exists, "the samples are being written")
         processes = command.descendants()
         command.interrupt()
-        assert command.wait(60) == INTERRUPTED, command.output
-        assert not psutil.wait_procs(processes, timeout=10)[1], "processes are left"
+        assert command.wait() == INTERRUPTED, command.output
+        assert not psutil.wait_procs(processes, timeout=PATIENCE_S)[1], "processes are left"
     finally:
         command.close()
     assert "Traceback" not in command.output
@@ -121,7 +118,7 @@ def test_shards_are_served_trained_on_and_evaluated_with(tmp_path: Path) -> None
     write_book(tmp_path / "book.txt")
     command = Command([str(SCRIPT), "--text", "book.txt", *SMALL_DATA, "--shards", "3"], module=None, folder=tmp_path)
     try:
-        assert command.wait(90) == 0, command.output
+        assert command.wait() == 0, command.output
     finally:
         command.close()
     with running("data", "serve", "data/shards", "--listen", "127.0.0.1:0", folder=tmp_path) as server:
@@ -135,7 +132,7 @@ def test_shards_are_served_trained_on_and_evaluated_with(tmp_path: Path) -> None
             trainer.wait_for("Your current contribution")
             options = ("--dataset-url", url, "--cache-dir", str(tmp_path / "other"), "--max-evaluations", "1")
             with running("evaluate", "--initial-peers", address, *COMMON, *options, folder=tmp_path) as evaluator:
-                assert evaluator.wait(90) == 0, evaluator.output
+                assert evaluator.wait() == 0, evaluator.output
             assert "Held-out loss" in evaluator.output
             assert len(list((tmp_path / "other" / "1").glob("*.arrow"))) == 1, "only what is held out is fetched"
         assert "samples in 3 shards of http://127.0.0.1" in trainer.output
@@ -143,7 +140,7 @@ def test_shards_are_served_trained_on_and_evaluated_with(tmp_path: Path) -> None
         assert json.loads((tmp_path / "trainer" / "kept" / "stream.json").read_text())["shards_begun"] >= 1
         server.wait_for("127.0.0.1 fetches train-")
         server.interrupt()
-        assert server.wait(10) in (0, INTERRUPTED)
+        assert server.wait() in (0, INTERRUPTED)
         assert "Traceback" not in server.output
 
 
@@ -152,7 +149,7 @@ def test_an_archive_is_named_by_its_address(archive: Path, tmp_path: Path) -> No
     cache = ("--dataset-url", archive.as_uri(), "--cache-dir", "cache", "--no-checkpoints", "--max-steps", "1")
     for _ in range(2):
         with running("train", "--run-id", "x", *COMMON, *SMALL_MODEL, *cache, folder=tmp_path) as trainer:
-            assert trainer.wait(90) == 0, trainer.output
+            assert trainer.wait() == 0, trainer.output
             assert "samples in cache/archives/" in trainer.output
         archive = archive.rename(archive.with_name("gone"))  # the second start needs it no more
     archive.rename(archive.with_name("data.tar.gz"))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.process.commands import LOOPBACK, address_of, running
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]  # four processes that load torch
+pytestmark = pytest.mark.process
 
 RUN = ("--run-id", "firewalled")
 TINY = (
@@ -57,7 +57,7 @@ def test_they_wait_for_each_other_and_step_together_once_a_helper_can_be_dialled
         stop_file.write_text(str(last_step))
         for trainer in trainers:
             trainer.wait_for(f"Stopping at global step {last_step}")
-        assert [trainer.wait(60) for trainer in trainers] == [0, 0]
+        assert [trainer.wait() for trainer in trainers] == [0, 0]
         helper.wait_for(f"] Step {last_step}")
         for trainer in trainers:
             before, after = trainer.output.split(NOTICE, 1)

@@ -6,13 +6,13 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import manyhands
 from manyhands.base.address import Address
+from tests.network import free_port
 from tests.process.commands import LOOPBACK, Command, running
 from tests.sweeps import few_of
 
@@ -40,12 +40,10 @@ def test_it_welcomes_peers_and_says_how_it_stands(tmp_path: Path) -> None:
         with manyhands.Peer(addresses, listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
             assert peer.dht.num_known_peers == 1
             with running(*arguments) as second:
-                assert second.wait(30) == USAGE
+                assert second.wait() == USAGE
                 assert "is in use by another peer" in second.output
-        began = time.monotonic()
         first.interrupt()
-        assert first.wait(10) == INTERRUPTED, first.output
-        assert time.monotonic() - began < 5.0
+        assert first.wait() == INTERRUPTED, first.output
         assert "imported: []" in first.output
         assert "its id" not in first.output
     finally:
@@ -74,8 +72,7 @@ def test_one_that_keeps_nothing_says_so_in_one_line_and_does_not_wait_for_others
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize("listen", few_of(["{port}", "[::]:*", ":{port}", "/ip6/::/tcp/{port}"]))
 def test_all_interfaces_are_those_of_both_families(listen: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with running("first-peer", "--listen", listen.format(port=port)) as first:
         told = [Address.parse(text) for text in first.wait_for("--initial-peers").split()[1:]]
         assert {address.protocol for address in told} >= {"ip4"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.process.commands import LOOPBACK, PATIENCE_S, running
+from manyhands.access import SignedCharter
+from manyhands.base.ticket import Ticket
+from tests.process.commands import LOOPBACK, running
 
 pytestmark = pytest.mark.process
 
@@ -20,7 +23,7 @@ SMALL = (
 def ended(folder: Path, *arguments: str, code: int = 0) -> str:
     """The output of a command that ends by itself."""
     with running(*arguments, folder=folder) as command:
-        assert command.wait(PATIENCE_S) == code, command.output
+        assert command.wait() == code, command.output
         return command.output
 
 
@@ -35,7 +38,6 @@ def start_coordinator(folder: Path) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)  # several programs import torch, one after the other
 def test_a_run_by_invitation(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(
@@ -74,3 +76,48 @@ def test_a_run_by_invitation(tmp_path: Path) -> None:
         assert "is banned from run ours" in ended(tmp_path, "ban", peer_id, *by_owner)
         first.wait_for(f"Peer {peer_id} is banned")
         assert f"{peer_id}  banned" in ended(tmp_path, "members", *by_owner)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)  # several programs import torch, one after the other
+def test_a_run_with_the_settings_that_its_owner_signed(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Sentence number {n} of this text is here. It has another one.\n\n" for n in range(3000)))
+    training = (*COMMON, *SMALL, "--text", str(text))
+    coordinator = start_coordinator(tmp_path)
+    with running("train", "--run-id", "ours", *training) as trial:
+        address = trial.wait_for("--initial-peers").split()[-1]
+        trial.wait_for("Others can join this run with one word")
+        limits = ["--max-weight-ratio", "20"]
+        settings = ["--coordinator", coordinator, "--access", "open", "--manifest-of", address]
+        assert "with fingerprint" in ended(tmp_path, "run", "create", "--run-id", "ours", *settings, *limits)
+    arguments = ["first-peer", "--charter", "ours.charter", "--listen", LOOPBACK, "--state-dir", "state"]
+    with running(*arguments, folder=tmp_path) as first:
+        place = first.wait_for("--initial-peers").split()[-1]
+        other = ("--learning-rate", "0.5")
+        refused = ended(tmp_path, "train", "--initial-peers", place, *training, *other, code=2)
+        assert "does not fit run 'ours': its owner signed other settings (fingerprint" in refused.splitlines()[-1]
+        with running("train", "--initial-peers", place, *training) as one:
+            one.wait_for("Your current contribution")
+            refused = ended(tmp_path, "train", "--initial-peers", place, *training, *other, code=2)
+            assert "learning_rate" in refused.splitlines()[-1]
+            with running("monitor", "--initial-peers", place, "--listen", LOOPBACK) as monitor:
+                ticket = Ticket.parse(monitor.wait_for("manyhands join mh1").split()[-1])
+                assert ticket.charter == SignedCharter.load(tmp_path / "ours.charter").digest
+
+
+@pytest.mark.long
+def test_a_coordinator_with_a_copied_state_dir_ends(tmp_path: Path) -> None:
+    coordinator = start_coordinator(tmp_path)
+    ended(tmp_path, "run", "create", "--run-id", "ours", "--coordinator", coordinator)
+    with running("first-peer", "--listen", LOOPBACK) as third:
+        place = third.wait_for("--initial-peers").split()[-1]
+        arguments = ("first-peer", "--charter", "ours.charter", "--listen", LOOPBACK, "--initial-peers", place)
+        shutil.copytree(tmp_path / "state", tmp_path / "copy")
+        with running(*arguments, "--state-dir", "state", folder=tmp_path) as older:
+            older.wait_for("manyhands invite")
+            with running(*arguments, "--state-dir", "copy", folder=tmp_path) as younger:
+                older.wait_for("It began later")
+                assert younger.wait() == 2
+                assert "It began earlier" in younger.output.splitlines()[-1]
+            assert ended(tmp_path, "invite", "--state-dir", "state")

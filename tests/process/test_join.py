@@ -20,13 +20,12 @@ from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
-from tests.process.commands import LOOPBACK, Command, address_of, called, running
+from tests.process.commands import LOOPBACK, STARTUP_S, Command, address_of, called, running
 
 pytestmark = pytest.mark.process
 
 USAGE = 2
 SOON_S = 10.0
-STARTUP_S = 3.0  # of Python and its imports
 SMALL = (
     "--hidden-size", "48", "--num-attention-heads", "3", "--intermediate-size", "64", "--num-hidden-layers", "1",
     "--seq-length", "32", "--vocab-size", "600", "--learning-rate", "0.02", "--target-batch-size", "24",
@@ -49,7 +48,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command,
 
 
 def wait_for_usage_error(command: Command, started: float) -> str:
-    assert command.wait(60) == USAGE, command.output
+    assert command.wait() == USAGE, command.output
     assert time.monotonic() - started < SOON_S + STARTUP_S
     return command.output.strip().splitlines()[-1]
 
@@ -64,7 +63,7 @@ def test_one_word_joins_a_run_with_another_model_and_contributes(
         newcomer.wait_for("Averaged tensors successfully with 2 peers")
         assert re.search(r"[1-9]\d* samples", newcomer.wait_for("Your current contribution"))
         newcomer.interrupt()
-        newcomer.wait(20)
+        newcomer.wait()
     assert "Training the tokenizer" not in newcomer.output, "it came from the run, whose text is not here"
     folder = tmp_path / "manyhands-runA"
     assert (folder / "identity.pem").exists()
@@ -80,7 +79,7 @@ def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, s
             peer_ids.append(newcomer.wait_for("Joining run runA as peer").split()[-1])
             newcomer.wait_for("Your current contribution")
             newcomer.interrupt()
-            newcomer.wait(20)
+            newcomer.wait()
     assert peer_ids[0] == peer_ids[1]
 
 
@@ -114,7 +113,7 @@ def test_a_mistyped_run_id_is_told_with_the_runs_that_are_there(trainer: tuple[C
     assert "Check --run-id, or begin the run with --start-new" in line
 
     with running("doctor", "--run-id", "runB", "--initial-peers", address, "--listen", LOOPBACK) as doctor:
-        assert doctor.wait(60) == 1
+        assert doctor.wait() == 1
     assert re.search(r"FAIL  run +joined 1 peer; none of them is in run 'runB'; runs here: 'runA'", doctor.output)
 
     with running("train", "--run-id", "runB", "--initial-peers", address, "--start-new", *COMMON, *SMALL) as new:
@@ -146,7 +145,7 @@ def test_a_run_that_only_its_monitor_knows_is_begun_and_not_joined() -> None:
         address = address_of(monitor)
         with running("join", address, *COMMON) as newcomer:
             line = wait_for_usage_error(newcomer, time.monotonic())
-        assert "nobody trains in run 'quiet', so there is nothing to join; begin it with: manyhands train" in line
+        assert "nobody trains in run 'quiet', so there is nothing to join; to begin it, or to go on from" in line
         with running("train", "--initial-peers", address, *COMMON, *SMALL) as first:
             first.wait_for("Step 1")
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.process.commands import LOOPBACK, running
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]  # several processes that load torch
+pytestmark = pytest.mark.process
 
 USAGE = 2
 TINY = (
@@ -20,6 +20,8 @@ TINY = (
 )  # fmt: skip
 COMMON = ("--run-id", "local", "--threads", "1", "--listen", LOOPBACK)
 NUM_STEPS = 24
+MORE_STEPS = 8
+"""After the one that was evaluated, which is not the last one any more."""
 
 
 def write_text(path: Path) -> Path:
@@ -47,12 +49,13 @@ def test_two_trainers_lower_the_held_out_loss_and_agree(tmp_path: Path) -> None:
         evaluate = ("evaluate", "--run-id", "local", "--initial-peers", address, "--text", text, "--every", "1")
         evaluator = stack.enter_context(running(*evaluate, "--events", str(tmp_path / "evaluator")))
         second.wait_for("Averaged tensors successfully with 2 peers")
-        (tmp_path / "stop").write_text(str(NUM_STEPS))
-        evaluator.wait_for("Held-out loss")
-        assert [trainer.wait(90) for trainer in (first, second)] == [0, 0]
+        step = int(evaluator.wait_for("Held-out loss").split()[-1])
+        last_step = max(NUM_STEPS, step + MORE_STEPS)
+        (tmp_path / "stop").write_text(str(last_step))
+        assert [trainer.wait() for trainer in (first, second)] == [0, 0]
     joined = [events_of(tmp_path / name, "joined")[0] for name in ("one", "two")]
     finished = [events_of(tmp_path / name, "finished")[-1] for name in ("one", "two")]
-    assert finished[0]["step"] == finished[1]["step"] == NUM_STEPS
+    assert finished[0]["step"] == finished[1]["step"] == last_step
     assert finished[0]["state_digest"] == finished[1]["state_digest"]
     assert finished[0]["heldout_loss"] == pytest.approx(finished[1]["heldout_loss"], abs=1e-4), "of the agreed model"
     assert float(str(finished[0]["heldout_loss"])) < float(str(joined[0]["heldout_loss"])) - 0.1
@@ -72,7 +75,7 @@ def test_a_target_below_one_batch_of_every_trainer_is_one_line(tmp_path: Path) -
         first.wait_for("manyhands join mh1")
         join = ("train", *COMMON, "--initial-peers", address, "--text", text)
         with running(*join, "--batch-size", "8") as second:
-            assert second.wait(60) == USAGE
+            assert second.wait() == USAGE
         line = second.output.strip().splitlines()[-1]
         assert "target_batch_size=12 is below one batch of 8 samples for each of the 2 peers" in line
         assert "batches of 6 here" in line

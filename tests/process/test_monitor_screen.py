@@ -18,6 +18,7 @@ from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from tests.process.commands import LOOPBACK
 from tests.process.terminals import CTRL_C, CTRL_Z, Terminal, in_terminal
+from tests.waiting import PATIENCE_S
 
 pytestmark = [
     pytest.mark.process,
@@ -41,7 +42,7 @@ def a_trainer_of(terminal: Terminal) -> Iterator[Peer]:
         plain = msgspec.to_builtins(progress, builtin_types=(bytes,))
         peer.store(progress_key("seen"), plain, ttl_s=60, subkey=peer.peer_id)
         for record in (MetricsRecord(3, 1.5, 64, 18.0, 4), HeldoutRecord(3, 5.5, 0.25, 0.5, 64)):
-            peer.run(publish_metrics(peer.dht, peer.peer_id, "seen", record), 5.0, "publishing")
+            peer.run(publish_metrics(peer.dht, peer.peer_id, "seen", record), PATIENCE_S, "publishing")
         yield peer
 
 
@@ -73,11 +74,12 @@ def test_the_screen_begins_with_the_first_trainer_and_leaves_the_terminal_as_it_
                 assert "1 peer · 2.5 samples/s" in rows[2]
                 assert any("To join: manyhands join 127.0.0.1:" in row for row in rows[-2:]), "\n".join(rows)
             terminal.type(CTRL_C)
-            assert terminal.wait(15) == INTERRUPTED, terminal.screen
+            assert terminal.wait() == INTERRUPTED, terminal.screen
     before, _, drawn = terminal.screen.partition(ON)
     drawn, _, after = drawn.partition(OFF)
     assert "manyhands join mh1" in before
     assert "[INFO] Step #" not in drawn + after, "the screen shows it"
+    assert re.search(r"Run 'seen'\s+step +3 global steps of the run\s+loss +4\.5000 at first, 4\.5000 at last", after)
     assert ON not in after
     assert terminal.screen.rindex(SHOWN) > terminal.screen.rindex(HIDDEN)
     assert "Traceback" not in terminal.screen
@@ -97,7 +99,7 @@ def test_ctrl_z_gives_the_terminal_back_until_the_process_goes_on() -> None:
         drawn = terminal.screen.count(HOME)
         terminal.wait_until(re.escape(HOME), times=drawn + 2)
         terminal.type(CTRL_C)
-        assert terminal.wait(15) == INTERRUPTED, terminal.screen
+        assert terminal.wait() == INTERRUPTED, terminal.screen
 
 
 @pytest.mark.parametrize(("more", "env"), [(["--plain"], {}), ([], {"TERM": "dumb"})])
@@ -106,7 +108,7 @@ def test_log_lines_are_printed_where_no_screen_is_wanted_or_possible(more: list[
         terminal.wait_until(r"\[INFO\] Step #3  loss = 4\.5")
         terminal.wait_until(r"\[INFO\] Held-out loss 5\.5")
         terminal.type(CTRL_C)
-        assert terminal.wait(15) == INTERRUPTED, terminal.screen
+        assert terminal.wait() == INTERRUPTED, terminal.screen
     assert "\x1b" not in terminal.screen
     assert "live screen" not in terminal.screen
 
@@ -116,7 +118,7 @@ def test_a_closed_terminal_ends_the_monitor_as_ctrl_c_does() -> None:
         terminal.wait_until(re.escape(HOME), times=2)
         assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", terminal.screen), "no colors"
         terminal.hang_up()
-        assert terminal.wait(15) == INTERRUPTED, terminal.screen
+        assert terminal.wait() == INTERRUPTED, terminal.screen
 
 
 @pytest.mark.long
@@ -125,4 +127,4 @@ def test_a_terminal_that_takes_no_output_holds_nothing_up() -> None:
         terminal.wait_until(re.escape(HOME), times=2)
         terminal.type(b"\x13")  # Ctrl-S
         terminal.send(signal.SIGTERM)
-        assert terminal.wait(15) == INTERRUPTED, terminal.screen
+        assert terminal.wait() == INTERRUPTED, terminal.screen

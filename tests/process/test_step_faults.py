@@ -57,7 +57,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.2)
 
 
-def train(trainer: Trainer, until: Callable[[], bool], timeout_s: float = 70.0) -> None:
+def train(trainer: Trainer, until: Callable[[], bool], timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not until():
         assert time.monotonic() < deadline, trainer.optimizer.statistics
@@ -123,14 +123,14 @@ def test_a_process_killed_in_a_phase_of_a_step(phase: str) -> None:
 
         def watch() -> None:
             command.wait_for("ready")
-            assert command.wait(60.0) == -signal.SIGKILL
+            assert command.wait() == -signal.SIGKILL
             last_step.append(max(trainer.optimizer.global_step for trainer in trainers) + MORE_STEPS)
 
         def go_on(trainer: Trainer) -> None:
             train(trainer, lambda: bool(last_step) and trainer.optimizer.global_step >= last_step[0])
             trainer.optimizer.wait_for_others(5.0)
 
-        in_threads([watch, *(lambda t=trainer: go_on(t) for trainer in trainers)], timeout_s=90.0)
+        in_threads([watch, *(lambda t=trainer: go_on(t) for trainer in trainers)])
         assert_they_learnt_and_agree(trainers)
 
 
@@ -145,14 +145,14 @@ def test_who_is_left_alone_by_a_kill_goes_on_before_the_record_of_the_dead_one_e
 
         def watch() -> None:
             command.wait_for("ready")
-            assert command.wait(60.0) == -signal.SIGKILL
+            assert command.wait() == -signal.SIGKILL
             alone_before.append(counts.steps_alone)
             died_at.append(time.monotonic())
 
         def go_on() -> None:
             train(trainer, lambda: bool(died_at) and counts.steps_alone > alone_before[0])
 
-        in_threads([watch, go_on], timeout_s=90.0)
+        in_threads([watch, go_on])
         assert time.monotonic() - died_at[0] < ProgressConfig().ttl_s * 0.6
         assert counts.samples_dropped == 0
 
@@ -181,5 +181,5 @@ def test_a_process_that_was_frozen_notices_it_reloads_and_goes_on() -> None:
             finally:
                 is_over.append(True)
 
-        in_threads([watch, *(lambda t=t: train(t, lambda: bool(is_over)) for t in trainers)], timeout_s=90.0)
+        in_threads([watch, *(lambda t=t: train(t, lambda: bool(is_over)) for t in trainers)])
         assert_they_learnt_and_agree(trainers)

@@ -51,8 +51,10 @@ def test_bad_input(
     assert line.startswith("manyhands: ")
 
 
-def test_a_first_peer_says_the_address_of_the_tunnel_and_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_NGROK_DROP_AFTER_S", "4")
+def test_a_first_peer_says_the_address_of_the_tunnel_and_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_NGROK_DROP_FILE", str(tmp_path / "drop"))
     with running("first-peer", "--tunnel", "ngrok", "--listen", LOOPBACK) as command:
         created = re.search(CREATED, command.wait_for("Ngrok tunnel created").strip())
         assert created
@@ -60,6 +62,7 @@ def test_a_first_peer_says_the_address_of_the_tunnel_and_of_the_next_one(monkeyp
         assert line.split()[1].startswith(f"/dns4/localhost/tcp/{created[1]}/p2p/12D3KooW")
         with Peer(line.split()[1:], client_mode=True) as peer:
             assert peer.dht.num_known_peers
+        (tmp_path / "drop").touch()
         command.wait_for("has dropped")
         again = re.search(CREATED, command.wait_for("Ngrok tunnel created").strip())
         assert again
@@ -69,11 +72,10 @@ def test_a_first_peer_says_the_address_of_the_tunnel_and_of_the_next_one(monkeyp
         with Peer(command.wait_for("--initial-peers").split("--initial-peers")[1].split(), client_mode=True) as peer:
             assert peer.dht.num_known_peers
         command.interrupt()
-        assert command.wait(20) == 130
+        assert command.wait() == 130
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_a_monitor_and_a_trainer_behind_tunnels_train_with_a_client(tmp_path: Path) -> None:
     from tests.process.test_firewalled import TINY
 
@@ -90,4 +92,4 @@ def test_a_monitor_and_a_trainer_behind_tunnels_train_with_a_client(tmp_path: Pa
                 command.wait_for("Averaged tensors successfully with 2 peers")
             stop_file.write_text("1")  # global step, which they have passed
             for command in (trainer, client):
-                assert command.wait(120) == 0
+                assert command.wait() == 0

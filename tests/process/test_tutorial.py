@@ -85,12 +85,11 @@ def leave(*commands: Command) -> None:
     for command in commands:
         command.interrupt()
     for command in commands:
-        assert command.wait(30) == INTERRUPTED, command.output
+        assert command.wait() == INTERRUPTED, command.output
         assert "Traceback" not in command.output
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_tutorial_with_a_monitor_three_trainers_and_an_evaluator(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY))
@@ -128,7 +127,6 @@ def test_tutorial_with_a_monitor_three_trainers_and_an_evaluator(tmp_path: Path)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_tutorial_with_a_first_peer_and_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIVEMIND_THREADS", "256")
     with started(FIRST_PEER, tmp_path / "coordinator") as coordinator:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +19,7 @@ from manyhands.monitor.history import history_path
 from tests.browser import chromium, found_chromium
 from tests.process.commands import LOOPBACK, Command, address_of, running
 from tests.process.test_monitor import text, trainer
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -45,7 +45,6 @@ def used_by(path: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(found_chromium() is None, reason="there is no Chromium here")
 def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
     with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0") as monitor, \
@@ -64,44 +63,40 @@ def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
         rows, curve = page.locator("#peers tbody tr"), page.locator("#loss-chart")
         with running(*first) as staying:
             with running(*second) as victim:
-                expect(rows.filter(has_text="ada")).to_have_class("training", timeout=120_000)
-                expect(curve).to_have_attribute("aria-label", re.compile("to .* at step"), timeout=60_000)
+                expect(rows.filter(has_text="ada")).to_have_class("training")
+                expect(curve).to_have_attribute("aria-label", re.compile("to .* at step"))
                 page.reload()
                 expect(curve).to_have_attribute("aria-label", re.compile("to .* at step"))
                 expect(rows.filter(has_text="<img src=x>")).to_have_count(1)
                 with running(*third) as newcomer:
-                    expect(rows.filter(has_text="eve")).to_have_class("training", timeout=120_000)
+                    expect(rows.filter(has_text="eve")).to_have_class("training")
                     expect(page.locator("#events")).to_contain_text("eve trains here")
                     expect(page.locator("#num-peers")).to_have_text("3")
-                    expect(page.locator("#leaders")).to_contain_text("eve", timeout=60_000)
+                    expect(page.locator("#leaders")).to_contain_text("eve")
                     victim.kill()
                     expect(rows.filter(has_text="ada")).to_have_class("gone", timeout=GREY_WITHIN_S * 1000)
                     expect(page.locator("#num-peers")).to_have_text("2")
                     step = httpx.get(f"{url}/api/run.json").json()["step"] + 5
-                    stop.with_suffix(".new").write_text(str(step))
-                    stop.with_suffix(".new").replace(stop)
-                    assert newcomer.wait(60) == 0, newcomer.output
+                    stop.write_text(str(step))
+                    assert newcomer.wait() == 0, newcomer.output
                 expect(rows.filter(has_text="eve")).to_have_class("left")
-            assert staying.wait(60) == 0, staying.output
+            assert staying.wait() == 0, staying.output
         leaders = page.locator("#leaders li")
         for name, file in (("<img src=x>", "first"), ("eve", "third")):
             credited = leaders.filter(has_text=name).locator(".much")
-            expect(credited).to_have_text(f"{used_by(tmp_path / file):,}", timeout=30_000)
+            expect(credited).to_have_text(f"{used_by(tmp_path / file):,}")
         shown = int(leaders.filter(has_text="ada").locator(".much").inner_text().replace(",", ""))
         counted = used_by(tmp_path / "second")
         assert counted <= shown <= counted + MAX_IN_A_STEP, (
             "its last step is known to the others, perhaps not to itself"
         )
         assert httpx.get(f"{url}/healthz").status_code == 200
-        began = time.monotonic()
         monitor.interrupt()
-        assert monitor.wait(10) == INTERRUPTED
-        assert time.monotonic() - began < 5.0
+        assert monitor.wait() == INTERRUPTED
         expect(page.locator("#connection")).to_have_text("connection lost, trying again")
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 @pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="limits of another process can be set on Linux only")
 def test_page_lives_on_while_the_disk_is_full(text: Path, tmp_path: Path) -> None:
     kept = ("--state-dir", str(tmp_path))
@@ -116,9 +111,9 @@ def test_page_lives_on_while_the_disk_is_full(text: Path, tmp_path: Path) -> Non
             can_write(monitor, is_possible=True)
             monitor.wait_for("The history is written to ")
             alone.interrupt()
-            assert alone.wait(30) == INTERRUPTED
+            assert alone.wait() == INTERRUPTED
         monitor.interrupt()
-        assert monitor.wait(10) == INTERRUPTED
+        assert monitor.wait() == INTERRUPTED
     assert monitor.output.count("[WARNING] The history cannot be written") == 1
     with closing(sqlite3.connect(history_path(tmp_path, "seen"))) as file:
         written = {step for (step,) in file.execute("SELECT step FROM points")}
@@ -133,11 +128,14 @@ def can_write(command: Command, *, is_possible: bool) -> None:
 
 def wait_for_points(url: str, number: int) -> list[Any]:
     """The points of the curve, once there are so many."""
-    deadline = time.monotonic() + 60.0
-    while len(points := httpx.get(f"{url}/api/points.json").json()["points"]) < number:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-    return list(points)
+    points: list[Any] = []
+
+    def are_there() -> bool:
+        points[:] = httpx.get(f"{url}/api/points.json", timeout=PATIENCE_S).json()["points"]
+        return len(points) >= number
+
+    wait_until(are_there, f"the curve has {number} points")
+    return points
 
 
 @pytest.mark.long
@@ -148,31 +146,29 @@ def test_trainer_shows_its_run(text: Path) -> None:
         assert wait_for_points(url, 1)[0]["samples"] >= 64
         assert httpx.get(f"{url}/api/run.json").json()["num_peers"] == 1
         alone.interrupt()
-        assert alone.wait(30) == INTERRUPTED
+        assert alone.wait() == INTERRUPTED
         assert "Step #" not in alone.output  # the monitor in it is quiet
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_demo_keeps_the_page_until_interrupted() -> None:
     with running("demo", "--peers", "2", "--steps", "2", "--target-batch-size", "64", "--web", "127.0.0.1:0") as demo:
         url = demo.wait_for("The page of the run: ").split()[-1]
         demo.wait_for("The page stays until Ctrl-C: ")
         assert httpx.get(f"{url}/api/run.json").json()["committed_samples"] >= 64
         demo.interrupt()
-        assert demo.wait(15) == 0
+        assert demo.wait() == 0
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_playground_fills_a_mask_with_the_kept_state(text: Path, tmp_path: Path) -> None:
     keeping = ("--checkpoint-dir", str(tmp_path / "kept"), "--checkpoint-every", "1", "--playground")
     with running("monitor", "--run-id", "seen", "--listen", LOOPBACK, "--web", "127.0.0.1:0", *keeping) as monitor:
         address, url = address_of(monitor), url_of(monitor)
         with running(*trainer(text, "--initial-peers", address, "--max-steps", "30")) as alone:
             monitor.wait_for("Saving a checkpoint at global step")
-            assert alone.wait(90) == 0  # then checkpoints come and go no more
-        answer = httpx.get(f"{url}/api/fill.json", params={"text": "the [MASK] of"}, timeout=60.0).json()
+            assert alone.wait() == 0  # then checkpoints come and go no more
+        answer = httpx.get(f"{url}/api/fill.json", params={"text": "the [MASK] of"}, timeout=PATIENCE_S).json()
         assert len(answer["guesses"]) == 1
         assert all(0.0 <= guess["share"] <= 1.0 for guess in answer["guesses"][0])
         assert answer["text"].startswith("the ")
@@ -180,7 +176,7 @@ def test_playground_fills_a_mask_with_the_kept_state(text: Path, tmp_path: Path)
 
 COMPUTING = """
 import sys, time, torch
-from manyhands.cli.leaving import leaving_on_signals
+from manyhands.cli import leaving
 from manyhands.cli.web_page import page_of
 from manyhands.monitor.web import Filled, bind
 from tests.synthetic_run import SyntheticRun
@@ -190,10 +186,11 @@ def fill(text):
     while True:
         torch.randn(500, 500) @ torch.randn(500, 500)
 
+leaving.LEAVE_TIMEOUT_S = 600.0  # it leaves by itself
 try:
-    with leaving_on_signals(), bind("127.0.0.1:0") as bound, page_of(SyntheticRun(3, time.time()), bound, fill):
+    with leaving.leaving_on_signals(), bind("127.0.0.1:0") as bound, page_of(SyntheticRun(3, time.time()), bound, fill):
         print("http://127.0.0.1:%d" % bound.getsockname()[1], flush=True)
-        time.sleep(60.0)
+        time.sleep(600.0)
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -204,7 +201,7 @@ def test_model_that_computes_neither_holds_up_ctrl_c_nor_crashes() -> None:
     command = Command(["-c", COMPUTING], module=None, folder=Path(__file__).parents[2])
     with closing(command), ThreadPoolExecutor(1) as asking:
         url = command.wait_for("http://").strip()
-        asking.submit(httpx.get, f"{url}/api/fill.json", params={"text": "a [MASK]"}, timeout=60.0)
+        asking.submit(httpx.get, f"{url}/api/fill.json", params={"text": "a [MASK]"}, timeout=PATIENCE_S)
         command.wait_for("computing")
         command.interrupt()
-        assert command.wait(4) == INTERRUPTED
+        assert command.wait() == INTERRUPTED

@@ -65,7 +65,10 @@ class SharedRecords:
                 del self._values[subkey], self._stored_at[subkey]
             return self._values
 
-        return SimpleNamespace(store=store, get=get, declare=lambda key, schema: None)
+        async def topics(kind: str) -> set[str]:
+            return set()
+
+        return SimpleNamespace(store=store, get=get, topics=topics, declare=lambda key, schema: None)
 
 
 @dataclass

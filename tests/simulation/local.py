@@ -96,7 +96,7 @@ class LocalTrainer:
 def start_local(
     world: World, names: list[str], setting: Setting, begins_s: dict[str, float]
 ) -> tuple[dict[str, LocalTrainer], Ledger]:
-    """Start a trainer on each host; each has a loss of its own, a pull towards its number.
+    """Start a trainer on each host; each has a loss of its own, a noisy pull towards its number.
 
     Args:
         begins_s: of those that come later.
@@ -105,6 +105,7 @@ def start_local(
     ledger = Ledger()
 
     def train(sim_peer: CountedPeer, name: str, rng: random.Random) -> None:
+        noise = torch.Generator().manual_seed(rng.randrange(1 << 32))
         parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
         optimizer = Optimizer(
             setting.inner(parameters),
@@ -120,7 +121,7 @@ def start_local(
         while True:
             sim_peer.sleep(BATCH_S * rng.uniform(0.8, 1.2))
             for parameter in parameters:
-                parameter.grad = (parameter - goal).detach()
+                parameter.grad = (parameter - goal + torch.randn(parameter.shape, generator=noise)).detach()
             before = optimizer.last_round
             optimizer.step()
             if optimizer.last_round is not None and optimizer.last_round is not before:

@@ -271,14 +271,40 @@ def test_a_checkpoint_that_cannot_be_used_is_told_from_none(tmp_path: Path) -> N
     alone(first)
 
 
+def test_a_loop_that_forgets_to_resume_is_told_so_before_its_first_batch_is_lost(tmp_path: Path) -> None:
+    """It once began anew in silence, and the next start that resumed dropped what it had trained."""
+
+    def first(member: Member) -> None:
+        with Checkpoints(tmp_path, member.optimizer, member.model) as checkpoints:
+            steps_of(member, range(2), checkpoints)
+
+    def forgetful(member: Member) -> None:
+        with Checkpoints(tmp_path, member.optimizer, member.model) as checkpoints:
+            says = r"checkpoint-2 is of a later step .* call checkpoints\.resume\(\) once, before the loop"
+            with pytest.raises(ConfigError, match=says):
+                steps_of(member, range(2), checkpoints)
+
+    alone(first)
+    alone(forgetful)
+
+
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     class WithText(Model):
         def get_extra_state(self) -> str:
             return "text"
 
     def train(member: Member) -> None:
-        with pytest.raises(ConfigError, match="every is 0; it must be at least 1"):
+        with pytest.raises(ConfigError, match="every=0 must be at least 1"):
             Checkpoints(tmp_path, member.optimizer, member.model, every=0)
+        no_number: Any = None
+        with pytest.raises(ConfigError, match="keep=None must be a whole number"):
+            Checkpoints(tmp_path, member.optimizer, member.model, keep=no_number)
+        name: Any = "albert-base-v2"
+        with pytest.raises(ConfigError, match=r"tokenizer='albert-base-v2' has no save_pretrained\(\)"):
+            Checkpoints(tmp_path, member.optimizer, member.model, tokenizer=name)
+        values: Any = member.model.state_dict()
+        with pytest.raises(ConfigError, match="model is of type OrderedDict"):
+            Checkpoints(tmp_path, member.optimizer, values)
         with pytest.raises(ConfigError, match="5 parameters of the optimizer, of 7, are not in the model"):
             Checkpoints(tmp_path, member.optimizer, member.model.first)
         with pytest.raises(ConfigError, match=r"_extra_state in the model's state_dict\(\) is a str"):

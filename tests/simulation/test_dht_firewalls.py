@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
+
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtConfig, DhtNode
@@ -176,6 +178,15 @@ def test_a_peer_behind_a_firewall_does_not_take_itself_for_a_holder_for_long() -
         swarm.do(at_s, name, doing)
     swarm.world.run(50.0)
     assert seen == ["old", "new"]
+
+
+def test_a_peer_behind_a_firewall_warns_its_user_once(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = Swarm(seed=5, is_idle=True)
+    swarm.start(["p0", "p1", "p2"], ["p3"])
+    swarm.world.run(60.0)
+    warnings = [record.getMessage() for record in caplog.records if "No peer could dial" in record.getMessage()]
+    assert len(warnings) == 1
+    assert f"at /ip4/{swarm.world.host('p3').ip}/tcp/{PORT}" in warnings[0]
 
 
 def test_a_peer_whose_firewall_opens_is_found_by_the_others() -> None:

@@ -43,3 +43,63 @@ def test_a_goodbye_is_no_reason_to_warn_and_a_peer_that_vanishes_is(
     for said in ("Skipped averaging: ", "no other peer of the run has been seen for "):
         levels = {record.levelname for record in caplog.records if record.message.startswith(said)}
         assert levels == ({"INFO"} if says_goodbye else {"WARNING"}), said
+
+
+def test_a_peer_that_does_not_call_step_is_told_of_without_a_flood(caplog: pytest.LogCaptureFixture) -> None:
+    """A notebook between two cells, say: its records go on, so the other waits; it once logged each of its batches."""
+    caplog.set_level(logging.INFO, "manyhands.optim")
+    swarm = Swarm(seed=1)
+    swarm.start_coordinator()
+    ends_s = 90.0
+
+    def train(member: Member) -> None:
+        if member.name == "idle":
+            member.peer.sleep(ends_s - member.peer.time())
+        while member.peer.time() < ends_s:
+            member.step(member.model(torch.randn(4, 4)).square().mean(), 0.1)
+
+    for name, begins_s in (("one", 1.0), ("idle", 5.0)):
+        swarm.start(
+            name, lambda: torch.nn.Linear(4, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.01), train,
+            begins_s=begins_s, target_batch_size=256, batch_size_per_step=4,
+        )  # fmt: skip
+    swarm.run()
+    assert swarm.members["one"].optimizer.statistics.rounds_aborted > 100
+    skipped = [record.message for record in caplog.records if record.message.startswith("Skipped averaging: ")]
+    advice = [record.message for record in caplog.records if "attempts failed in a row" in record.message]
+    assert len(skipped) <= 10
+    assert 1 < len(advice) <= 10
+    assert "One of them may no longer call step()" in advice[0]
+
+
+def test_a_peer_that_calls_step_no_more_holds_the_other_up_for_some_minutes_and_may_come_back() -> None:
+    swarm = Swarm(seed=2)
+    swarm.start_coordinator()
+    steps: dict[str, int] = {}
+
+    def train_until(member: Member, time_s: float) -> None:
+        while member.peer.time() < time_s:
+            member.step(member.model(torch.randn(4, 4)).square().mean(), 0.5)
+
+    def train(member: Member) -> None:
+        if member.name == "idle":
+            train_until(member, 40.0)
+            member.peer.sleep(500.0 - member.peer.time())
+        else:
+            train_until(member, 300.0)
+            steps["held up"] = member.optimizer.global_step
+            train_until(member, 480.0)
+            steps["alone"] = member.optimizer.global_step
+        train_until(member, 600.0)
+
+    for name, begins_s in (("one", 1.0), ("idle", 5.0)):
+        swarm.start(
+            name, lambda: torch.nn.Linear(4, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.01), train,
+            begins_s=begins_s, target_batch_size=64, batch_size_per_step=4,
+        )  # fmt: skip
+    swarm.run(1000.0)
+    one, other = (swarm.members[name].optimizer for name in ("one", "idle"))
+    assert steps["alone"] >= steps["held up"] + 10
+    assert one.last_round is not None
+    assert len(one.last_round.members) == 2
+    assert abs(one.global_step - other.global_step) <= 1

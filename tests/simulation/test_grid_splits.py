@@ -14,7 +14,7 @@ from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
 from tests.sweeps import few_of
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUMEL = 32
 BATCH_SIZE = 4

@@ -312,7 +312,6 @@ def test_whoever_finds_its_group_full_goes_on_to_the_next_round() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("num_trainers", "num_clients", "num_auxiliary", "max_group_size"), few_of([(20, 4, 2, 5), (64, 12, 4, 9)])
 )

@@ -84,7 +84,6 @@ def test_who_comes_back_after_a_death_has_a_cell_of_its_own_and_all_are_at_one_m
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(300)
 def test_over_50_steps_the_peers_stay_within_the_bound_that_the_docs_state() -> None:
     """1% fail in each step; without averaging the values would be 7 apart in the end."""
     swarm = swarm_after(1, 36, 6, 0.01, num_steps=50)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -182,7 +183,7 @@ def train_until(global_step: int, batch_s: Callable[[str], float] = lambda name:
     def train(member: Member) -> None:
         together(2, member)
         batches = batches_of(int(member.name[-1]), 400)
-        for batch in batches:
+        for batch in itertools.cycle(batches):
             if member.optimizer.global_step >= global_step:
                 break
             member.step(loss_of(member.model, batch), batch_s(member.name))
@@ -373,6 +374,18 @@ def test_a_peer_eight_times_slower_takes_part_in_each_step(steps: LocalSteps) ->
         assert member.optimizer.statistics.samples_dropped == 0
         assert member.optimizer.statistics.rounds_committed >= 14
         assert member.optimizer.statistics.states_loaded <= 1
+
+
+def test_a_peer_forty_times_faster_than_the_others_counts_in_each_step() -> None:
+    """It goes up to forty times as far from the outer parameters, which is no fault."""
+    swarm = Swarm(seed=11)
+    paces = {"peer0": 0.1, "peer1": 4.0, "peer2": 4.0, "peer3": 4.0}
+    start_all(swarm, list(paces), train_until(8, paces.__getitem__), local_steps=LocalSteps(), target_batch_size=688)
+    swarm.run(1200.0)
+    assert_all_agree(swarm)
+    for member in swarm.members.values():
+        assert member.optimizer.statistics.samples_dropped == 0
+        assert member.optimizer.statistics.rounds_committed >= 7
 
 
 def test_buffers_travel_with_each_step() -> None:

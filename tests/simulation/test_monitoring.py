@@ -16,7 +16,7 @@ from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.monitor import RunMonitor
 from manyhands.monitor import exchange as exchange_module
-from manyhands.monitor.events import Event, Happened
+from manyhands.monitor.events import Happened, MonitorEvent
 from manyhands.monitor.exchange import Exchange, HistoryRequest, HistoryResponse, ToldPoint
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import RunPicture
@@ -53,7 +53,7 @@ class Watched:
     """What a monitor has shown."""
 
     monitor: RunMonitor | None = None
-    events: list[Event] = field(default_factory=list)
+    events: list[MonitorEvent] = field(default_factory=list)
 
     @property
     def last(self) -> RunPicture:
@@ -227,7 +227,7 @@ def test_a_run_whose_weights_are_tokens_is_credited_in_tokens(tmp_path: Path) ->
     assert watched.last.target_batch_size == TARGET
     history.close()
     again = History("swarm", tmp_path / "history.db")
-    assert again.unit == "tokens"
+    assert again.read_unit() == "tokens"
     again.close()
 
 

@@ -112,3 +112,24 @@ def test_a_client_whose_port_is_opened_listens_from_its_next_step_on() -> None:
     closed = swarm.optimizers["closed"]
     assert closed.statistics.rounds_committed >= 10
     assert closed.statistics.samples_dropped == 0
+
+
+def test_a_peer_that_finds_nobody_does_not_wait_for_somebody_to_dial_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The last peer of a run that is started again knows addresses, of peers that are gone."""
+    world, waited_s = World(3), list[float]()
+
+    async def program(host: Host) -> None:
+        presence = Presence(world.transport(host), rng=world.rng("alone"), wall_clock=host.wall_clock)
+        try:
+            gone = Address.of("10.9.9.9", PORT)
+            await presence.start([gone], [Address.of(host.ip, PORT)], must_join=False, finds_mode=True)
+            begun = asyncio.get_running_loop().time()
+            await presence.own_mode.decided()
+            waited_s.append(asyncio.get_running_loop().time() - begun)
+        finally:
+            await presence.stop()
+
+    world.start("alone", program)
+    world.run(60.0)
+    assert waited_s == [0.0]
+    assert "others can dial this peer" not in caplog.text

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.access.messages import LeaseRequest, RunMethods
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, Refused
 from manyhands.base.identity import Identity
 from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence
@@ -18,6 +19,7 @@ from manyhands.testing import Host, World, at
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.simulation.swarm_of_trainers import PLAIN
 from tests.simulation.worlds import join
+from tests.unit.access.world import CHARTER, COORDINATOR, RUN, token_of
 
 COPIED = Identity.from_seed(b"\x07" * 32)
 BATCH_S = 0.5
@@ -76,9 +78,7 @@ def test_both_are_told_within_30_s_and_the_younger_one_refuses_to_go_on(caplog: 
     assert list(machines.ended) == ["younger"]
     ended_at, why = machines.ended["younger"]
     assert ended_at < 60.0 + 30.0
-    assert (
-        f"another process trains with the identity of this peer, {COPIED.peer_id}: a folder with it was copied" in why
-    )
+    assert f"another process has the identity of this peer, {COPIED.peer_id}: a folder with it was copied" in why
     assert "It began earlier" in why
     told = [record.message for record in caplog.records if "another process" in record.message]
     assert any("It began later" in line and "this one goes on" in line for line in told)
@@ -93,3 +93,99 @@ def test_a_peer_that_was_killed_and_is_back_is_nobodys_twin() -> None:
     machines.world.schedule(*(at(31.0 + 20 * turn).restart("back") for turn in range(3)))
     machines.world.run(150.0)
     assert not machines.ended
+
+
+class Coordinators:
+    """Coordinators of one run that have one identity, and a peer that knows them."""
+
+    def __init__(self) -> None:
+        self.world = World(4)
+        self.world.network.default_link.latency_s = 0.02
+        self.known: list[Address] = []
+        self.addresses: dict[str, Address] = {}
+        self.ended: dict[str, tuple[float, str]] = {}
+        self.start("other", 0.0, None)
+
+    def start(self, name: str, begins_s: float, identity: Identity | None = COORDINATOR) -> None:
+        async def program(host: Host) -> None:
+            if name not in self.addresses:
+                await asyncio.sleep(begins_s)
+            presence = await self.presence(host, name, identity)
+            await join(presence.dht, self.known[:1])
+            self.known.append(self.addresses[name])
+            if identity is not None:
+                assert await presence.serve_charter(CHARTER)
+            while name not in self.ended:
+                await asyncio.sleep(1.0)
+                try:
+                    presence.check_own(RUN)
+                except ConfigError as error:
+                    self.ended[name] = self.world.loop.time(), str(error)
+            await asyncio.sleep(1e6)
+
+        self.world.start(name, program)
+
+    async def presence(self, host: Host, name: str, identity: Identity | None) -> Presence:
+        transport = self.world.transport(host)
+        if identity is not None:
+            transport.identity = identity
+        presence = Presence(transport, rng=self.world.rng(name), wall_clock=host.wall_clock)
+        await presence.endpoint.listen([Address.of(host.ip, 0)])
+        self.addresses[name] = presence.endpoint.addresses[0]
+        return presence
+
+    def ask(self, name: str, at_s: float, answers: dict[str, str]) -> None:
+        """A peer that knows one address asks for a lease."""
+
+        async def program(host: Host) -> None:
+            await asyncio.sleep(at_s)
+            presence = await self.presence(host, f"asks {name}", None)
+            peer_id = await presence.endpoint.connect(self.addresses[name])
+            token = token_of(expires_at=host.wall_clock() + 3600.0, name=f"{name:12}".encode()[:12])
+            request = LeaseRequest(CHARTER.digest, host.wall_clock(), token)
+            try:
+                await presence.endpoint.call(peer_id, RunMethods(RUN).lease, request, 5.0)
+                answers[name] = "a lease"
+            except Refused as refusal:
+                answers[name] = refusal.code
+            await presence.stop()
+
+        self.world.start(f"asks {name}", program)
+
+
+def test_of_two_coordinators_with_one_identity_the_younger_one_gives_no_lease_and_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Coordinators()
+    answers: dict[str, str] = {}
+    run.start("older", 1.0)
+    run.start("younger", 60.0)
+    run.ask("older", 90.0, answers)
+    run.ask("younger", 90.0, answers)
+    caplog.set_level(logging.ERROR)
+    run.world.run(200.0)
+    assert list(run.ended) == ["younger"]
+    ended_at, why = run.ended["younger"]
+    assert ended_at < 60.0 + 30.0
+    assert "It began earlier" in why
+    told = [record.message for record in caplog.records if "another process" in record.message]
+    assert any("It began later" in line and "this one goes on" in line for line in told)
+    assert answers == {"older": "a lease", "younger": "not_here"}
+
+
+def test_two_coordinators_with_one_identity_that_begin_at_once() -> None:
+    run = Coordinators()
+    run.start("older", 1.0)
+    run.start("younger", 1.3)
+    run.world.run(40.0)
+    assert list(run.ended) == ["younger"]
+    assert run.ended["younger"][0] < 1.3 + 30.0
+
+
+def test_a_coordinator_that_was_killed_and_is_back_is_nobodys_twin() -> None:
+    run = Coordinators()
+    run.start("back", 1.0)
+    run.world.schedule(*(at(30.0 + 20 * turn).kill("back") for turn in range(3)))
+    run.world.schedule(*(at(31.0 + 20 * turn).restart("back") for turn in range(3)))
+    run.world.run(150.0)
+    assert not run.ended

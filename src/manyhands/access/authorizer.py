@@ -17,7 +17,10 @@ NOT_INVITED = "not_invited"
 
 
 class Authorizer(Protocol):
-    """Decides on leases for a coordinator. A custom one may ask a login service, as in ``examples/hub_login.py``."""
+    """Decides which peers get a lease from a coordinator.
+
+    A custom one may ask a login service, as in ``examples/hub_login.py``.
+    """
 
     async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
         """The role for which a peer gets a lease.

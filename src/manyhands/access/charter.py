@@ -34,6 +34,8 @@ class Limits(msgspec.Struct, frozen=True):
         max_weight_ratio: its weight, as a multiple of the median of its group.
         max_weight_share: its weight, as a share of its group's, in groups of 5 and more.
         max_norm_ratio: the norm of its values, as a multiple of the median of its group.
+    Raises:
+        ConfigError: one of them breaks its rule.
     """
 
     max_weight_ratio: float = 3.0
@@ -41,16 +43,17 @@ class Limits(msgspec.Struct, frozen=True):
     max_norm_ratio: float = 10.0
 
     def __post_init__(self) -> None:
-        if not (
-            1 <= self.max_weight_ratio < math.inf
-            and 0 < self.max_weight_share <= 1
-            and 1 <= self.max_norm_ratio < math.inf
-        ):
-            raise ValueError("ratios are finite and >= 1, a share is above 0 and at most 1")
+        for name, ratio in (("max_weight_ratio", self.max_weight_ratio), ("max_norm_ratio", self.max_norm_ratio)):
+            if not 1 <= ratio < math.inf:
+                raise ConfigError(f"{name} is {ratio:g}; it must be finite and at least 1, for example 10")
+        if not 0 < self.max_weight_share <= 1:
+            raise ConfigError(
+                f"max_weight_share is {self.max_weight_share:g}; it must be above 0 and at most 1, for example 0.25"
+            )
 
 
 class Charter(msgspec.Struct, frozen=True):
-    """The decisions of a run's owner.
+    """The rules of a run, as its owner signs them.
 
     Attributes:
         run_id: name of the run.
@@ -164,6 +167,7 @@ class SignedCharter:
 
     @property
     def run_id(self) -> str:
+        """Name of the run."""
         return self.charter.run_id
 
     @property

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import msgspec
 
 from manyhands.access.authorizer import Authorizer, Invited, Open
 from manyhands.access.charter import SignedCharter
 from manyhands.access.config import AccessConfig
 from manyhands.access.lease import Lease, Role, SignedLease
-from manyhands.access.ledger import Ledger
+from manyhands.access.ledger import Ledger, Seen
 from manyhands.access.messages import (
     BANNED,
     CHARTER_RECORDS,
@@ -28,15 +30,20 @@ from manyhands.access.messages import (
 )
 from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId, public_key_of
+from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_PERIOD_S = 600.0
+PUBLISH_PERIOD_S = 300.0
+VOUCH_PERIOD_S = 60.0
+"""Least time between two records that differ in the vouched peers alone."""
 BANS_PERIOD_S = 2.0
 """Between two reads of the file of ``manyhands ban``."""
+TWIN_PERIOD_S = 5.0
+"""Between two reads of this peer's own record, which shows whether another process has replaced it."""
 
 OWN_ROLE: Role = "trainer"
 
@@ -47,6 +54,7 @@ class Coordinator:
     Args:
         authorizer: decides on leases; by default by the charter and invitations.
         ledger: state that survives a restart.
+        began_at: when this process began, by the wall clock.
     Raises:
         ConfigError: the state dir is that of another charter.
     """
@@ -61,6 +69,7 @@ class Coordinator:
         authorizer: Authorizer | None = None,
         wall_clock: Callable[[], float] = time.time,
         config: AccessConfig | None = None,
+        began_at: float = 0.0,
     ) -> None:
         ledger.keep_charter(charter)
         self._endpoint = endpoint
@@ -73,6 +82,9 @@ class Coordinator:
         self._tasks = TaskOwner("coordinator")
         self._saving = asyncio.Lock()
         own_id = endpoint.peer_id
+        self._began_at = began_at
+        self._loop = asyncio.get_running_loop()
+        self._twin = Twin(own_id, self._began_at, self._loop.time())
         self.is_delegated = own_id in charter.coordinators
         invited = Open() if charter.is_open else Invited(charter, own_id, ledger, wall_clock)
         self._authorizer: Authorizer = authorizer or invited
@@ -92,6 +104,10 @@ class Coordinator:
         self._endpoint.unhandle(self._methods.manage)
         await self._tasks.close()
 
+    def check(self) -> None:
+        """Raises ``ConfigError`` if a copy of this coordinator began earlier; may be called from any thread."""
+        self._twin.check(self._loop.time())
+
     def own_lease(self) -> SignedLease:
         """A lease for the coordinator itself, signed by itself."""
         return self._signed(self._endpoint.peer_id, OWN_ROLE)
@@ -110,6 +126,8 @@ class Coordinator:
         return LeaseResponse(signed.signed.encoded())
 
     def _check_caller(self, remote: PeerId, request: LeaseRequest) -> None:
+        if self._twin.is_older:
+            raise Refused(remote, "not_here", "this coordinator is a copy of another one; ask the other one")
         if request.charter != self._charter.digest:
             raise Refused(
                 remote, "other_charter", f"run {self._charter.run_id!r} has another charter here; ask for a new ticket"
@@ -153,6 +171,17 @@ class Coordinator:
                 logger.warning("cannot write the coordinator's files: %s; it gives no lease until that works", error)
                 raise Unavailable(f"the coordinator cannot write its files: {error.strerror}") from error
 
+    # trainers on the run's branch
+
+    @property
+    def seen(self) -> Seen:
+        """For whom this coordinator vouches, and for how long it has seen each trainer; kept in its state dir."""
+        return self._ledger.seen
+
+    def vouch(self, peer_ids: Iterable[PeerId]) -> None:
+        """Vouch for these trainers, and no others, from now on: others believe most of them."""
+        self.seen.vouched, self.seen.vouched_at = sorted(peer_ids), self._wall_clock()
+
     # calls of the owner
 
     async def _on_manage(self, remote: PeerId, request: ManageRequest) -> ManageResponse:
@@ -176,30 +205,62 @@ class Coordinator:
     # published records
 
     async def _publish_forever(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         published_at, bans, addresses = loop.time(), dict(self._ledger.bans.banned_at), self._endpoint.addresses
+        looked_at = loop.time()
+        vouched = self.seen.vouched
         while True:
             await asyncio.sleep(BANS_PERIOD_S)
             try:
                 self._ledger.read_bans()
                 is_news = self._ledger.bans.banned_at != bans or self._endpoint.addresses != addresses
-                if not is_news and loop.time() < published_at + PUBLISH_PERIOD_S:
+                if loop.time() >= looked_at + TWIN_PERIOD_S:
+                    looked_at = loop.time()
+                    is_news |= await self._is_replaced()
+                if self._twin.is_older and not self._twin.is_to_be_told(loop.time()):
+                    return
+                period_s = PUBLISH_PERIOD_S if self.seen.vouched == vouched else VOUCH_PERIOD_S
+                if not is_news and loop.time() < published_at + period_s:
                     continue
                 for peer_id in self._ledger.bans.banned_at.keys() - bans.keys():
                     logger.warning("Peer %s is banned from run %s", peer_id, self._charter.run_id)
                 bans, addresses = dict(self._ledger.bans.banned_at), self._endpoint.addresses
+                vouched = self.seen.vouched
                 await self._publish()
                 published_at = loop.time()
             except ManyhandsError as error:
                 logger.warning("the charter and the bans were not published: %s", error)
 
+    async def _is_replaced(self) -> bool:
+        """Whether the record under this peer's id is of another process: a copy, or an earlier life."""
+        stored = (await self._dht.get(charter_key(self._charter.run_id))).get(self._endpoint.peer_id)
+        if stored is None:
+            return False
+        record: CharterRecord = CHARTER_RECORDS.decode(stored.raw)
+        now = self._loop.time()
+        self._twin.seen(record.began_at, now + min(stored.remaining_s - RECORD_TTL_S, 0.0), now)
+        return record.began_at != self._began_at
+
     async def _publish(self) -> None:
-        if self.is_delegated:
-            self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
         record = CharterRecord(
             self._charter.signed.encoded(),
             [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]],
             list(self._ledger.bans.banned_at)[:MAX_BANS],
+            self._began_at,
+            self.seen.vouched,
+            self.seen.vouched_at,
         )
-        value = {"charter": record.charter, "addresses": record.addresses, "bans": record.bans}
+        value = msgspec.to_builtins(record, builtin_types=(bytes,))
+        if not record.vouched_at:
+            del value["vouched"], value["vouched_at"]
         await self._dht.store(charter_key(self._charter.run_id), value, RECORD_TTL_S, subkey=self._endpoint.peer_id)
+        if self.is_delegated:
+            self._keep_on_disk()
+
+    def _keep_on_disk(self) -> None:
+        try:
+            self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
+            if self.seen.seconds:
+                self._ledger.save_seen()
+        except OSError as error:
+            logger.warning("cannot write the coordinator's files: %s; trying again", error)

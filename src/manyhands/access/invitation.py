@@ -22,7 +22,7 @@ ID_BYTES = 12
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True):
-    """The content of an invitation, issued by a coordinator or the owner.
+    """Permission to get a lease, issued by a coordinator or the owner.
 
     Attributes:
         charter: digest of the charter of the run.

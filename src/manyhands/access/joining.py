@@ -26,11 +26,12 @@ LOOK_ATTEMPTS = 3
 LOOK_PERIOD_S = 1.0
 
 
-class Place(NamedTuple):
+class JoiningPeer(NamedTuple):
     """What the access code needs of the joining peer.
 
     Attributes:
         folder: for its lease and the accounts of a coordinator; None to keep nothing.
+        began_at: when this process began, in seconds since 1970; tells it from a copy.
     """
 
     endpoint: Endpoint
@@ -39,9 +40,10 @@ class Place(NamedTuple):
     wall_clock: Callable[[], float]
     folder: Path | None = None
     config: AccessConfig = AccessConfig()
+    began_at: float = 0.0
 
 
-async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only_looks: bool = False) -> Members:
+async def join_by(ticket: Ticket, peer: JoiningPeer, credential: bytes = b"", *, only_looks: bool = False) -> Members:
     """Accept only the charter of a ticket from now on, and get a lease.
 
     Args:
@@ -51,9 +53,9 @@ async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only
         ConfigError: the run has another charter, a coordinator refuses a lease, or this machine's clock is wrong.
         Unavailable: no peer has the charter, or no coordinator answers.
     """
-    kept = KeptLease(place.folder, ticket.run_id) if place.folder is not None else None
+    kept = KeptLease(peer.folder, ticket.run_id) if peer.folder is not None else None
     charter = kept.charter(ticket.charter) if kept is not None else None
-    members = _members(place, charter or await _charter_of(ticket, place), kept=kept)
+    members = _members(peer, charter or await _charter_of(ticket, peer), kept=kept)
     await members.watch()
     if not only_looks:
         try:
@@ -64,8 +66,27 @@ async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only
     return members
 
 
+async def follow_open(charter: SignedCharter, peer: JoiningPeer) -> Members:
+    """Apply the limits and bans of an open run, without a ticket.
+
+    Raises:
+        ConfigError: the run is by invitation.
+    """
+    if not charter.is_open:
+        raise ConfigError(
+            f"run {charter.run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the address"
+        )
+    members = _members(peer, charter)
+    try:
+        await members.watch()
+    except BaseException:
+        await members.close()
+        raise
+    return members
+
+
 async def serve_charter(
-    charter: SignedCharter, place: Place, authorizer: Authorizer | None = None
+    charter: SignedCharter, peer: JoiningPeer, authorizer: Authorizer | None = None
 ) -> tuple[Coordinator, Members]:
     """Publish a charter, and sign leases if it names this peer as a coordinator.
 
@@ -73,40 +94,41 @@ async def serve_charter(
         ConfigError: the folder is that of another charter's coordinator.
     """
     coordinator = Coordinator(
-        place.endpoint,
-        place.dht,
+        peer.endpoint,
+        peer.dht,
         charter,
-        Ledger(place.folder),
+        Ledger(peer.folder),
         authorizer=authorizer,
-        wall_clock=place.wall_clock,
-        config=place.config,
+        wall_clock=peer.wall_clock,
+        config=peer.config,
+        began_at=peer.began_at,
     )
     await coordinator.start()
-    members = _members(place, charter, own_lease=coordinator.own_lease if coordinator.is_delegated else None)
+    members = _members(peer, charter, own_lease=coordinator.own_lease if coordinator.is_delegated else None)
     await members.watch()
     if coordinator.is_delegated:
         await members.enter()
     return coordinator, members
 
 
-def _members(place: Place, charter: SignedCharter, **own: Any) -> Members:
+def _members(peer: JoiningPeer, charter: SignedCharter, **own: Any) -> Members:
     return Members(
-        place.endpoint, place.dht, charter, wall_clock=place.wall_clock, rng=place.rng, config=place.config, **own
+        peer.endpoint, peer.dht, charter, wall_clock=peer.wall_clock, rng=peer.rng, config=peer.config, **own
     )
 
 
-async def _charter_of(ticket: Ticket, place: Place) -> SignedCharter:
+async def _charter_of(ticket: Ticket, peer: JoiningPeer) -> SignedCharter:
     others = False
     for attempt in range(LOOK_ATTEMPTS):
         if attempt:
             await asyncio.sleep(LOOK_PERIOD_S)
-        published = await read_charters(place.dht, ticket.run_id)
+        published = await read_charters(peer.dht, ticket.run_id)
         for entry in published:
             if entry.charter.digest == ticket.charter:
                 return entry.charter
         others = bool(published)
-    contacts = [contact.peer_id for contact in place.dht.contacts()]
-    await check_clock(place.endpoint, place.wall_clock, contacts, place.config.max_clock_skew_s)
+    contacts = [contact.peer_id for contact in peer.dht.contacts()]
+    await check_clock(peer.endpoint, peer.wall_clock, contacts, peer.config.max_clock_skew_s)
     if others:
         raise ConfigError(
             f"run {ticket.run_id!r} has another charter than the one of this ticket; ask for a new ticket"

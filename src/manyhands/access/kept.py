@@ -18,12 +18,12 @@ from manyhands.base.structs import make_ready
 logger = logging.getLogger(__name__)
 
 
-class _File(msgspec.Struct):
+class _LeaseFile(msgspec.Struct):
     charter: bytes
     lease: bytes
 
 
-make_ready(_File)
+make_ready(_LeaseFile)
 
 
 class KeptLease:
@@ -33,10 +33,10 @@ class KeptLease:
         self._path = folder / f"lease-{run_id}"
         self._file = self._read()
 
-    def _read(self) -> _File | None:
+    def _read(self) -> _LeaseFile | None:
         try:
             with self._path.open("rb") as file:
-                return msgspec.msgpack.decode(file.read(3 * MAX_BYTES), type=_File)
+                return msgspec.msgpack.decode(file.read(3 * MAX_BYTES), type=_LeaseFile)
         except FileNotFoundError:
             pass
         except (OSError, *UNREADABLE) as error:
@@ -61,6 +61,6 @@ class KeptLease:
     def write(self, charter: SignedCharter, held: SignedLease) -> None:
         """Save both; errors are logged."""
         try:
-            write_whole(self._path, msgspec.msgpack.encode(_File(charter.signed.encoded(), held.signed.encoded())))
+            write_whole(self._path, msgspec.msgpack.encode(_LeaseFile(charter.signed.encoded(), held.signed.encoded())))
         except OSError as error:
             logger.warning("the lease cannot be kept in %s: %s", self._path, error.strerror)

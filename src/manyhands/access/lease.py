@@ -26,10 +26,12 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """The content of a lease.
+    """Permission for one peer to take part in a run, until it expires.
 
     Attributes:
         charter: digest of the charter of the run.
+        peer_id: the only peer that may use it.
+        role: ``trainer``, ``auxiliary`` or ``observer``.
         issued_at, expires_at: seconds since 1970, by the clock of the coordinator.
     """
 

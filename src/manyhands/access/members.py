@@ -24,6 +24,8 @@ from manyhands.access.messages import (
     LEASE_RECORDS,
     LEASES_KIND,
     NO_LEASE,
+    VOUCHED_S,
+    CharterRecord,
     LeaseRequest,
     RunMethods,
     Shown,
@@ -89,6 +91,7 @@ class Members:
         self._own: SignedLease | None = None
         self._leases: dict[PeerId, SignedLease] = {}
         self._banned: dict[PeerId, PeerId] = {}  # peer -> coordinator that banned it
+        self._published: dict[PeerId, CharterRecord] = {}  # the last record of each coordinator
         self._met: dict[PeerId, bytes] = {}  # peer -> the own lease that it has seen
         self._looked_up_at = -math.inf  # loop time
         self._missed_at = -math.inf  # loop time when the last attempt to reach a coordinator failed
@@ -155,7 +158,7 @@ class Members:
     # the gate
 
     def check(self, peer_id: PeerId, *, for_observers: bool = False) -> None:
-        """See the gate. Banned peers never pass; in a run by invitation only peers with a lease do."""
+        """Raise ``Refused`` if a peer may not make a call. In a run by invitation only peers with a lease may."""
         run_id = self.charter.run_id
         if (by := self._banned.get(peer_id)) is not None:
             raise Refused(peer_id, BANNED, f"peer {peer_id} was banned from run {run_id!r} by {by}")
@@ -173,8 +176,16 @@ class Members:
             raise Refused(peer_id, "observer", f"peer {peer_id} may only look at run {run_id!r}: its role is observer")
 
     def is_banned(self, peer_id: PeerId) -> bool:
-        """See the gate."""
+        """Whether a peer is banned from the run."""
         return peer_id in self._banned
+
+    def vouched(self) -> frozenset[PeerId]:
+        """The trainers for which a coordinator vouches; of several coordinators, those of the first in the charter."""
+        for coordinator in self.charter.coordinators:
+            record = self._published.get(coordinator)
+            if record is not None and record.vouched and self._wall_clock() < record.vouched_at + VOUCHED_S:
+                return frozenset(map(PeerId, record.vouched)) - self._banned.keys()
+        return frozenset()
 
     def check_own(self) -> None:
         """Raises ``ConfigError`` if this peer is banned."""
@@ -200,7 +211,7 @@ class Members:
         return asyncio.get_running_loop().time() - self._missed_at < 2 * self._config.retry_s
 
     async def meet(self, peer_id: PeerId, timeout_s: float) -> None:
-        """See the gate."""
+        """Exchange leases with a peer, unless that was done; raises as :meth:`manyhands.rpc.gate.Gate.meet`."""
         if self.charter.is_open or peer_id in self._banned:
             return  # check() decides
         if self._own is None:
@@ -214,7 +225,7 @@ class Members:
         self._met[peer_id] = own.signature
 
     def forget_meeting(self, peer_id: PeerId) -> bool:
-        """See the gate."""
+        """Forget the exchange of leases with a peer; return whether there was one."""
         return self._met.pop(peer_id, None) is not None
 
     def _on_lost(self, peer_id: PeerId) -> None:
@@ -366,6 +377,9 @@ class Members:
             )  # fmt: skip
 
     def _note(self, entry: Published) -> None:
+        known = self._published.get(entry.peer_id)
+        if known is None or entry.record.vouched_at >= known.vouched_at:  # a holder may show an old one
+            self._published[entry.peer_id] = entry.record
         bans = map(PeerId, set(entry.record.bans).difference(self.charter.coordinators))
         self._banned |= dict.fromkeys(bans, entry.peer_id)
         self._endpoint.learn(entry.peer_id, readable(entry.record.addresses))

@@ -37,7 +37,7 @@ MAX_TIMEOUT_S = 86400.0
 
 @dataclass(frozen=True)
 class RoundResult:
-    """How a step ended.
+    """The outcome of :meth:`Averager.step`.
 
     Attributes:
         committed: whether the tensors hold the mean now; else they are untouched.

@@ -21,7 +21,7 @@ CODEC_NAMES = ("none", "fp16", "bf16", "int8", "int4")
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingConfig:
-    """How groups form and rounds run.
+    """Timeouts, sizes and encoding of averaging rounds.
 
     Attributes:
         matchmaking_time_s: how long a round waits for expected peers; it starts at once when all are there.

@@ -32,14 +32,16 @@ import msgspec
 from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, next_step
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
 from manyhands.averaging.peer_records import (
+    GOODBYE,
     RecordPublisher,
     RecordReader,
     SeenRecord,
     UntilFresh,
 )
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, disagreement_of
-from manyhands.base.errors import ManifestMismatch
+from manyhands.base.errors import ManifestMismatch, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.run_id import is_run_id
 from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
@@ -47,6 +49,10 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+PRESENCE_KIND = "averaging"
+"""Of the DHT keys of the records."""
+MAX_OTHER_RUNS = 8
+"""Other runs that are looked at where a run id may be mistyped."""
 LAST_ROUND = 2**48
 """Round numbers go up to here: 8,900 years of a thousand rounds a second."""
 MAX_TTL_S = 3600.0
@@ -94,7 +100,7 @@ Seen = SeenRecord[PresenceRecord]
 
 def presence_key(run_id: str) -> str:
     """The DHT key of the records."""
-    return f"{run_id}.averaging"
+    return f"{run_id}.{PRESENCE_KIND}"
 
 
 def first_position(run_id: str) -> Position:
@@ -108,7 +114,7 @@ def next_position(position: Position, manifest: RoundManifest) -> Position:
     return after if after.step <= LAST_ROUND else Position(0, after.lineage)
 
 
-def rank_of(position: Position) -> tuple[int, bytes]:
+def order_of(position: Position) -> tuple[int, bytes]:
     """Orders positions: the higher one leads."""
     return (position.step, position.lineage)
 
@@ -176,6 +182,22 @@ class PresenceTracker:
             raise
         self._tasks.spawn(self._publisher.publish_forever(), name="publishing")
 
+    async def elsewhere(self) -> list[str]:
+        """Run ids under which others average, and this peer does not; empty if others are in this run."""
+        if self.reader.observed():
+            return []
+        run_ids = sorted(filter(is_run_id, await self._dht.topics(PRESENCE_KIND)))[:MAX_OTHER_RUNS]
+        try:
+            found = await asyncio.gather(*(self._dht.get(presence_key(run_id)) for run_id in run_ids))
+        except Unavailable:
+            return []
+        members = [
+            {subkey for subkey, stored in records.items() if stored.owner == subkey and stored.value != GOODBYE}
+            for records in found
+        ]
+        own_id = self._endpoint.peer_id
+        return [run_id for run_id, peers in zip(run_ids, members, strict=True) if peers and own_id not in peers]
+
     async def close(self) -> None:
         """Tell the others that this peer has left."""
         await self._tasks.close()
@@ -205,8 +227,8 @@ class PresenceTracker:
         """The peers that belong in this peer's group."""
         step, position = self._step, self._own.position
         if step is None:
-            own = rank_of(position)
-            return [peer_id for peer_id, record in self._fitting().items() if rank_of(record.position) <= own]
+            own = order_of(position)
+            return [peer_id for peer_id, record in self._fitting().items() if order_of(record.position) <= own]
         version = self.reader.version
         if self._mates is None or self._mates[:2] != (version, position):
             fitting = self._fitting().items()
@@ -304,7 +326,7 @@ class PresenceTracker:
     def leading(self) -> Position:
         """The highest position of the peers whose tensors match."""
         positions = [record.position for record in self._fitting().values()]
-        return max([self._own.position, *positions], key=rank_of)
+        return max([self._own.position, *positions], key=order_of)
 
     def holders(self) -> tuple[Position, list[PeerId]]:
         """The highest position of the others that this peer can ask, and who is there."""
@@ -313,14 +335,14 @@ class PresenceTracker:
             for peer_id, record in self._fitting().items()
             if not record.is_client or self._endpoint.is_connected(peer_id)
         }
-        leading = max(positions.values(), key=rank_of, default=self._own.position)
+        leading = max(positions.values(), key=order_of, default=self._own.position)
         return leading, [peer_id for peer_id, position in positions.items() if position == leading]
 
     def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
         """Whether one of these peers is behind this one, as last read; peers that left or are missing do not count."""
-        own, fitting, missing = rank_of(self._own.position), self._fitting(), self._missing.peers()
+        own, fitting, missing = order_of(self._own.position), self._fitting(), self._missing.peers()
         return any(
-            rank_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
+            order_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
             for peer_id in peers
             if (record := fitting.get(peer_id)) is not None
         )

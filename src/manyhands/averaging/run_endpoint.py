@@ -12,7 +12,7 @@ from manyhands.base.errors import Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, Method
 from manyhands.rpc.bulk import BulkAcceptor
-from manyhands.rpc.method import Request, Response
+from manyhands.rpc.method import RequestT, ResponseT
 from manyhands.transport.api import Stream
 
 
@@ -55,23 +55,25 @@ class RunEndpoint:
         """The name on the wire of a method or a kind of stream of this run."""
         return f"{self.run_id}.{name}"
 
-    def method(self, method: Method[Request, Response]) -> Method[Request, Response]:
+    def method(self, method: Method[RequestT, ResponseT]) -> Method[RequestT, ResponseT]:
         """A method, as that of this run."""
         if method.name not in self._methods:
             self._methods[method.name] = Method(self.name_of(method.name), method.request, method.response)
         return self._methods[method.name]
 
     def handle(
-        self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response] | Response]
+        self,
+        method: Method[RequestT, ResponseT],
+        handler: Callable[[PeerId, RequestT], Awaitable[ResponseT] | ResponseT],
     ) -> None:
         self._endpoint.handle(self.method(method), handler, self._gate.check)
 
-    def unhandle(self, method: Method[Request, Response]) -> None:
+    def unhandle(self, method: Method[RequestT, ResponseT]) -> None:
         self._endpoint.unhandle(self.method(method))
 
     async def call(
-        self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float
-    ) -> Response:
+        self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT, timeout_s: float
+    ) -> ResponseT:
         """Call a peer; in a run with a charter, once both peers know that the other may take part.
 
         Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from manyhands.base.errors import ConfigError
@@ -134,11 +134,15 @@ def parse_listen_addresses(texts: Sequence[str | Address]) -> list[Address]:
 
 
 def _check_is_list(texts: Sequence[str | Address]) -> None:
-    if isinstance(texts, (str, Address)):
+    if isinstance(texts, (str, Address, int)):
         raise ConfigError(f"{str(texts)!r} is one address where a list of them is needed; write [{str(texts)!r}]")
+    if not isinstance(texts, Iterable):
+        raise ConfigError(f"a list of addresses is needed, and {texts!r} was given; leave the argument out for none")
 
 
 def _check_is_address(text: str, example: str) -> None:
+    if not isinstance(text, str):
+        raise ConfigError(f"an address is {text!r}, of type {type(text).__name__}; give a text, like {example}")
     if not text.strip():
         raise ConfigError(f"an address is empty: a variable of the shell is probably unset; write it like {example}")
     if url := _URL.match(text):
@@ -174,6 +178,8 @@ def _parse_host_port(text: str, example: str) -> Address:
     host, separator, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
+    elif ":" in host and any(char.isspace() or char == "," for char in host):
+        raise ConfigError(f"{text!r} are several addresses; give each as a text of its own")
     elif ":" in host:
         raise ConfigError(f"cannot read address {text!r}; write an IPv6 address in brackets: [::1]:31337")
     if not separator or not host:

@@ -172,7 +172,8 @@ class RoundAborted(ManyhandsError):
     """
 
     def __init__(self, reason: str, blamed: Sequence[str] = ()) -> None:
-        super().__init__(reason + (f" (because of {', '.join(blamed)})" if blamed else ""))
+        unnamed = [peer_id for peer_id in blamed if peer_id not in reason]
+        super().__init__(reason + (f" (because of {', '.join(unnamed)})" if unnamed else ""))
         self.reason = reason
         self.blamed = list(blamed)
 

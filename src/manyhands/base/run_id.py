@@ -14,6 +14,8 @@ def checked_run_id(run_id: str) -> str:
         ConfigError: it breaks the rule.
     """
     example = "; for example: my-albert"
+    if not isinstance(run_id, str):
+        raise ConfigError(f"run_id is of type {type(run_id).__name__}; a text is needed" + example)
     if not run_id:
         raise ConfigError("run_id is empty; a name of 1 to 64 characters is needed" + example)
     if len(run_id) > MAX_LENGTH:

@@ -8,7 +8,7 @@ exchanged for a lease of the run. ``mh`` is followed by the version of the forma
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -123,7 +123,7 @@ def split_tickets(places: Sequence[str | Address]) -> tuple[list[Address], list[
     Raises:
         ConfigError: one is neither a ticket nor an address.
     """
-    if isinstance(places, str):
+    if isinstance(places, str) or not isinstance(places, Iterable):
         return parse_addresses(places), []  # raises an error that says what to write instead
     tickets = [Ticket.parse(place) for place in places if isinstance(place, str) and Ticket.is_one(place)]
     others = [place for place in places if not (isinstance(place, str) and Ticket.is_one(place))]

@@ -48,7 +48,7 @@ class SavedFile(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a checkpoint, stored with it.
 
     Attributes:
@@ -134,7 +134,7 @@ class CheckpointDir:
         """The settings in the newest checkpoint with a readable description."""
         for step in reversed(_steps_in(self.path)):
             with suppress(OSError, msgspec.MsgspecError):
-                return read_about(self.of_step(step)).run
+                return read_checkpoint_info(self.of_step(step)).run
         return None
 
     def newest_file(self, name: str) -> bytes | None:
@@ -142,7 +142,7 @@ class CheckpointDir:
         for step in reversed(_steps_in(self.path)):
             path = self.of_step(step)
             with suppress(OSError, msgspec.MsgspecError):
-                saved = read_about(path).files.get(name)
+                saved = read_checkpoint_info(path).files.get(name)
                 if saved is not None and not _fault_of(path / name, saved):
                     return (path / name).read_bytes()
         return None
@@ -151,6 +151,10 @@ class CheckpointDir:
         """The newest checkpoint, intact or not."""
         steps = _steps_in(self.path)
         return self.of_step(steps[-1]) if steps else None
+
+    def newest_step(self) -> int:
+        """The global step of the newest checkpoint, intact or not; 0 without any."""
+        return max(_steps_in(self.path), default=0)
 
     def of_step(self, global_step: int) -> Path:
         """The path of the checkpoint of a step, which need not be there."""
@@ -166,7 +170,7 @@ class CheckpointDir:
                 for file in sorted(draft.rglob("*"))
                 if file.is_file()
             }
-            about = About(global_step=global_step, run=run, files=files)
+            about = CheckpointInfo(global_step=global_step, run=run, files=files)
             (draft / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
         # later ones are damaged, or of another start that did not resume
         for step in [step for step in _steps_in(self.path) if step <= global_step][: -self._num_kept]:
@@ -192,7 +196,7 @@ class CheckpointDir:
     def _check_run(self, run_id: str) -> None:
         for step in reversed(_steps_in(self.path)):
             with suppress(OSError, msgspec.MsgspecError):
-                about = read_about(self.of_step(step))
+                about = read_checkpoint_info(self.of_step(step))
                 if about.run.run_id != run_id:
                     raise ConfigError(
                         f"checkpoint {self.of_step(step)} is of run {about.run.run_id!r}, and this is {run_id!r}; "
@@ -236,7 +240,7 @@ def newest_checkpoint(folder: Path) -> Path:
     raise ConfigError(f"there is no intact checkpoint in {folder}; see: manyhands checkpoint verify {folder}")
 
 
-def read_about(path: Path) -> About:
+def read_checkpoint_info(path: Path) -> CheckpointInfo:
     """The description of a checkpoint.
 
     Raises:
@@ -251,17 +255,17 @@ def read_about(path: Path) -> About:
             f"checkpoint {path} has format {found}, and this version reads format {FORMAT}; {update}give another "
             "checkpoint folder"
         )
-    return msgspec.json.decode(raw, type=About)
+    return msgspec.json.decode(raw, type=CheckpointInfo)
 
 
 def faults_in(path: Path) -> dict[str, str]:
     """Each file of a checkpoint, with the reason why it is not as it was saved, or an empty string.
 
     Raises:
-        ConfigError: as :func:`read_about`.
+        ConfigError: as :func:`read_checkpoint_info`.
     """
     try:
-        about = read_about(path)
+        about = read_checkpoint_info(path)
     except (OSError, msgspec.MsgspecError) as error:
         return {ABOUT: f"cannot be read: {error}"}
     return {ABOUT: "", **{name: _fault_of(path / name, saved) for name, saved in about.files.items()}}
@@ -277,7 +281,7 @@ def export_model(path: Path, to: Path) -> None:
         raise ConfigError(f"{to} is there already; name a folder that does not exist yet")
     to.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(to) as draft:
-        for name in read_about(path).files:
+        for name in read_checkpoint_info(path).files:
             if name not in (OPTIMIZER_TENSORS, OPTIMIZER_VALUES):
                 (draft / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path / name, draft / name)
@@ -322,13 +326,13 @@ def _steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def _read_intact(path: Path) -> About | None:
+def _read_intact(path: Path) -> CheckpointInfo | None:
     """The description of a checkpoint; None, with a warning, if it is damaged."""
     faults = [f"{name} {fault}" for name, fault in faults_in(path).items() if fault]
     if faults:
         logger.warning("checkpoint %s is damaged (%s); it is not used", path, ", ".join(faults))
         return None
-    return read_about(path)
+    return read_checkpoint_info(path)
 
 
 def _fault_of(file: Path, saved: SavedFile) -> str:

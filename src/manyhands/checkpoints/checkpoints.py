@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_model, save_model
 
+from manyhands.base.arguments import whole
 from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted, reason_of
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
@@ -72,13 +73,18 @@ class Checkpoints:
         *,
         tokenizer: Pretrained | None = None,
     ) -> None:
-        if every < 1:
-            raise ConfigError(f"every is {every}; it must be at least 1, for example 100")
+        self._every = whole("every", every, least=1, example=100)
+        if not isinstance(folder, CheckpointDir):
+            keep = whole("keep", keep, least=1, example=2)
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"checkpoints are saved of a manyhands.Optimizer, and this is a {type(optimizer).__name__}; of a "
                 "ProcessGroupOptimizer give its leader, on rank 0 alone"
             )
+        if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+            raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained(); give the tokenizer itself, or None")
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model is of type {type(model).__name__}; give the module that the optimizer trains")
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if num_missing := len(trained - set(model.parameters())):
             raise ConfigError(
@@ -95,11 +101,11 @@ class Checkpoints:
                         "holds tensors only; keep it in a buffer"
                     )
         self._tokenizer = tokenizer
-        self._every = every
         if not isinstance(folder, CheckpointDir):
             folder = CheckpointDir(Path(folder), optimizer.manifest.run_id, keep)
         self._folder = folder
         self._saved_step = self._tried_step = optimizer.global_step
+        self._must_check = True
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -116,7 +122,7 @@ class Checkpoints:
             ConfigError: the checkpoint was made with another model or other settings, or none can be loaded.
         """
         here = self._optimizer.global_step
-        self._saved_step = 0
+        self._saved_step, self._must_check = 0, False
         for checkpoint in self._folder.newest(self._optimizer.manifest):
             if checkpoint.global_step <= here:
                 logger.info("The run is at global step %d; %s is not needed", here, checkpoint.path)
@@ -135,7 +141,18 @@ class Checkpoints:
         return False
 
     def save_if_due(self) -> None:
-        """Save if enough global steps were made since the last attempt. Call it after each ``optimizer.step()``."""
+        """Save if enough global steps were made since the last attempt. Call it after each ``optimizer.step()``.
+
+        Raises:
+            ConfigError: :meth:`resume` was not called, and a checkpoint in the folder is of a later step.
+        """
+        if self._must_check:
+            self._must_check, newest = False, self._folder.newest_step()
+            if newest > self._optimizer.global_step:
+                raise ConfigError(
+                    f"{self._folder.of_step(newest)} is of a later step than this peer, which would begin anew beside "
+                    "it: call checkpoints.resume() once, before the loop, or give another checkpoint folder"
+                )
         if self._optimizer.global_step >= self._tried_step + self._every:
             self._save()
 
@@ -202,7 +219,8 @@ def save_checkpoint(
                 tokenizer.save_pretrained(draft)
             save_state(state, draft)
     except Exception as error:  # noqa: BLE001 (a full disk is a different error for each of the writers)
-        logger.warning("the checkpoint of step %d was not saved: %s", global_step, reason_of(error))
+        path = folder.of_step(global_step)
+        logger.warning("the checkpoint of step %d was not saved as %s: %s", global_step, path, reason_of(error))
         return None
     return folder.of_step(global_step)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +19,7 @@ from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
 
 logger = logging.getLogger(__name__)
 
+LOOK_PERIOD_S = 1.0
 Options = TypeVar("Options", bound=PeerOptions)
 
 
@@ -61,13 +64,30 @@ def coordinate(peer: Peer, charter: SignedCharter, network: PeerOptions) -> None
         print(f"\n    manyhands invite {power} --uses 5 --expires 7d\n", flush=True)  # noqa: T201
 
 
+def wait(peer: Peer, charter: SignedCharter | None, seconds: float) -> None:
+    """Wait, in short parts: longer ones cannot be interrupted on every platform.
+
+    Raises:
+        ConfigError: this peer is a copy of an earlier coordinator of the charter's run.
+    """
+    until = peer.time() + seconds
+    while (left_s := until - peer.time()) > 0:
+        if charter is not None:
+            peer.presence.check_own(charter.run_id)
+        threading.Event().wait(min(left_s, LOOK_PERIOD_S))
+
+
 def run_id_of(network: PeerOptions, given: str | None) -> str | None:
     """The id of the run: the given one, else that of a ticket among the initial peers.
 
     Raises:
         ConfigError: the two differ.
     """
-    _, tickets = split_tickets(network.initial_peers or ())
+    return run_of(split_tickets(network.initial_peers or ())[1], given)
+
+
+def run_of(tickets: Iterable[Ticket], given: str | None) -> str | None:
+    """As :func:`run_id_of`, of tickets that were parsed."""
     named = list(dict.fromkeys(ticket.run_id for ticket in tickets if ticket.run_id))
     if given is not None and named and given not in named:
         raise ConfigError(f"the ticket is for run {named[0]!r}, and --run-id is {given!r}; leave --run-id out")

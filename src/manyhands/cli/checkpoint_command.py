@@ -15,7 +15,7 @@ from manyhands.checkpoints.checkpoint_dir import (
     export_model,
     faults_in,
     newest_checkpoint,
-    read_about,
+    read_checkpoint_info,
 )
 from manyhands.optim.manifest import RunManifest
 from manyhands.recipes.albert.adoption import is_recipe
@@ -37,7 +37,7 @@ def show(folder: Folder, /) -> int:
     newest, code = None, 0
     for path in checkpoints_in(folder):
         try:
-            about = read_about(path)
+            about = read_checkpoint_info(path)
         except (OSError, msgspec.MsgspecError) as error:
             if not path.exists():  # a trainer has removed it meanwhile
                 continue
@@ -88,7 +88,7 @@ def export(
         manyhands checkpoint export manyhands-my-albert --to my-albert
     """
     path = newest_checkpoint(folder)
-    about = read_about(path)
+    about = read_checkpoint_info(path)
     to = to or Path(f"model-{about.global_step}")
     export_model(path, to)
     print(f"{to}: the model of run {about.run.run_id!r} at global step {about.global_step}. To load it:")  # noqa: T201

@@ -13,6 +13,7 @@ from manyhands.base.address import parse_addresses, parse_listen_addresses
 from manyhands.base.identity import Identity
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import split_tickets
+from manyhands.cli.charter_options import run_of
 from manyhands.cli.output.waiting import shown
 from manyhands.doctor import Check, Examination
 from manyhands.doctor.checks import NAMES
@@ -29,7 +30,8 @@ TIMEOUT_S = 20.0
 
 def doctor(
     addresses: Annotated[
-        tuple[str, ...], Parameter(help="Multiaddrs (or HOST:PORT) of the peers that yours was told to join through.")
+        tuple[str, ...],
+        Parameter(help="Multiaddrs (or HOST:PORT) of the peers that yours was told to join through, or a ticket."),
     ] = (),
     /,
     *,
@@ -43,7 +45,8 @@ def doctor(
     ] = (),
     client_mode: Annotated[bool, Parameter(help="Your peer only dials out: skip the dial-back check.")] = False,
     run_id: Annotated[
-        str | None, Parameter(help="The run that your peer joins; checks whether any peer is in it.")
+        str | None,
+        Parameter(help="The run that your peer joins, by default that of a ticket: checks whether any peer is in it."),
     ] = None,
     identity: Annotated[Path | None, Parameter(help="File with the private key to use; else a new identity.")] = None,
     state_dir: Annotated[
@@ -55,8 +58,10 @@ def doctor(
 
     Give the options that your peer was started with. Takes at most 15 s; the exit code is 0 if all is well, else 1.
     """
+    places, tickets = split_tickets([*addresses, *initial_peers])
+    run_id = run_of([ticket for ticket in tickets if not ticket.is_charted], run_id)  # only members see the others
     examination = Examination(
-        initial_peers=split_tickets([*addresses, *initial_peers])[0],
+        initial_peers=places,
         listen=parse_listen_addresses(listen),
         announce=parse_addresses(announce),
         client_mode=client_mode,

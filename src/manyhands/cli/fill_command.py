@@ -29,6 +29,8 @@ def fill(
     path = folder if (folder / MODEL_FILE).exists() else newest_checkpoint(folder)
     if MASK not in text:
         raise ConfigError(f'the text has no {MASK} for the model to fill; for example "The capital of {MASK} is ..."')
+    if text.encode("utf-8", "ignore").decode() != text:
+        raise ConfigError("the text is not UTF-8; write it in a terminal or a script that is")
     require_albert()
     with shown("Loading PyTorch and the model"):
         from manyhands.recipes.albert.fill import MaskFiller

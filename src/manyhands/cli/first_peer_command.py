@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ from cyclopts import Parameter
 from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted
-from manyhands.cli.charter_options import checked_charter, coordinate
+from manyhands.cli.charter_options import checked_charter, coordinate, wait
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
@@ -104,7 +103,7 @@ def first_peer(
             cleanup.enter_context(page_beside(peer, signed.run_id, bound, network.state_dir))
         while True:
             tell_standing(peer, emit)
-            threading.Event().wait(PERIOD_S)
+            wait(peer, signed, PERIOD_S)
 
 
 def what_changes(options: PeerOptions) -> str:

@@ -97,7 +97,7 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tupl
             run = scout.choose(run_id, is_trained=True, expected=ticket.digest)
         except RunNotFound as error:
             raise _not_begun(ticket.run_id) if ticket.is_charted else error from None
-        charter = scout.charter_of(run.run_id)
+        charter = scout.find_charter(run.run_id)
     peers = " ".join(network.initial_peers)
     quoted = shlex.quote(run.run_id)
     if run.manifest is None and ticket.digest and run.has_trainers:
@@ -109,8 +109,8 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tupl
         raise _not_begun(ticket.run_id)
     if run.manifest is None or not run.is_trained:
         raise RunNotFound(
-            f"nobody trains in run {run.run_id!r}, so there is nothing to join; begin it with: "
-            f"manyhands train --run-id {quoted} --initial-peers {peers}"
+            f"nobody trains in run {run.run_id!r}, so there is nothing to join; to begin it, or to go on from a "
+            f"checkpoint in this folder: manyhands train --run-id {quoted} --initial-peers {peers}"
         )
     return run, charter
 

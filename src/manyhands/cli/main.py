@@ -25,6 +25,7 @@ from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
 from manyhands.cli.notebook_command import notebook
 from manyhands.cli.old_names import ANY, JOIN, Translation, help_of
+from manyhands.cli.output.logs import redirect_stdout_to
 from manyhands.cli.plot_command import plot
 from manyhands.cli.run_command import run_key
 from manyhands.cli.ticket_command import ticket
@@ -82,6 +83,9 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # by a reader that wants no more, such as head
+        redirect_stdout_to(None)
+        return EXIT_FAILED
     except OSError as error:
         _complain(f"{error.filename or 'the system'}: {error.strerror or error}")
         return EXIT_FAILED

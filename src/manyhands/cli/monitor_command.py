@@ -8,7 +8,6 @@ import os
 import secrets
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,27 +16,28 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 
 from manyhands.access import SignedCharter
 from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
-from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
+from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of, wait
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
+from manyhands.cli.output.card import Card, print_card
 from manyhands.cli.output.live_view import LiveScreen, LogLine
 from manyhands.cli.output.logs import name_in_logs
-from manyhands.cli.output.monitor_screen import screen_of
+from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import first_free, require_albert
 from manyhands.cli.ticket_command import print_tickets
-from manyhands.cli.web_page import Playground, WebOptions, page_of
+from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
-from manyhands.monitor.events import Event, Listening, StepMade
+from manyhands.monitor.events import Listening, MonitorEvent, StepMade
 from manyhands.monitor.history import open_history
 from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
@@ -229,8 +229,7 @@ def monitor(
     if run_id is None and network.initial_peers:
         with Scout(network.initial_peers) as scout:
             run_id = scout.only_run()
-    run_id = run_id or DEFAULT_RUN_ID
-    checked_run_id(run_id)
+    run_id = checked_run_id(DEFAULT_RUN_ID if run_id is None else run_id)
     checked_refresh_s(refresh_period)
     repo = keeping.check()
     web = web or WebOptions()
@@ -238,6 +237,8 @@ def monitor(
         raise ConfigError("--playground fills masks with a checkpoint on the page: give --web and --checkpoint-dir too")
     sinks = (curves or CurveOptions()).sinks(run_id)
     with ExitStack() as cleanup:
+        cards: list[Card] = []
+        cleanup.callback(print_cards, cards)  # at the very end: the terminal may take no output
         bound = cleanup.enter_context(web.taken())
         emit = output.begin()
         history = open_history(run_id, network.state_dir)
@@ -256,11 +257,14 @@ def monitor(
             logger.info("Its id and port are in %s: the next start has the same", peer.state_path)
         if signed is not None:
             coordinate(peer, signed, network)
-        if run_id not in peer.presence.members:
+        members = peer.presence.members.get(run_id)
+        if members is None:
             welcome(run_id, peer, network.initial_peers or ())
+        elif signed is None and members.charter.is_open:
+            welcome(run_id, peer, network.initial_peers or (), members.charter.digest)
         emit(Listening(peer.peer_id, peer.addresses))
 
-        def on_event(event: Event) -> None:
+        def on_event(event: MonitorEvent) -> None:
             emit(event)
             drawn.add(event)
             source.add(event)
@@ -268,9 +272,10 @@ def monitor(
                 keeper.last_step = event
 
         watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
+        cleanup.callback(lambda: cards.extend(cards_of(watcher)))
         source = MonitorSource(watcher)
         fill = Playground(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
-        cleanup.enter_context(page_of(source, bound, fill))
+        cleanup.enter_context(page_of(source, bound, fill, command_to_join(peer, run_id)))
         page = [f"The page of the run: {url_of(bound)}"] if bound is not None else []
         # made before the sinks, some of which replace standard output for a moment
         screen = LiveScreen(Drawing(watcher, lambda: [*how_to_join(peer, network, signed), *page]))
@@ -282,8 +287,8 @@ def monitor(
         peer.run(watcher.start(), 5.0, "starting the monitor")
         if keeper is not None:
             keeper.run(peer)
-        while True:  # an unbounded wait cannot be interrupted on every platform
-            threading.Event().wait(3600.0)
+        while True:
+            wait(peer, signed, 3600.0)
 
 
 def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
@@ -300,7 +305,8 @@ def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
         return first_free(f"manyhands-{run_id}.monitor", StateDir)
     except ConfigError as error:
         logger.warning(
-            "%s (--state-dir DIR); without one, each start has another id and port: tickets are void then", error
+            "%s. Without a state dir (--state-dir DIR), each start has another id and port, and old tickets are void",
+            error,
         )
         return None
 
@@ -323,14 +329,30 @@ class Drawing:
         return screen_of(picture, self._points, width, height, time.time(), log=log, footer=self._footer())
 
 
+def cards_of(watcher: RunMonitor) -> list[Card]:
+    """The summary of a run, if it has made a step."""
+    picture = watcher.picture
+    return [card_of(picture, watcher.history.points())] if picture is not None and picture.last is not None else []
+
+
+def print_cards(cards: Sequence[Card]) -> None:
+    """Print summaries without colours, as log lines have none."""
+    for card in cards:
+        print_card(Console(highlight=False, force_terminal=False), card)
+
+
 def end(curves: Curves) -> None:
     """Close the curves. The process exits without waiting for a hanging sink: wandb's process ends with its parent."""
     if not curves.close():
         atexit.register(os._exit, EXIT_INTERRUPTED)  # runs before the exit handlers of the sink's library
 
 
-def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str]) -> None:
-    """Log how others join the run through this peer, in all the ways that tutorials use."""
+def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: bytes = b"") -> None:
+    """Log how others join the run through this peer, in all the ways that tutorials use.
+
+    Args:
+        charter: digest of the charter of the run, if it has one.
+    """
     addresses = peer.addresses
     places = parse_addresses(addresses)
     for place in places:
@@ -346,7 +368,7 @@ def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str]) -> None:
     if places:
         print(f"\n    --initial_peers {' '.join(addresses)}")  # noqa: T201
         print(f"    --initial_peers {' '.join(place.host_port for place in places)}")  # noqa: T201
-        print_tickets(peer, run_id)
+        print_tickets(peer, run_id, charter=charter)
     sys.stdout.flush()
 
 

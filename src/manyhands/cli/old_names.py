@@ -184,12 +184,12 @@ class Translation:
         command = words[0] if words else ""
         self.notes = [f"{name} does nothing here: {why}" for name, why in OLD_VARIABLES.items() if name in os.environ]
         rows = {name: row for row in TABLE if command in row.commands for name in row.old}
-        parts: list[_Part] = []
+        parts: list[_ReplacedOption] = []
         for option, values, written in _options(words):
             row = rows.get(_plain(option)) if option else None
             if option and values == [NOTHING]:
                 continue
-            parts.append(_Part(option, written if row is None else row.words(option, values), row, values))
+            parts.append(_ReplacedOption(option, written if row is None else row.words(option, values), row, values))
         self.words = []
         for part in parts:
             rivals = [other for other in parts if other is not part and part.name and other.name == part.name]
@@ -206,7 +206,7 @@ class Translation:
             self.words += part.words
 
 
-class _Part(NamedTuple):
+class _ReplacedOption(NamedTuple):
     """An option, and the arguments that replace it."""
 
     option: str

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import ConfigError, own_checkout
 from manyhands.cli.leaving import leave_on_eof
 from manyhands.cli.open_files import raise_open_files_limit
@@ -52,7 +53,7 @@ class PeerOptions:
     """Without --initial-peers and --announce: ask a service on the internet for this machine's public address."""
 
     identity: Path | None = None
-    """File with the private key, created if missing; by default in --state-dir, else a new key at each start."""
+    """File with the private key, created if missing; by default in the folder of this peer if it has one, else new."""
 
     state_dir: Path | None = None
     """Folder of this peer alone. Keeps its private key, its port and addresses of other peers for the next start."""
@@ -122,7 +123,8 @@ class NetworkOptions(PeerOptions):
     """Network options of peers that do more than welcome others."""
 
     client_mode: Annotated[bool | None, Parameter(negative="--no-client-mode")] = None
-    """Only dial out, for machines that cannot be dialled; --no-client-mode never does. By default it finds out."""
+    """Only dial out, for a machine that others cannot dial; --no-client-mode listens in any case. By default the peer
+    finds out which of the two it needs."""
 
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
@@ -143,6 +145,10 @@ class NetworkOptions(PeerOptions):
                 "cannot; leave one out"
             )
         super().__post_init__()
+        if self.client_mode and any(address.port for address in parse_listen_addresses(self.listen)):
+            raise ConfigError(
+                "--listen names a port for others to dial, and --client-mode only dials out; leave one out"
+            )
 
     def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
         return Peer(

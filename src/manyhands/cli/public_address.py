@@ -51,7 +51,7 @@ def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> Publi
         )  # fmt: skip
         peer.run(_ask_peers(peer), START_TIMEOUT_S, "beginning to ask peers for this one's address")
         return None
-    logger.info("This peer is at %s:%d, says %s; on the local network at %s", found.host, found.port, found.how, where)
+    logger.info("Public address: %s:%d, says %s. In the local network: %s", found.host, found.port, found.how, where)
     if not found.is_open:
         logger.warning(
             "Whether port %d of %s leads to this machine is not known: forward it in the router, and check it with "

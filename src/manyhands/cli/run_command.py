@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from manyhands.access import Charter, SignedCharter
+from manyhands.access import Charter, Limits, SignedCharter
 from manyhands.access.charter import MAX_COORDINATORS, Access
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.identity import Identity, PeerId, public_key_of
 from manyhands.base.run_id import checked_run_id
+from manyhands.cli.run_look_up import Scout
 
 run_key = App(name="run", help="Make the key of a run: its owner decides who takes part.")
 
@@ -34,6 +36,23 @@ def create(
         Path | None, Parameter(help="File of an owner key that is there; by default RUN_ID.key, made if missing.")
     ] = None,
     charter: Annotated[Path | None, Parameter(help="File to write; by default RUN_ID.charter.")] = None,
+    manifest_of: Annotated[
+        str | None,
+        Parameter(
+            help="Address of a trainer of this run id: only its model and settings fit the run. By default, the peer "
+            "that begins the run decides them."
+        ),
+    ] = None,
+    max_weight_ratio: Annotated[
+        float, Parameter(help="Largest weight of a member in a round, as a multiple of its group's median.")
+    ] = Limits().max_weight_ratio,
+    max_weight_share: Annotated[
+        float, Parameter(help="Largest weight of a member, as a share of its group's, in groups of 5 and more.")
+    ] = Limits().max_weight_share,
+    max_norm_ratio: Annotated[
+        float,
+        Parameter(help="Values with a norm above this multiple of the group's median are left out of the round."),
+    ] = Limits().max_norm_ratio,
 ) -> None:
     """Make a run key, and sign the charter of the run with it.
 
@@ -51,6 +70,7 @@ def create(
         raise ConfigError(f"{len(coordinator)} coordinators; name at most {MAX_COORDINATORS}")
     for peer_id in coordinator:
         public_key_of(PeerId(peer_id))
+    limits = Limits(max_weight_ratio, max_weight_share, max_norm_ratio)
     key_path, path = key or Path(f"{run_id}.key"), charter or Path(f"{run_id}.charter")
     if key is not None and not key.exists():
         raise ConfigError(
@@ -59,14 +79,33 @@ def create(
         )
     if path.exists():
         raise ConfigError(f"charter {path} exists, and is not overwritten; name another file: --charter FILE")
+    manifest = _fingerprint_at(manifest_of, run_id) if manifest_of is not None else b""
     is_new = not key_path.exists()
     owner = Identity.load_or_create(key_path)
-    signed = SignedCharter.sign(
-        owner, Charter(run_id, owner.peer_id, access, list(coordinator), created_at=float(int(time.time())))
-    )
-    signed.save(path)
+    created_at = float(int(time.time()))
+    decided = Charter(run_id, owner.peer_id, access, list(coordinator), manifest, limits, created_at)
+    SignedCharter.sign(owner, decided).save(path)
     where = f"--charter {path}" + ("" if coordinator else f" --identity {key_path}")
     print(f"Owner key: {key_path} ({'made just now; keep a copy in a safe place' if is_new else 'it was there'})")  # noqa: T201
     print(f"Charter:   {path}, of run {run_id} with access {access}")  # noqa: T201
+    if manifest:
+        print(f"Settings:  those of the trainer at {manifest_of}, with fingerprint {manifest.hex()}")  # noqa: T201
     print("Next, on the machine of each coordinator, with its own state dir:")  # noqa: T201
     print(f"\n    manyhands first-peer {where} --state-dir first-peer --listen 31337\n", flush=True)  # noqa: T201
+
+
+def _fingerprint_at(address: str, run_id: str) -> bytes:
+    """The fingerprint of the run manifest that the trainer at an address has signed.
+
+    Raises:
+        ConfigError: the peer there does not train in the run.
+    """
+    start_one = f"start a trainer with your settings first: manyhands train --run-id {shlex.quote(run_id)}"
+    with Scout([address]) as scout:
+        try:
+            run = scout.choose(run_id, is_trained=True)
+        except RunNotFound as error:
+            raise RunNotFound(f"{error}; {start_one}") from error
+        if run.manifest is None or not scout.is_signed_by_named(run):
+            raise ConfigError(f"the peer at {address} does not train in run {run_id!r}; {start_one}")
+        return run.manifest.fingerprint()

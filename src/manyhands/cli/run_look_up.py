@@ -63,7 +63,10 @@ class Scout:
                 message says which.
         """
         with shown(f"looking for run {run_id}" if run_id is not None else "looking for runs"):
-            return self._choose(run_id, is_trained=is_trained, expected=expected)
+            run = self._choose(run_id, is_trained=is_trained, expected=expected)
+            if self.find_charter(run.run_id):  # then only the members' records and the owner's settings count
+                run = self._choose(run.run_id, is_trained=is_trained, expected=expected)
+            return run
 
     def _choose(self, run_id: str | None, *, is_trained: bool, expected: bytes) -> Run:
         deadline = time.monotonic() + PATIENCE_S
@@ -95,7 +98,7 @@ class Scout:
         checking = check_clock(peer.endpoint, peer.presence.wall_clock, contacts, DhtConfig().max_clock_skew_s)
         peer.run(checking, LOOK_TIMEOUT_S, "comparing the clocks")
 
-    def charter_of(self, run_id: str) -> bytes:
+    def find_charter(self, run_id: str) -> bytes:
         """The digest of a run's charter, from the ticket or else from the peers whose addresses were given.
 
         Returns:
@@ -103,22 +106,16 @@ class Scout:
         Raises:
             ConfigError: the run is by invitation and there is no ticket, or the peers have different charters.
         """
-        charted = [ticket.charter for ticket in self._tickets if ticket.is_charted and ticket.run_id == run_id]
-        if charted or any(ticket.run_id == run_id for ticket in self._tickets):
-            return charted[0] if charted else b""
-        looking = self._peer.presence.named_charters(run_id)
-        published = self._peer.run(looking, LOOK_TIMEOUT_S, f"looking for the charter of {run_id}")
-        charters = {charter.digest: charter for charter in published}
-        if len(charters) > 1:
-            raise ConfigError(
-                f"the peers of run {run_id!r} that you named have {len(charters)} different charters; ask its owner "
-                "for a ticket, and join with: manyhands join TICKET"
-            )
-        if any(not charter.is_open for charter in charters.values()):
-            raise ConfigError(
-                f"run {run_id!r} is by invitation; ask its owner for a ticket, and join with: manyhands join TICKET"
-            )
-        return next(iter(charters), b"")
+        presence = self._peer.presence
+        if all(ticket.run_id != run_id for ticket in self._tickets):
+            self._peer.run(presence.learn_charter(run_id), LOOK_TIMEOUT_S, f"looking for the charter of {run_id}")
+        members = presence.members.get(run_id)
+        return members.charter.digest if members is not None else b""
+
+    def is_signed_by_named(self, run: Run) -> bool:
+        """Whether one of the peers whose addresses were given has signed the manifest of a run."""
+        named = self._peer.run(self._peer.presence.named_peers(), LOOK_TIMEOUT_S, "dialling the named peers")
+        return not named.isdisjoint(run.signers)
 
     def only_run(self) -> str | None:
         """The name of the only run, also if nobody trains in it yet; None without one.
@@ -146,7 +143,8 @@ class Scout:
 
     def runs(self, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
         """All runs that are found, the largest first; ``wanted`` is looked up in any case."""
-        finding = find_runs(self._peer.dht, wanted, expected)
+        by_ticket = {wanted: expected} if wanted is not None else {}
+        finding = find_runs(self._peer.dht, wanted, by_ticket | self._peer.presence.signed_manifests())
         return self._peer.run(finding, LOOK_TIMEOUT_S, "looking which runs are there")
 
 
@@ -158,4 +156,7 @@ def _alive(runs: list[Run]) -> list[Run]:
 def look_up(peer: Peer, run_id: str) -> Run:
     """Look up a run through a peer that has joined the swarm."""
     what = f"looking up run {run_id!r}"
-    return until_reached(lambda: peer.run(look_up_run(peer.dht, run_id), LOOK_TIMEOUT_S, what), peer.sleep, what)
+    signed = peer.presence.signed_manifests().get(run_id, b"")
+    return until_reached(
+        lambda: peer.run(look_up_run(peer.dht, run_id, signed), LOOK_TIMEOUT_S, what), peer.sleep, what
+    )

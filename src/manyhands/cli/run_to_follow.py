@@ -59,15 +59,19 @@ def wait_for_trainers(peer: Peer, run_id: str | None, *, may_be_mistyped: bool =
     while True:
         runs: list[Run] = []
         try:
-            runs = peer.run(find_runs(peer.dht, run_id), LOOK_TIMEOUT_S, "looking which runs are there")
+            finding = find_runs(peer.dht, run_id, peer.presence.signed_manifests())
+            runs = peer.run(finding, LOOK_TIMEOUT_S, "looking which runs are there")
         except Unavailable as error:
             logger.warning("cannot read the records of the runs: %s; trying again", error)
         trained = [run for run in runs if run.is_trained and run_id in (None, run.run_id)]
         if len(trained) > 1:
             raise ConfigError(f"{len(trained)} runs are there: {listed(trained)}; choose one of them with --run-id")
-        if trained:
-            _check_access(peer, trained[0].run_id)
+        if trained and run_id is not None:
             return trained[0]
+        if trained:  # look again: if it has a charter, only what its owner signed counts
+            run_id = trained[0].run_id
+            _check_access(peer, run_id)
+            continue
         others = [run for run in runs if run.run_id != run_id]
         seen = "" if run_id is None else nobody_is_in(run_id, peer.dht.num_known_peers, others)
         if may_be_mistyped and run_id is not None and others and others == runs and peer.time() >= patient_until:

@@ -268,7 +268,7 @@ def _run_to_join(run: Run, given: Mapping[str, Any]) -> RunToJoin | None:
     if run.manifest is None:
         return None
     found = _checked(run.run_id, adopted(run.run_id, run.manifest.extra, given))
-    given_data.check_run(run.run_id, given, found.recipe, found.tokenizer)
+    given_data.check_given_data(run.run_id, given, found.recipe, found.tokenizer)
     return RunToJoin(found, sorted(run.signers, key=lambda peer_id: not _can_be_dialled(run, peer_id)))
 
 
@@ -296,7 +296,7 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
             f"checkpoint {folders.checkpoint_dir.newest_path()} was made with other settings: {differences}. Give the "
             "same ones, or another --checkpoint-dir"
         ) from None
-    given_data.check_run(run_id, given, found.recipe, found.tokenizer)
+    given_data.check_given_data(run_id, given, found.recipe, found.tokenizer)
     return found.recipe
 
 

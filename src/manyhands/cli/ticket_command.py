@@ -37,7 +37,7 @@ def ticket(
     places = parse_addresses(addresses)
     with Scout(places) as scout:
         run = scout.choose(run_id)
-        charter = scout.charter_of(run.run_id)
+        charter = scout.find_charter(run.run_id)
     fingerprint = run.manifest.fingerprint() if run.manifest is not None else b""
     print_ticket(run.run_id, places, fingerprint, charter=charter)
 

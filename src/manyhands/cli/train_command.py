@@ -103,7 +103,7 @@ def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) ->
         ConfigError: the run is by invitation, and there is no ticket.
     """
     with Scout(network.initial_peers or ()) as scout:
-        charter = scout.charter_of(run_id) if run_id is not None else b""
+        charter = scout.find_charter(run_id) if run_id is not None else b""
         if start_new or charter:
             run = next((run for run in scout.runs(run_id) if run.run_id == run_id), None)
             if run is None or not run.is_trained:
@@ -113,7 +113,7 @@ def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) ->
             if run is None:
                 run_id = scout.charted_run()
             named = run_id or (run.run_id if run is not None else None)
-            charter = scout.charter_of(named) if named is not None else b""
+            charter = scout.find_charter(named) if named is not None else b""
     is_named = any(ticket.charter == charter for ticket in split_tickets(network.initial_peers or ())[1])
     named = run_id or (run.run_id if run is not None else None)
     return run, network if is_named or named is None else with_charter(network, named, charter)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import Parameter
 
+from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoint_dir import checkpoints_in, newest_checkpoint
 from manyhands.cli.entry import EXIT_INTERRUPTED
@@ -63,14 +64,14 @@ class WebOptions:
 
 
 @contextmanager
-def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = None) -> Iterator[None]:
+def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = None, join: str = "") -> Iterator[None]:
     """Serve the page while the block runs, if an address was taken."""
     if bound is None:
         yield
         return
     from manyhands.monitor.web.server import PageServer  # its packages are an extra
 
-    server = PageServer(source, bound, fill)
+    server = PageServer(source, bound, fill, join)
     server.start()
     try:
         yield
@@ -95,8 +96,17 @@ def page_beside(peer: Peer, run_id: str, bound: socket.socket | None, state_dir:
     watcher = RunMonitor(peer, run_id, lambda event: source.add(event), history=history, is_quiet=True)
     source = MonitorSource(watcher)
     peer.run(watcher.start(), START_TIMEOUT_S, "starting to watch the run")
-    with page_of(source, bound):
+    with page_of(source, bound, join=command_to_join(peer, run_id)):
         yield
+
+
+def command_to_join(peer: Peer, run_id: str) -> str:
+    """The command with which others join the run through this peer; empty if that takes a ticket, or is impossible."""
+    places = [place for place in parse_addresses(peer.addresses) if not place.is_loopback]
+    members = peer.presence.members.get(run_id)
+    if not places or (members is not None and not members.charter.is_open):
+        return ""
+    return f"manyhands join {places[0].host_port}"
 
 
 class Playground:
@@ -119,12 +129,12 @@ class Playground:
         if MASK not in text:
             raise ConfigError(f"the text has no {MASK} for the model to fill")
         try:
-            filled = self._current().fill(text)
+            filled = self._load_newest().fill(text)
         except ConfigError as error:  # a page may be public, and where the folder is concerns nobody
             raise ConfigError(str(error).replace(str(self._folder), self._folder.name)) from error
         return Filled(filled.text, [[Guess(*guess) for guess in of_mask] for of_mask in filled.guesses])
 
-    def _current(self) -> MaskFiller:
+    def _load_newest(self) -> MaskFiller:
         newest = checkpoints_in(self._folder)[0]
         version = newest, newest.stat().st_mtime_ns
         if self._model is None or version != self._newest:

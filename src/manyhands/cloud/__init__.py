@@ -1,3 +1,3 @@
-from manyhands.cloud.plan import Experiment, Group, Role, groups_of
+from manyhands.cloud.plan import Experiment, MachineGroup, MachineRole, groups_of
 
-__all__ = ["Experiment", "Group", "Role", "groups_of"]
+__all__ = ["Experiment", "MachineGroup", "MachineRole", "groups_of"]

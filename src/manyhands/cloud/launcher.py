@@ -8,7 +8,7 @@ from typing import Any
 from manyhands.base.errors import ConfigError
 from manyhands.cloud.account import NO_CAPACITY, QUOTA, Account, ClientError, Image, Subnet, code_of, own_words
 from manyhands.cloud.machine import Machine, machine_of
-from manyhands.cloud.plan import EXTRA_DISK_GB, Experiment, Group, Role, groups_of
+from manyhands.cloud.plan import EXTRA_DISK_GB, Experiment, MachineGroup, MachineRole, groups_of
 
 MAX_INITIAL_PEERS = 4
 """One that answers is enough; the script of a machine has little room."""
@@ -25,7 +25,7 @@ class Launcher:
         self._vpc_id = ""
         self._subnets: list[Subnet] = []
         self._zones: dict[str, set[str]] = {}
-        self._images: dict[Role, Image] = {}
+        self._images: dict[MachineRole, Image] = {}
         self._security_group = ""
         self._home_zone = ""
 
@@ -45,7 +45,7 @@ class Launcher:
                 )
             self._images[group.role] = self._account.image(group.image, group.image_parameter)
 
-    def offered(self, group: Group) -> list[str]:
+    def offered(self, group: MachineGroup) -> list[str]:
         """The types of a group that the region has."""
         own_zones = {subnet.zone for subnet in self._subnets}
         return [one for one in group.types if self._zones[one] & own_zones]
@@ -86,7 +86,7 @@ class Launcher:
             is_seen.wait(GroupIds=[self._security_group], WaiterConfig={"Delay": 5, "MaxAttempts": 6})
             self._account.ec2.authorize_security_group_ingress(GroupId=self._security_group, IpPermissions=[permission])
 
-    def launch(self, group: Group, number: int) -> tuple[list[Machine], list[str]]:
+    def launch(self, group: MachineGroup, number: int) -> tuple[list[Machine], list[str]]:
         """Start up to this many machines of a group.
 
         Returns:
@@ -107,7 +107,7 @@ class Launcher:
                     break  # it is the same in all zones
         return started, list(problems.values())
 
-    def _launch_in(self, subnet: Subnet, one_type: str, group: Group, number: int) -> tuple[list[Machine], str]:
+    def _launch_in(self, subnet: Subnet, one_type: str, group: MachineGroup, number: int) -> tuple[list[Machine], str]:
         """Start up to this many machines of one type in one zone; returns them, and the last refusal.
 
         AWS starts fewer than asked for where it lacks capacity, but none if all would exceed a quota: fewer are asked
@@ -129,7 +129,7 @@ class Launcher:
         places = [subnet for subnet in self._subnets if subnet.zone in self._zones[one_type]]
         return sorted(places, key=lambda subnet: subnet.zone != self._home_zone)
 
-    def _try(self, group: Group, one_type: str, subnet: Subnet, number: int) -> tuple[list[Machine], str]:
+    def _try(self, group: MachineGroup, one_type: str, subnet: Subnet, number: int) -> tuple[list[Machine], str]:
         image, tags = self._images[group.role], self._experiment.tags(group.role)
         tagged = ["instance", "volume"] + ["spot-instances-request"] * group.is_spot
         request: dict[str, Any] = {

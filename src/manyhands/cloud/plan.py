@@ -11,7 +11,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.text import counted
 from manyhands.cloud.user_data import Program, user_data
 
-Role = Literal["coordinator", "auxiliary", "worker"]
+MachineRole = Literal["coordinator", "auxiliary", "worker"]
 
 EXPERIMENT_TAG, CREATOR_TAG, ROLE_TAG = "manyhands:experiment", "manyhands:created-by", "manyhands:role"
 CREATOR = "manyhands aws up"
@@ -121,7 +121,7 @@ class Experiment:
         """Name of the security group; two experiments of one name cannot have one each."""
         return f"manyhands-{self.name}"
 
-    def tags(self, role: Role | None = None) -> dict[str, str]:
+    def tags(self, role: MachineRole | None = None) -> dict[str, str]:
         """The tags of each resource; those of machines and their disks have the role too."""
         tags = tags_of(self.name) | {"Name": self.security_group if role is None else f"{self.name}-{role}"}
         return tags if role is None else tags | {ROLE_TAG: role}
@@ -132,7 +132,7 @@ def tags_of(name: str) -> dict[str, str]:
     return {EXPERIMENT_TAG: name, CREATOR_TAG: CREATOR}
 
 
-class Group(NamedTuple):
+class MachineGroup(NamedTuple):
     """Machines of one role, which are started alike.
 
     Attributes:
@@ -140,7 +140,7 @@ class Group(NamedTuple):
         image: id of an image; None is the newest one, of ``image_parameter``.
     """
 
-    role: Role
+    role: MachineRole
     number: int
     types: tuple[str, ...]
     is_spot: bool
@@ -153,14 +153,14 @@ class Group(NamedTuple):
         return user_data(self.program, initial_peers)
 
 
-def groups_of(experiment: Experiment) -> list[Group]:
+def groups_of(experiment: Experiment) -> list[MachineGroup]:
     """The groups of machines, in the order in which they are started."""
     port, name = experiment.port, experiment.name
     ubuntu = (experiment.cpu_image, UBUNTU_PARAMETER)
     coordinator = Program(
         ("monitor", "--run-id", name, "--state-dir", "state"), port, source=experiment.source, needs_torch=False
     )
-    groups = [Group("coordinator", 1, (experiment.coordinator_type,), False, *ubuntu, coordinator)]
+    groups = [MachineGroup("coordinator", 1, (experiment.coordinator_type,), False, *ubuntu, coordinator)]
     shaping = experiment.bandwidth_mbit_s
     limits = () if shaping is None else ("--bandwidth-mbit-s", f"{shaping:g}", "--max-upload-mbit-s", f"{shaping:g}")
     if experiment.auxiliary:
@@ -168,14 +168,18 @@ def groups_of(experiment: Experiment) -> list[Group]:
             ("train", "--auxiliary", "--run-id", name, "--checkpoint-dir", "checkpoints", *limits),
             port, source=experiment.source, upload_mbit_s=shaping, has_gpu=False,
         )  # fmt: skip
-        groups.append(Group("auxiliary", experiment.auxiliary, (experiment.auxiliary_type,), False, *ubuntu, helper))
+        groups.append(
+            MachineGroup("auxiliary", experiment.auxiliary, (experiment.auxiliary_type,), False, *ubuntu, helper)
+        )
     worker = Program(
         ("train", "--run-id", name, "--start-new", "--checkpoint-dir", "checkpoints", *limits,
          *(["--client-mode"] if experiment.client_mode else []), *experiment.train_options),
         None if experiment.client_mode else port, source=experiment.source, upload_mbit_s=shaping,
     )  # fmt: skip
     types = tuple(dict.fromkeys(experiment.worker_types))
-    groups.append(Group("worker", experiment.workers, types, True, experiment.image, DEEP_LEARNING_PARAMETER, worker))
+    groups.append(
+        MachineGroup("worker", experiment.workers, types, True, experiment.image, DEEP_LEARNING_PARAMETER, worker)
+    )
     return groups
 
 

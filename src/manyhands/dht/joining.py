@@ -267,7 +267,7 @@ class InitialPeers:
         except PeerError as error:
             return self._failed(address, DialFailed(str(address), DialReason.REJECTED, str(error)))
         if self._told.pop(address, None) is not None:
-            logger.info("initial peer %s is there now", address)
+            logger.info("initial peer %s answers now", address)
         self._peers[address] = peer_id
         self._answered_at[peer_id] = loop.time()
         self._overlay.seen(peer_id)
@@ -278,5 +278,5 @@ class InitialPeers:
             self._peers.pop(address, None)
         elif not self._is_joining and self._told.get(address) is not failure.reason:
             self._told[address] = failure.reason
-            logger.info("initial peer %s; it is tried again", failure)
+            logger.info("initial peer %s; trying again", failure)
         return failure

@@ -41,7 +41,7 @@ class KnownPeer(msgspec.Struct, frozen=True):
     seen_at: float
 
 
-class _File(msgspec.Struct, frozen=True):
+class _SavedPeers(msgspec.Struct, frozen=True):
     version: int
     peers: Annotated[list[KnownPeer], msgspec.Meta(max_length=MAX_PEERS)]
 
@@ -73,7 +73,7 @@ class KnownPeers:
 
     def to_json(self) -> bytes:
         """Encode for :meth:`from_json`."""
-        return msgspec.json.format(msgspec.json.encode(_File(VERSION, list(self._peers.values())))) + b"\n"
+        return msgspec.json.format(msgspec.json.encode(_SavedPeers(VERSION, list(self._peers.values())))) + b"\n"
 
     @classmethod
     def from_json(cls, raw: bytes, wall_now: float) -> KnownPeers:
@@ -86,7 +86,7 @@ class KnownPeers:
             version = msgspec.json.decode(raw, type=_Version).version
             if version != VERSION:
                 raise ConfigError(f"it has version {version}, and this program reads version {VERSION}")
-            file = msgspec.json.decode(raw, type=_File)
+            file = msgspec.json.decode(raw, type=_SavedPeers)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"it cannot be read: {error}") from error
         checked = (_checked(peer) for peer in file.peers)

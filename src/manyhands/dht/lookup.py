@@ -98,8 +98,8 @@ class Lookup:
         """Whether all contacts on the shortlist have answered."""
         return all(self._states[distance] is _State.ANSWERED for distance in self._shortlist())
 
-    def to_ask(self) -> list[Contact]:
-        """Return the contacts to ask now, nearest first, and count them as asked."""
+    def take_next(self) -> list[Contact]:
+        """Mark the contacts to ask now as asked, and return them, nearest first."""
         room = self._alpha - self._num_asked
         if room <= 0:
             return []

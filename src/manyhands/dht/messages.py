@@ -79,7 +79,7 @@ class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         contacts: those nearest to the point, at most ``k``; empty if the caller knows the same ones.
         records: those held under the key, in the order of their subkeys; as many as fit.
-        digest: :func:`manyhands.dht.records.digest_of` the records, when only that is wanted.
+        digest: :func:`manyhands.dht.records.digest_of_records` the records, when only that is wanted.
         is_responsible: whether the answering node believes that it is among the nearest to the point.
         is_more: whether it holds records after these.
     """

@@ -66,28 +66,18 @@ class Overlay:
         self._filled_at: dict[int, float] = {}  # loop time, by bucket
         table = self.table
         self._dial_back = DialBack(endpoint, self.seen, table.failed, table.drop, config.request_timeout_s)
-        self._answered_at: float | None = None  # loop time of the first answer
-        self._is_told = False
+        self._timer: asyncio.TimerHandle | None = None  # runs from the first answer
+        self._is_overdue = False
 
     async def close(self) -> None:
         """Stop dialling peers in the background."""
+        if self._timer is not None:
+            self._timer.cancel()
         await self._dial_back.close()
 
     def is_client(self) -> bool:
         """Whether other peers omit this node from their tables: it is in client mode, or none of them could dial it."""
-        if self._endpoint.client_mode or self._endpoint.was_reached or self._answered_at is None:
-            return self._endpoint.client_mode
-        if asyncio.get_running_loop().time() - self._answered_at < REACHED_WITHIN_S:
-            return False
-        if not self._is_told:
-            self._is_told = True
-            where = ", ".join(str(address) for address in self._endpoint.addresses)
-            logger.warning(
-                "no peer could dial this one at %s: it reads and writes records, but holds none for others, which "
-                "cannot find it; open the port, announce the address that leads to it, or use client mode",
-                where or "any address",
-            )
-        return True
+        return self._endpoint.client_mode or (self._is_overdue and not self._endpoint.was_reached)
 
     def seen(self, peer_id: PeerId) -> None:
         """Enter a peer that called or answered, unless it is in client mode or not dialable."""
@@ -182,10 +172,20 @@ class Overlay:
                 logger.debug("%s to peer %s: too many requests", method.name, peer_id)
                 return None
             await asyncio.sleep(TOO_MANY_PAUSE_S)
-        if self._answered_at is None:
-            self._answered_at = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(REACHED_WITHIN_S, self._time_to_be_reached_is_up)
         self.seen(peer_id)
         return response
+
+    def _time_to_be_reached_is_up(self) -> None:
+        self._is_overdue = True
+        if self.is_client() and not self._endpoint.client_mode:
+            where = ", ".join(str(address) for address in self._endpoint.addresses)
+            logger.warning(
+                "No peer could dial this one at %s: it reads and writes records, but others cannot find it, and it "
+                "holds no records for them. Open the port, announce the address that leads to it, or use client mode.",
+                where or "any address",
+            )
 
     async def ping(self, peer_id: PeerId) -> bool:
         """Whether a peer answers; it is asked to dial back if no peer has reached this one yet."""
@@ -258,14 +258,14 @@ class Overlay:
         asking = _Asking(config.slow_after_s, deadline)
         try:
             while not lookup.is_finished:
-                if to_ask := lookup.to_ask():
+                if to_ask := lookup.take_next():
                     request = FindRequest(point, key, nearest=lookup.nearest_known())
                 for contact in to_ask:
                     asking.begin(contact.peer_id, self._ask_on_the_way(lookup, contact, request, on_answer))
                 if not await asking.wait():
                     logger.debug("lookup timed out after %.3g s; going on with what it found", timeout_s)
                     break
-                for peer_id in asking.slow_ones():
+                for peer_id in asking.take_slow():
                     lookup.slow(peer_id)
         finally:
             for peer_id in await asking.give_up():
@@ -356,7 +356,7 @@ class _Asking:
             raise self._error
         return self._loop.time() < self._deadline
 
-    def slow_ones(self) -> list[PeerId]:
+    def take_slow(self) -> list[PeerId]:
         """Return the peers that became slow since the last call."""
         now = self._loop.time()
         slow: list[PeerId] = []

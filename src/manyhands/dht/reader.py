@@ -15,7 +15,7 @@ from manyhands.dht.ids import id_to_bytes, key_id
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.read_result import Found, ReadResult
-from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
+from manyhands.dht.records import AgedRecord, Reason, Record, digest_of_records
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
 from manyhands.runtime.concurrently import gathered
@@ -128,7 +128,7 @@ class Reader:
         passed += await self._read_on(first, key, found, records)
         if not others:
             return True
-        digest = digest_of(passed)
+        digest = digest_of_records(passed)
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
         await gathered(*(self._read_whole(peer_id, key, found) for peer_id in differing))
         if differing and not found.are_complete([first, *differing]):

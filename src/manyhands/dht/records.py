@@ -217,7 +217,7 @@ def _own_fault_of(record: Record) -> Reason | None:
     return None
 
 
-def digest_of(records: Iterable[Record]) -> bytes:
+def digest_of_records(records: Iterable[Record]) -> bytes:
     """Return a digest that shows whether two holders have the same records of one key, in any order.
 
     It is the sum of their SHA-256 hashes, so that a holder of thousands need not hash them all when one changes. An
@@ -227,7 +227,7 @@ def digest_of(records: Iterable[Record]) -> bytes:
 
 
 def sum_of(fingerprints: Iterable[bytes]) -> bytes:
-    """Return :func:`digest_of` the records with these fingerprints."""
+    """Return :func:`digest_of_records` the records with these fingerprints."""
     total: int = sum(int.from_bytes(fingerprint, "big") for fingerprint in fingerprints)
     return (total % (1 << 256)).to_bytes(32, "big")
 

@@ -113,7 +113,7 @@ class Storage:
         return page, start + len(page) < len(in_order)
 
     def digest(self, key: str, now: float) -> bytes:
-        """Return :func:`manyhands.dht.records.digest_of` the records that :meth:`get` returns."""
+        """Return :func:`manyhands.dht.records.digest_of_records` the records that :meth:`get` returns."""
         self.expire(now)
         if key not in self._held:
             return sum_of([])

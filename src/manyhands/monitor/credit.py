@@ -28,7 +28,7 @@ import msgspec
 
 from manyhands.averaging.messages import Position, short_id
 from manyhands.base.identity import PeerId
-from manyhands.monitor.picture import Leader
+from manyhands.monitor.picture import LeaderboardRow
 from manyhands.optim.account import SHARE_BYTES, AccountRecord, CommittedStep, packed, short_lineage, unpacked
 
 PATIENCE_S = 60.0
@@ -364,7 +364,7 @@ def _is_list(shares: bytes) -> bool:
     return len(shares) % SHARE_BYTES == 0 and len(unpacked(shares)) == len(shares) // SHARE_BYTES
 
 
-def leaders_of(totals: Mapping[bytes, Total], names: Mapping[bytes, tuple[str, str]]) -> list[Leader]:
+def leaders_of(totals: Mapping[bytes, Total], names: Mapping[bytes, tuple[str, str]]) -> list[LeaderboardRow]:
     """The leaderboard: peers of one name are one row.
 
     Args:
@@ -381,10 +381,10 @@ def leaders_of(totals: Mapping[bytes, Total], names: Mapping[bytes, tuple[str, s
     return _ranked(ordered, sum(total.samples for total in totals.values()))
 
 
-def _ranked(rows: Sequence[tuple[str, list[str], int]], num_samples: int) -> list[Leader]:
-    leaders: list[Leader] = []
+def _ranked(rows: Sequence[tuple[str, list[str], int]], num_samples: int) -> list[LeaderboardRow]:
+    leaders: list[LeaderboardRow] = []
     for number, (name, peer_ids, samples) in enumerate(rows, start=1):
         rank = leaders[-1].rank if leaders and leaders[-1].samples == samples else number
         share = samples / num_samples if num_samples else 0.0
-        leaders.append(Leader(rank=rank, name=name, peer_ids=sorted(peer_ids), samples=samples, share=share))
+        leaders.append(LeaderboardRow(rank=rank, name=name, peer_ids=sorted(peer_ids), samples=samples, share=share))
     return leaders

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,17 +29,19 @@ from manyhands.runtime.exit_delay import delay_exit
 logger = logging.getLogger(__name__)
 
 WandbMode = Literal["online", "offline", "disabled"]
-Point = Mapping[str, float]
+CurvePoint = Mapping[str, float]
 
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 6.0
 """Points that have not reached wandb's server by then stay on the disk."""
 CLOSE_TIMEOUT_S = 8.0
+REOPEN_S = 60.0
+"""Time from the failure of a sink until it is opened again."""
 MAX_WAITING = 1000
 """Largest backlog of a slow sink, in points."""
 
 
-def point_of(event: msgspec.Struct) -> Point | None:
+def point_of(event: msgspec.Struct) -> CurvePoint | None:
     """The point for an event, with the names of the tutorials; None if the curves do not show the event."""
     if isinstance(event, StepMade):
         return {
@@ -65,7 +67,7 @@ class Sink(Protocol):
     def open(self) -> None:
         """Start, and log where the curves are."""
 
-    def add(self, point: Point) -> None: ...
+    def add(self, point: CurvePoint) -> None: ...
 
     def close(self) -> None: ...
 
@@ -73,7 +75,8 @@ class Sink(Protocol):
 class Curves:
     """Sends each point to all sinks, each in its own thread.
 
-    A sink that fails or falls behind is dropped with one warning.
+    A sink that fails lacks one point, and is opened again every :data:`REOPEN_S`; the next points wait for it. One that
+    falls too far behind is dropped. One warning says either.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
@@ -91,7 +94,7 @@ class Curves:
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             for writer in self._writers:
                 writer.end()
-            ended = [writer.has_ended_by(deadline) for writer in self._writers]  # each one logs what it lacks
+            ended = [writer.join(deadline) for writer in self._writers]  # each one logs what it lacks
         return all(ended)
 
 
@@ -99,12 +102,14 @@ class _Writer:
     def __init__(self, name: str, sink: Sink) -> None:
         self._name = name
         self._sink = sink
-        self._points: queue.Queue[Point | None] = queue.Queue(MAX_WAITING)
+        self._points: queue.Queue[CurvePoint | None] = queue.Queue(MAX_WAITING)
         self._is_left_behind = False
+        self._has_failed = False
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"curves: {name}", daemon=True)
         self._thread.start()
 
-    def put(self, point: Point) -> None:
+    def put(self, point: CurvePoint) -> None:
         if self._is_left_behind:
             return
         try:
@@ -113,28 +118,46 @@ class _Writer:
             self._leave_behind(f"it is {MAX_WAITING} points behind")
 
     def end(self) -> None:
+        self._is_over.set()
         try:
             self._points.put_nowait(None)
         except queue.Full:
             self._leave_behind(f"it is {MAX_WAITING} points behind")
 
-    def has_ended_by(self, deadline: float) -> bool:
+    def join(self, deadline: float) -> bool:
+        """Wait until all points are written; return whether that was before the deadline."""
         self._thread.join(max(deadline - time.monotonic(), 0.0))
         if not self._thread.is_alive():
             return True
         if not self._is_left_behind:
-            logger.warning("The last points may be missing in %s: it did not end in %g s", self._name, CLOSE_TIMEOUT_S)
+            logger.warning(
+                "The last points may be missing in %s: it did not close within %g s", self._name, CLOSE_TIMEOUT_S
+            )
         self._is_left_behind = True
         return False
 
     def _run(self) -> None:
+        while not self._draw() and not self._is_over.wait(REOPEN_S):
+            with suppress(Exception):
+                self._sink.close()
+
+    def _draw(self) -> bool:
+        """Write points until the end; False if the sink fails."""
         try:
             self._sink.open()
             for point in iter(self._points.get, None):
                 self._sink.add(point)
+                if self._has_failed:
+                    logger.info("%s gets points again", self._name)
+                    self._has_failed = False
             self._sink.close()
         except Exception as error:  # noqa: BLE001 (whatever a library of others raises: the monitor goes on)
-            self._leave_behind(reason_of(error))
+            if not self._has_failed:
+                then = "the monitor ends" if self._is_over.is_set() else f"the monitor tries again every {REOPEN_S:g} s"
+                logger.warning("%s gets no points (%s); %s", self._name, reason_of(error), then)
+            self._has_failed = True
+            return False
+        return True
 
     def _leave_behind(self, reason: str) -> None:
         if self._is_left_behind:
@@ -198,7 +221,7 @@ class WandbSink:
             project=self._project, group=self._run_id, config={"run_id": self._run_id}, mode=mode, settings=settings
         )
 
-    def add(self, point: Point) -> None:
+    def add(self, point: CurvePoint) -> None:
         self._run.log(dict(point))
 
     def close(self) -> None:
@@ -243,7 +266,7 @@ class TensorBoardSink:
         self._writer = EventsWriter(str(self._own / "events"))
         logger.info("The curves are in %s; to see them: tensorboard --logdir %s", self._own, self._folder)
 
-    def add(self, point: Point) -> None:
+    def add(self, point: CurvePoint) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
@@ -288,7 +311,7 @@ class TrackioSink:
             show = f"trackio show --project {shlex.quote(self._project)}"
             logger.info("The curves are in the Trackio project %s; to see them: %s", self._project, show)
 
-    def add(self, point: Point) -> None:
+    def add(self, point: CurvePoint) -> None:
         values = {name: value for name, value in point.items() if name != "step"}
         self._run.log(values, step=int(point["step"]))
 

@@ -54,4 +54,4 @@ class Happened(msgspec.Struct, tag="happened"):
     name: str
 
 
-Event = Listening | ProgressMade | StepMade | HeldoutSeen | Happened
+MonitorEvent = Listening | ProgressMade | StepMade | HeldoutSeen | Happened

@@ -250,7 +250,7 @@ class Exchange:
                 await self._pages(peer_id, "points", before_step, told)
                 await self._pages(peer_id, "steps", before_step, told)
         except ManyhandsError as error:
-            logger.info("coordinator %s does not tell the history of the run: %s", peer_id, error)
+            logger.info("monitor %s has not sent the history of the run: %s", peer_id, error)
             return told if told.points else None
         return told
 

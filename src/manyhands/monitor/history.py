@@ -62,7 +62,7 @@ _POINT = "step, time, loss, heldout_loss, samples, samples_per_second, peers, le
 _EVENT = "time, kind, text, step, peer_id, name"
 
 
-class KnownPeer(msgspec.Struct, frozen=True):
+class SeenPeer(msgspec.Struct, frozen=True):
     """A peer that has been seen.
 
     Attributes:
@@ -223,14 +223,13 @@ class History:
             rows = self._connection.execute("SELECT peer, samples, rounds FROM settled").fetchall()
         return {peer: Total(samples, rounds) for peer, samples, rounds in rows}
 
-    @property
-    def unit(self) -> Unit:
+    def read_unit(self) -> Unit:
         """What the samples in credited steps are: those of the last :meth:`set_unit`."""
         with self._using:
             (unit,) = self._connection.execute("SELECT unit FROM meta").fetchone()
         return self._new.unit or msgspec.convert(unit, Unit)
 
-    def peers(self) -> dict[bytes, KnownPeer]:
+    def peers(self) -> dict[bytes, SeenPeer]:
         """All peers that have been seen, by short id."""
         with self._using:
             rows = self._connection.execute(
@@ -238,7 +237,7 @@ class History:
             ).fetchall()
             with self._changing:
                 unwritten = dict(self._new.peers)
-        found = {row[0]: KnownPeer(*row) for row in rows} | unwritten
+        found = {row[0]: SeenPeer(*row) for row in rows} | unwritten
         return {peer: known for peer, known in found.items() if known is not None}
 
     # write
@@ -274,7 +273,7 @@ class History:
         with self._changing:
             self._new.unit = unit
 
-    def add_peers(self, peers: Iterable[KnownPeer]) -> None:
+    def add_peers(self, peers: Iterable[SeenPeer]) -> None:
         """Write what is known of peers."""
         with self._changing:
             self._new.peers.update({known.peer: known for known in peers})
@@ -346,7 +345,7 @@ class _Unwritten:
         self.steps: dict[int, CreditedStep | None] = {}
         self.settled: dict[bytes, Total] = {}  # what is added to the totals
         self.settled_until = -1  # this step and those before it are in the totals, and are deleted
-        self.peers: dict[bytes, KnownPeer | None] = {}  # None: to be deleted
+        self.peers: dict[bytes, SeenPeer | None] = {}  # None: to be deleted
         self.events: list[tuple[RunEvent, str]] = []
 
     @property

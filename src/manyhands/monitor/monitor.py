@@ -16,13 +16,14 @@ from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode, StoredValue
-from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
+from manyhands.monitor.events import HeldoutSeen, MonitorEvent, ProgressMade
 from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
 from manyhands.monitor.history import History
 from manyhands.monitor.painter import Look, Painter
-from manyhands.monitor.picture import Leader, RunPicture
-from manyhands.monitor.roster import longest_silence_s
+from manyhands.monitor.peer_table import longest_silence_s
+from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
+from manyhands.monitor.vouching import Vouching
 from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
@@ -99,7 +100,7 @@ class RunMonitor:
 
     Args:
         history: closed with the peer; by default one in memory.
-        on_event: called on the network thread with each :class:`manyhands.monitor.events.Event`; it must not block.
+        on_event: called on the network thread with each :data:`manyhands.monitor.events.MonitorEvent`; must not block.
         refresh_s: longest time between two reads; reads are more frequent shortly before a global step.
         is_quiet: log warnings alone, for a process that logs the progress of the run itself.
     Raises:
@@ -110,7 +111,7 @@ class RunMonitor:
         self,
         peer: WatchingPeer,
         run_id: str,
-        on_event: Callable[[Event], None],
+        on_event: Callable[[MonitorEvent], None],
         *,
         refresh_s: float = MAX_REFRESH_S,
         history: History | None = None,
@@ -130,6 +131,7 @@ class RunMonitor:
         self._is_watched = True
         self._notice = StrandedNotice(run_id)
         self._steps = CompleteSteps()
+        self._vouching: Vouching | None = None
         self._trainers_seen: dict[PeerId, float] = {}  # when last seen, also of those that have left
         self._leading_step = -1
         self._heldout_step = -1
@@ -143,9 +145,10 @@ class RunMonitor:
 
     @property
     def run_id(self) -> str:
+        """Name of the run."""
         return self._run_id
 
-    def leader_of(self, peer_id: str) -> Leader | None:
+    def leader_of(self, peer_id: str) -> LeaderboardRow | None:
         """The row of the leaderboard with this peer, whatever its rank; None for an unknown peer. From any thread."""
         return next((leader for leader in self._painter.all_leaders if peer_id in leader.peer_ids), None)
 
@@ -202,6 +205,7 @@ class RunMonitor:
         await self._reader.refresh()
         present = self._reader.present()
         trainers = {peer_id: seen.record for peer_id, seen in present.items() if not seen.record.is_auxiliary}
+        self._vouch(trainers)
         if not trainers:
             if self._is_watched:
                 logger.log(self._told_level, "Found no active peers", extra=SHOWN_LIVE)
@@ -211,7 +215,7 @@ class RunMonitor:
             return 1.0
         self._is_watched = True
         self._tell_stranded()
-        leading = held_by_most(trainers)
+        leading = held_by_most(trainers, self._peer.presence.vouched(self._run_id))
         target = await self._target_batch_size()
         progress = View(present, leading).progress(None, target, asyncio.get_running_loop().time())
         delay_s = next_refresh_s(progress, self._config)
@@ -226,13 +230,22 @@ class RunMonitor:
         await self._report_what_was_learnt(trainers)
         return min(delay_s, SETTLED_S) if self._steps.is_waiting else delay_s
 
+    def _vouch(self, trainers: Mapping[PeerId, ProgressRecord]) -> None:
+        """Vouch for trainers, if the run has a charter that names this peer."""
+        coordinator = self._peer.presence.coordinators.get(self._run_id)
+        if coordinator is not None and coordinator.is_delegated:
+            if self._vouching is None:
+                self._vouching = Vouching(coordinator.seen.seconds, coordinator.seen.vouched)
+            coordinator.vouch(self._vouching.look(trainers, asyncio.get_running_loop().time()))
+
     def _tell_stranded(self) -> None:
         """Warn if all trainers are behind firewalls: newcomers can join only through other peers, such as this one."""
         num_trainers = len(self._reader.trainers()) if self._reader.is_stranded() else 0
         self._notice.look(num_trainers, self._peer.addresses, asyncio.get_running_loop().time())
 
     async def _target_batch_size(self) -> int:
-        signed = await read_manifest(self._peer.dht, self._run_id)
+        expected = self._peer.presence.signed_manifests().get(self._run_id, b"")
+        signed = await read_manifest(self._peer.dht, self._run_id, expected)
         return signed.manifest.target_batch_size if signed is not None else 0
 
     def _report_progress(self, step: int, target: int, progress: Progress, delay_s: float) -> None:

@@ -18,8 +18,8 @@ from manyhands.monitor.credit import PATIENCE_S, Changes, Credit, leaders_of
 from manyhands.monitor.events import Happened, StepMade
 from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
-from manyhands.monitor.picture import Leader, Point, RunEvent, RunPicture
-from manyhands.monitor.roster import Roster, longest_silence_s, median_of
+from manyhands.monitor.peer_table import PeerTable, longest_silence_s, median_of
+from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
 from manyhands.optim.account import AccountRecord, unpacked
 from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Progress
 from manyhands.optim.run.progress_reader import Observed
@@ -73,13 +73,13 @@ class Painter:
         self._run_id = run_id
         self._history = history
         self._credit = Credit(history.steps(), history.settled())
-        self._roster = Roster(history.peers())
+        self._table = PeerTable(history.peers())
         self._events: deque[RunEvent] = deque(history.events(MAX_EVENTS)[::-1], maxlen=MAX_EVENTS)
         self._known_until = self._events[-1].time if self._events else 0.0
         self._points = {point.step: point for point in history.points(limit=1)}
-        self.all_leaders: list[Leader] = []
+        self.all_leaders: list[LeaderboardRow] = []
         self._leaders_of = (-1, -1)  # versions
-        self._unit = history.unit
+        self._unit = history.read_unit()
         self._behind, self._behind_since = 0, math.inf  # step from which the run has gone back, and when
         self._num_refused = 0
         self._told_refused_at = -math.inf
@@ -113,7 +113,7 @@ class Painter:
         missed = [event for event in told.events if event.time > self._known_until]  # others are in the history already
         self._history.add_events(missed, told.origin)
         self._history.add_credit(self._credit.add_told(told.steps))
-        self._history.add_peers(self._roster.learn({peer.peer_id: peer.name for peer in told.peers}))
+        self._history.add_peers(self._table.learn({peer.peer_id: peer.name for peer in told.peers}))
 
     def paint(self, look: Look) -> tuple[RunPicture, list[Happened]]:
         """The picture of a look, and what has happened since the last one."""
@@ -129,7 +129,7 @@ class Painter:
         changes = credit.look(accounts, positions, look.now)
         while self.told:  # more may be appended meanwhile
             self._add_told(self.told.pop(0))
-        events, known = self._roster.look(
+        events, known = self._table.look(
             look.observed, look.accounts, now=look.now, wall_time=look.wall_time, step=look.step, credit=credit
         )
         earlier = {
@@ -137,21 +137,21 @@ class Painter:
             for peer_id, account in look.accounts.items()
             if peer_id not in trained and credit.total_of(peer_id).samples > 0
         }
-        known += self._roster.learn(earlier)
+        known += self._table.learn(earlier)
         self._note_refused(look)
         self._news += events
         events, self._news = self._news, []
         self._events.extend(events)
         self._history.add_credit(changes)
         self._history.add_peers(known)
-        self._history.remove_peers(self._roster.forget(credit))
+        self._history.remove_peers(self._table.forget(credit))
         self._history.add_events(events)
         self._remove_later_points(look)
         points = self._changed_points(look, accounts, changes)
         self._history.add_points(points)
         if self.first_step == 0 and points:
             self.first_step = min(point.step for point in points)
-        self.silence_due_s = self._roster.silence_due_s(look.now)
+        self.silence_due_s = self._table.silence_due_s(look.now)
         return self._picture(look), [
             Happened(event.kind, event.text, event.step, event.peer_id, event.name) for event in events
         ]
@@ -221,14 +221,14 @@ class Painter:
             committed_samples=credit.num_samples,
             unit=self._unit,
             last=self._points[max(self._points)] if self._points else None,
-            peers=self._roster.rows(credit, is_averaging=is_averaging),
+            peers=self._table.rows(credit, is_averaging=is_averaging),
             leaders=self._current_leaders(),
             events=list(self._events)[::-1],
         )
 
-    def _current_leaders(self) -> list[Leader]:
-        versions = (self._credit.version, self._roster.version)
+    def _current_leaders(self) -> list[LeaderboardRow]:
+        versions = (self._credit.version, self._table.version)
         if self._leaders_of != versions:
             self._leaders_of = versions
-            self.all_leaders = leaders_of(self._credit.totals, self._roster.names)
+            self.all_leaders = leaders_of(self._credit.totals, self._table.names)
         return self.all_leaders[:MAX_LEADERS]

@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 PeerState = Literal["training", "averaging", "gone", "left"]
 """``left`` said so; ``gone`` did not, and has not been heard of for 15 s."""
 
-Reach = Literal["direct", "client", "auxiliary"]
+Reachability = Literal["direct", "client", "auxiliary"]
 
 EventKind = Literal["joined", "left", "died", "aborted", "reloaded", "refused", "restarted"]
 
@@ -40,7 +40,7 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     peer_id: str
     name: str = ""
     state: PeerState = "training"
-    reach: Reach = "direct"
+    reach: Reachability = "direct"
     version: str = ""
     device: str = ""
     since: float = 0.0
@@ -54,7 +54,7 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Leader(msgspec.Struct, frozen=True, kw_only=True):
+class LeaderboardRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the leaderboard: all peers of one name, or one peer without a name.
 
     Attributes:
@@ -79,6 +79,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
         time: seconds since 1970.
         loss: mean over the micro-batches of all peers.
         samples: committed in this step.
+        samples_per_second: of all peers; 0 if the monitor was not there, or looked elsewhere, when they said it.
         bytes_sent: by all peers together since the step before.
     """
 
@@ -141,5 +142,5 @@ class RunPicture(msgspec.Struct, frozen=True, kw_only=True):
     unit: Unit = "samples"
     last: Point | None = None
     peers: list[PeerRow] = []
-    leaders: list[Leader] = []
+    leaders: list[LeaderboardRow] = []
     events: list[RunEvent] = []

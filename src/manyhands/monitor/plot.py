@@ -58,7 +58,7 @@ class Curve:
 
 
 @dataclass
-class Curves:
+class RunCurves:
     """What one file says of a run.
 
     Attributes:
@@ -84,11 +84,8 @@ class _Event(msgspec.Struct):
     step: int | None = None
     loss: float | None = None
     heldout_loss: float | None = None
-    samples: int = 0
-    target_batch_size: int = 0
     samples_per_second: float | None = None
     num_peers: int | None = None
-    alive_peers: int | None = None
 
 
 class _Row(msgspec.Struct):
@@ -142,13 +139,13 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
 
 
-def read(path: Path, label: str) -> Curves:
+def read(path: Path, label: str) -> RunCurves:
     """Read an event file, or the history of a monitor.
 
     Raises:
         ConfigError: it cannot be read, or it has nothing to draw.
     """
-    curves = Curves(label)
+    curves = RunCurves(label)
     try:
         with path.open("rb") as file:
             is_database = file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC
@@ -185,8 +182,8 @@ def _events(path: Path, lines: Iterable[bytes]) -> Iterator[_Event]:
         yield event
 
 
-def _add_events(curves: Curves, events: Iterable[_Event]) -> None:
-    speed: list[tuple[float, float]] = []  # of the batches of one step
+def _add_events(curves: RunCurves, events: Iterable[_Event]) -> None:
+    of_a_step: list[_Event] = []  # batches of a trainer, or what a monitor saw while the peers accumulated
     for event in events:
         step = event.step
         if step is None:
@@ -195,30 +192,39 @@ def _add_events(curves: Curves, events: Iterable[_Event]) -> None:
             curves.loss.add(step, event.loss)
         elif event.type in ("heldout_seen", "evaluated"):
             curves.heldout_loss.add(step, event.heldout_loss)
-        elif event.type == "progress":
-            share = min(event.samples / event.target_batch_size, 1.0) if event.target_batch_size > 0 else 0.0
-            curves.throughput.add(step + share, event.samples_per_second)
-            curves.peers.add(step + share, event.num_peers)
-        elif event.type == "batch" and event.samples_per_second is not None:
-            if speed and speed[0][0] != step:
-                curves.throughput.add(*_mean(speed))
-                speed = []
-            speed.append((step, event.samples_per_second))
+        elif event.type in ("progress", "batch"):
+            if of_a_step and of_a_step[0].step != step:
+                _add_step(curves, of_a_step)
+                of_a_step = []
+            of_a_step.append(event)
         elif event.type == "step":
             curves.loss.add(step, event.loss)
             curves.peers.add(step, event.num_peers)
-    if speed:
-        curves.throughput.add(*_mean(speed))
+    if of_a_step:
+        _add_step(curves, of_a_step)
 
 
-def _add_history(curves: Curves, path: Path) -> None:
+def _add_step(curves: RunCurves, events: Sequence[_Event]) -> None:
+    """Add the throughput and the peers of the global step that these events lead to."""
+    last = events[-1]
+    assert last.step is not None
+    step = last.step + 1
+    if last.type == "progress":  # at first a monitor counts only the peers that have told it of the step before
+        events = [last]
+        curves.peers.add(step, last.num_peers)
+    speeds = [event.samples_per_second for event in events if event.samples_per_second is not None]
+    if speeds:
+        curves.throughput.add(step, sum(speeds) / len(speeds))
+
+
+def _add_history(curves: RunCurves, path: Path) -> None:
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             for values in database.execute(f"SELECT {', '.join(COLUMNS)} FROM points ORDER BY step"):
                 row = msgspec.convert(dict(zip(COLUMNS, values, strict=True)), _Row)
                 curves.loss.add(row.step, row.loss)
                 curves.heldout_loss.add(row.step, row.heldout_loss)
-                curves.throughput.add(row.step, row.samples_per_second)
+                curves.throughput.add(row.step, row.samples_per_second or None)  # 0: nobody said
                 curves.peers.add(row.step, row.peers)
     except (sqlite3.Error, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} is not the history of a monitor: {error}") from None
@@ -228,7 +234,7 @@ def _mean(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return sum(step for step, _ in points) / len(points), sum(value for _, value in points) / len(points)
 
 
-def draw(files: Sequence[Curves], output: Path) -> None:
+def draw(files: Sequence[RunCurves], output: Path) -> None:
     """Draw the chart: dark on white, whatever the user's settings of matplotlib are.
 
     Raises:
@@ -272,7 +278,7 @@ def _draw_curve(ax: Any, curve: Curve, colour: str, line_style: str, **how: Any)
         ax.plot(steps, values, color=colour, linestyle=line_style, linewidth=1.8, marker=marker, markersize=4, **how)
 
 
-def _draw_legend(ax: Any, files: Sequence[Curves]) -> None:
+def _draw_legend(ax: Any, files: Sequence[RunCurves]) -> None:
     from matplotlib.lines import Line2D
 
     named: list[tuple[str, str, Any]] = [

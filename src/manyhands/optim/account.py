@@ -83,10 +83,12 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Whether the digest is that of the list, which must be in order and name each peer once."""
         ids = [self.shares[at : at + SHORT_ID_BYTES] for at in range(0, len(self.shares), SHARE_BYTES)]
         is_ordered = all(one < other for one, other in itertools.pairwise(ids))
-        return is_ordered and self.digest == digest_of(self.step, self.before, self.after, self.is_grid, self.shares)
+        return is_ordered and self.digest == digest_of_step(
+            self.step, self.before, self.after, self.is_grid, self.shares
+        )
 
 
-def digest_of(step: int, before: bytes, after: bytes, is_grid: bool, shares: bytes) -> bytes:
+def digest_of_step(step: int, before: bytes, after: bytes, is_grid: bool, shares: bytes) -> bytes:
     """The digest of a committed step."""
     head = struct.pack(">Q?", step, is_grid)
     return hashlib.sha256(head + before + after + shares).digest()[:DIGEST_BYTES]
@@ -193,7 +195,7 @@ class RecentSteps:
             for peer_id, weight in shares.items()
         }
         lists, before, after = packed(counted), left.lineage, short_lineage(reached.lineage)
-        digest = digest_of(reached.step, before, after, is_grid, lists)
+        digest = digest_of_step(reached.step, before, after, is_grid, lists)
         listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]
         is_listing = self._own_id in listing and len(lists) <= MAX_LISTS_BYTES
         self._steps.append(CommittedStep(reached.step, before, after, is_grid, digest, lists if is_listing else b""))

@@ -29,9 +29,9 @@ CALL_TIMEOUT_S = 15.0
 TELL_TIMEOUT_S = 60.0
 BLOCKED_S = 5.0
 """For a blocked network thread, beyond the limit of what it does."""
-JOIN_ATTEMPTS = 3
-CALLED_WITHIN_S = 40.0
-"""A client with the state connects to a newcomer within this time, or its record has expired.
+JOIN_PATIENCE_S = 40.0
+"""A newcomer asks for the state again within this time: its link may be down, or a client with the state has yet to
+connect to it.
 
 Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which a trainer goes on without the state.
 """
@@ -73,9 +73,9 @@ class BlockingRunClient:
         """Load the state of the best branch, and make the steps since; returns whether a state was loaded."""
         failures: list[Unavailable] = []
         has_loaded = False
-        called_by, phase, collaboration = self._peer.time() + CALLED_WITHIN_S, "joining the run", self._collaboration
+        give_up_at, phase, collaboration = self._peer.time() + JOIN_PATIENCE_S, "joining the run", self._collaboration
         while not self._call(phase, collaboration.tracker.is_on_best_branch):
-            if must_be_called_on := self._call(phase, collaboration.must_be_called_on):
+            if self._call(phase, collaboration.must_be_called_on):
                 self._call(phase, collaboration.tracker.start)  # the record says where
             try:
                 state = self._download()
@@ -90,7 +90,7 @@ class BlockingRunClient:
                 failures.append(error)
             else:
                 return True
-            if len(failures) >= JOIN_ATTEMPTS and not (must_be_called_on and self._peer.time() < called_by):
+            if self._peer.time() >= give_up_at:
                 raise failures[0]  # it names all peers that were asked; later attempts skip those without news
             self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
             self._run(collaboration.tracker.look(), phase)
@@ -211,7 +211,7 @@ class BlockingRunClient:
             yield from steps
             self.tell()
             logger.info(
-                "Made %s that the others made meanwhile, up to step %d",
+                "Caught up on %s that the others made during the download, up to step %d",
                 counted(len(steps), "step"),
                 self._replica.position.step,
             )

@@ -12,11 +12,12 @@ class ProgressConfig:
     """How often a peer publishes and reads progress.
 
     Attributes:
-        min_refresh_s: records are published and read at most this often.
-        max_refresh_s: and read at least this often.
-        default_refresh_s: how often to read while no peer's speed is known.
-        expected_drift_peers: so many newcomers may appear before the next reading ...
-        expected_drift_rate: ... or this share of the peers, which makes the target come sooner than predicted.
+        min_refresh_s: shortest time between two reads, and between two publications.
+        max_refresh_s: longest time between two reads.
+        default_refresh_s: time between two reads while no peer's speed is known.
+        expected_drift_peers: number of newcomers to allow for before the next read; with them the run reaches the
+            target sooner than predicted.
+        expected_drift_rate: the same, as a share of the peers; the larger of the two counts.
         ttl_s: lifetime of a record after its last renewal; then a dead peer is forgotten.
     """
 

@@ -98,5 +98,20 @@ def _fitting(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def extra_tensors_of(
     buffers: Iterable[tuple[str, torch.Tensor]] | None, extra: Mapping[str, torch.Tensor] | None
 ) -> ExtraTensors:
-    """The tensors that a user gives to an optimizer."""
-    return ExtraTensors([*(buffers or ()), *(extra or {}).items()])
+    """The tensors that a user gives to an optimizer.
+
+    Raises:
+        ConfigError: they are given without names, or cannot be averaged.
+    """
+    if isinstance(buffers, torch.nn.Module):
+        raise ConfigError("buffers is a module; write buffers=model.named_buffers()")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ConfigError(f"extra_tensors is of type {type(extra).__name__}; give a dict of names and tensors")
+    named = [*(buffers or ())]
+    if not all(isinstance(one, tuple) and len(one) == 2 for one in named):
+        raise ConfigError("buffers are given without names; write buffers=model.named_buffers()")
+    named += (extra or {}).items()
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{name} is of type {type(tensor).__name__}; a torch.Tensor is needed")
+    return ExtraTensors(named)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from manyhands.averaging.codecs import Uncompared
 from manyhands.averaging.tensor_list import overlaps_itself
 
 CHECKED_NUMEL = 1 << 20
@@ -36,7 +37,7 @@ class GradientLayout:
         self._shapes = [parameter.shape for parameter in parameters]
         self._sizes = [parameter.numel() for parameter in parameters]
         self.num_values = sum(self._sizes)
-        self.shapes_of_rest = [[len(self._shapes)], *shapes_of_extra]
+        self.shapes_of_rest: list[Sequence[int]] = [Uncompared([len(self._shapes)]), *shapes_of_extra]
         self.shapes: list[Sequence[int]] = [*self._shapes, *self.shapes_of_rest]
         self._num_extra = sum(math.prod(shape) for shape in shapes_of_extra)
         self.numel = self.num_values + len(self._sizes) + self._num_extra

@@ -87,19 +87,19 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         faults = {}
         if self.publish_failures >= MAX_FAILURES:
             faults["publish_failures"] = (
-                f"this peer's progress could not be published {self.publish_failures} times in a row: the others do "
-                "not count it; is its link down? manyhands doctor says more"
+                f"this peer's progress could not be published {self.publish_failures} times in a row, so the others do "
+                "not count its samples; check its connection, or run manyhands doctor"
             )
         if self.alone_s is not None and self.alone_s >= ALONE_S:
             faults["alone_s"] = (
-                f"no other peer of the run has been seen for {self.alone_s:.0f} s: this one trains alone; if others do "
-                "train, manyhands doctor says more"
+                f"no other peer of the run has been seen for {self.alone_s:.0f} s: this one trains alone; if others "
+                "should be there, run manyhands doctor"
             )
         if self.clock_offset_s is not None and abs(self.clock_offset_s) >= CLOCK_S:
             way = "ahead of" if self.clock_offset_s > 0 else "behind"
             faults["clock_offset_s"] = (
-                f"the clock of this machine is {abs(self.clock_offset_s):.0f} s {way} those of other peers, which "
-                "refuse what it publishes from a minute on; set it, or switch on its synchronization (NTP)"
+                f"the clock of this machine is {abs(self.clock_offset_s):.0f} s {way} those of other peers. They "
+                "refuse its records once it is a minute off: set the clock, or switch on its synchronization (NTP)"
             )
         return faults
 

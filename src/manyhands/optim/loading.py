@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -13,18 +13,19 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import LoadedState, State, StateHeader, state_of, whole_chunks_of
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManifestMismatch, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, ManifestMismatch, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.optim.flat import are_finite
 from manyhands.optim.manifest import RunManifest, read_manifest
 from manyhands.optim.run.branches import believed_by_a_newcomer
-from manyhands.optim.run.progress import ProgressRecord, rank_of
+from manyhands.optim.run.progress import ProgressRecord, branch_order
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
-from manyhands.peer import Peer
+from manyhands.peer import Peer, check_peer
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
@@ -53,6 +54,10 @@ def load_state_from_peers(
         Unavailable: nobody trains this run, or no peer could send its state. The model is unchanged.
         Timeout: the download took longer than ``timeout_s``.
     """
+    check_peer(peer)
+    checked_run_id(run_id)
+    if not isinstance(into, torch.nn.Module):
+        raise ConfigError(f"into is of type {type(into).__name__}; give the model, a torch.nn.Module")
     return peer.run(_load(peer, run_id, into), timeout_s + FIND_RUN_TIMEOUT_S, f"loading the state of run {run_id!r}")
 
 
@@ -77,7 +82,7 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
         else "nobody trains it now"
     ]
     for _ in range(MAX_POSITIONS):
-        if (leading := leading_donors(records, presence.rng)) is None:
+        if (leading := leading_donors(records, presence.rng, presence.vouched(run_id))) is None:
             break
         position, donors = leading
         try:
@@ -102,8 +107,7 @@ async def _manifest_of(peer: Peer, run_id: str) -> RunManifest:
     presence = peer.presence
     await presence.check_run(run_id)
     declare_run(presence.dht, run_id)
-    members = presence.members.get(run_id)
-    signed = await read_manifest(presence.dht, run_id, members.charter.charter.manifest if members is not None else b"")
+    signed = await read_manifest(presence.dht, run_id, presence.signed_manifests().get(run_id, b""))
     if signed is None:
         raise Unavailable(
             f"nobody trains run {run_id!r}, as far as the {counted(presence.dht.num_known_peers, 'peer')} of this "
@@ -120,13 +124,17 @@ def askable(records: Mapping[PeerId, ProgressRecord], endpoint: Endpoint) -> dic
 
 
 def leading_donors(
-    records: Mapping[PeerId, ProgressRecord], rng: random.Random
+    records: Mapping[PeerId, ProgressRecord], rng: random.Random, vouched: Collection[PeerId] = ()
 ) -> tuple[Position, list[PeerId]] | None:
-    """The position of the run, as a peer that does not train believes it, and the peers that hold its state."""
-    believed = believed_by_a_newcomer(records)
+    """The position of the run, as a peer that does not train believes it, and the peers that hold its state.
+
+    Args:
+        vouched: peers for which a coordinator of the run vouches.
+    """
+    believed = believed_by_a_newcomer(records, vouched)
     if not believed:
         return None
-    position = max(believed.values(), key=rank_of).position
+    position = max(believed.values(), key=branch_order).position
     donors = [peer_id for peer_id, record in believed.items() if record.position == position]
     rng.shuffle(donors)
     donors.sort(key=lambda peer_id: not believed[peer_id].is_auxiliary)  # trainers need their links themselves

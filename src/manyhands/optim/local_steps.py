@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.averaging.codecs.sparse import Sparse
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.state.content import State
+from manyhands.base.arguments import whole
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Accumulator, Contribution
@@ -34,7 +35,7 @@ from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, restore, specs_of, split_inner, take_options
-from manyhands.optim.step.replica import HostCopy, Replica, SchedulerMaker, copy_on_host
+from manyhands.optim.step.replica import HostCopy, Replica, copy_on_host
 from manyhands.optim.step.update import global_norm
 
 logger = logging.getLogger(__name__)
@@ -64,9 +65,9 @@ class LocalSteps:
         outer: makes the optimizer that steps with the averaged change, from a list of parameter groups. By default
             ``SGD(lr=1.0)``, which is plain averaging of parameters. :func:`nesterov` is that of DiLoCo, for hundreds of
             inner steps between two averages and hundreds of averages.
-        fragments: the parameters are averaged in so many parts, one after the other, which divides the peak of the
-            traffic. Each part is averaged once in ``target_batch_size`` samples.
-        overlap_steps: go on with up to so many inner steps while the average is computed.
+        fragments: number of parts in which the parameters are averaged, one after the other; more parts lower the
+            peak of the traffic. Each part is averaged once in ``target_batch_size`` samples.
+        overlap_steps: number of inner steps that this peer may make while an average is computed.
         sparse: send only the largest changes; the rest is kept and added to the next ones (SparseLoCo).
     Raises:
         ConfigError: a value cannot be used.
@@ -80,10 +81,7 @@ class LocalSteps:
     def __post_init__(self) -> None:
         for name, number, least, example in (("fragments", self.fragments, 1, 4),
                                              ("overlap_steps", self.overlap_steps, 0, 5)):  # fmt: skip
-            if not isinstance(number, int):
-                raise ConfigError(f"{name}={number!r} must be a whole number; for example {example}")
-            if number < least:
-                raise ConfigError(f"{name}={number} must be at least {least}; for example {example}")
+            object.__setattr__(self, name, whole(name, number, least=least, example=example))
         if self.sparse is not None and not isinstance(self.sparse, Sparse):
             raise ConfigError(f"sparse={self.sparse!r} must be made by manyhands.Sparse; for example Sparse(top=64)")
         if self.outer is not None:
@@ -135,12 +133,13 @@ class LocalReplica(Replica):
         ConfigError: ``outer`` makes no optimizer of the given parameters, or there are fewer tensors than fragments.
     """
 
+    norm_grows = True
     can_replay = False  # each step changes a part, and newcomers take the inner optimizer's statistics over
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        scheduler: SchedulerMaker | None,
+        scheduler: LRScheduler | None,
         local_steps: LocalSteps,
         *,
         max_grad_norm: float | None = None,
@@ -151,8 +150,6 @@ class LocalReplica(Replica):
         self.num_fragments = local_steps.fragments
         self.overlap_steps = local_steps.overlap_steps
         self._is_sparse = local_steps.sparse is not None
-        if scheduler is not None and not isinstance(scheduler, LRScheduler):
-            scheduler = scheduler(inner)
         of_model = parameters_of(inner)
         model_parameters = [parameter for parameter in of_model if parameter.requires_grad]
         super().__init__(_outer_of(local_steps, inner), scheduler, extra=extra)

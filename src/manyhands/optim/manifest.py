@@ -36,6 +36,8 @@ DECODED_IN_A_TURN = 8
 OPTION_NAMES = {"lr": "learning_rate"}
 """Hyper-parameters that have a longer name on the command line."""
 SHOWN_DIFFERENCES = 5
+SHOWN_DIGITS = 16
+"""Of a fingerprint."""
 SHOWN_CHARACTERS = 1000
 """Limit for one value in a difference: others' values have to fit on a screen."""
 
@@ -90,7 +92,8 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
         for key in sorted(own.extra.keys() | run.extra.keys())
         if own.extra.get(key) != run.extra.get(key)
     ]
-    lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
+    if own.optimizer == run.optimizer:  # another kind has other options
+        lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
     lines += _tensor_differences(own.tensors, run.tensors)
     if own.extra_tensors != run.extra_tensors:
         here, there = ([spec.name for spec in manifest.extra_tensors] for manifest in (own, run))
@@ -190,10 +193,16 @@ class ManifestKeeper:
         await self._withdraw()
 
     async def _compare(self) -> bool:
-        """Whether a peer has signed a manifest; this peer's is then equal to it."""
-        run = await read_manifest(self._dht, self._manifest.run_id, self._expected)
-        if run is not None and run.manifest.fingerprint() != self._manifest.fingerprint():
-            raise ManifestMismatch(self._manifest.run_id, differences(self._manifest, run.manifest))
+        """Whether a peer has signed a manifest; this peer's is then equal to it, and the one that the owner signed."""
+        run_id, own = self._manifest.run_id, self._manifest.fingerprint()
+        run = await read_manifest(self._dht, run_id, self._expected)
+        if run is not None and run.manifest.fingerprint() != own:
+            raise ManifestMismatch(run_id, differences(self._manifest, run.manifest))
+        if not own.startswith(self._expected):
+            here, there = own.hex()[:SHOWN_DIGITS], self._expected.hex()[:SHOWN_DIGITS]
+            raise ManifestMismatch(
+                run_id, [f"its owner signed other settings (fingerprint {there}, here {here}); ask the owner for these"]
+            )
         return run is not None
 
     async def _publish(self) -> None:

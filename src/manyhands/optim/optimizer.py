@@ -13,6 +13,7 @@ from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.state.content import State, sealed
+from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import Failure, RecentSteps
@@ -28,17 +29,19 @@ from manyhands.optim.options import (
     Delay,
     OptimizerMaker,
     Options,
+    SchedulerMaker,
     check_frozen,
     checked_batch,
     checked_parameters,
     made_optimizer,
+    made_scheduler,
 )
 from manyhands.optim.run.collaboration import Collaboration, Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
-from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
+from manyhands.optim.step.replica import Replica, manifest_of
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted
@@ -49,10 +52,17 @@ AUXILIARY_PERIOD_S = 0.25
 SETTLE_PERIOD_S = 0.01
 FAILURES_UNTIL_ADVICE = 3
 """Attempts in a row: one or two also fail in a healthy run, when a member is lost."""
+ADVISED_FAILURES = {FAILURES_UNTIL_ADVICE << doubled for doubled in range(32)}
+REPEAT_S = 10.0
+"""Several attempts may fail in a second, also in a healthy run: a newcomer's record is there before its first batch."""
+
+
+def _are_texts(facts: object) -> bool:
+    return isinstance(facts, Mapping) and all(isinstance(text, str) for item in facts.items() for text in item)
 
 
 class Optimizer(OptimizerWrapper):
-    """Wraps a torch optimizer, so that its batch is what all peers of a run compute together.
+    """Wraps a torch optimizer, so that all peers of a run compute each of its batches together.
 
     Micro-batches are accumulated. Each time the peers together have reached ``target_batch_size`` samples, their
     gradients are averaged, weighted by samples, and every peer makes the same step.
@@ -127,15 +137,19 @@ class Optimizer(OptimizerWrapper):
         averaging: AveragingConfig | None = None,
         progress: ProgressConfig | None = None,
     ) -> None:
-        if local_steps is not None and not isinstance(local_steps, LocalSteps):
-            raise ConfigError(
-                f"local_steps={local_steps!r} must be made by manyhands.LocalSteps; for example LocalSteps(fragments=4)"
-            )
+        made_by(LocalSteps, "LocalSteps(fragments=4)", local_steps=local_steps)
+        made_by(AveragingConfig, 'AveragingConfig(codec="int8")', averaging=averaging)
+        made_by(ProgressConfig, "ProgressConfig(ttl_s=60.0)", progress=progress)
+        check_flags(auxiliary=auxiliary, allow_solo=allow_solo)
+        check_flags(may_be_none=True, offload=offload, start_new=start_new)
+        if must_match is not None and not _are_texts(must_match):
+            raise ConfigError(f'must_match={must_match!r} must be a dict of texts; for example {{"tokenizer": "v2"}}')
         self._options = options = Options(
             run_id=run_id, target_batch_size=target_batch_size, batch_size_per_step=batch_size_per_step,
             batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
             auxiliary=auxiliary, num_fragments=local_steps.fragments if local_steps is not None else None,
         )  # fmt: skip
+        target_batch_size = options.target_batch_size
         check_peer(peer)
         self._averaging = averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
         super().__init__(made_optimizer(optimizer, params))
@@ -145,14 +159,15 @@ class Optimizer(OptimizerWrapper):
         if buffers is None and not auxiliary:
             warn_of_running_statistics(parameter for _, parameter in named)
         facts = dict(must_match or {}) | options.facts()
+        schedule = made_scheduler(scheduler, self.inner)
         self._local: InnerSteps | None = None
         if local_steps is None:
             replica = Replica(
-                self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy, extra=extra
+                self.inner, schedule, max_grad_norm=max_grad_norm, offload=options.has_host_copy, extra=extra
             )
         else:
             replica = local = LocalReplica(
-                self.inner, scheduler, local_steps, max_grad_norm=max_grad_norm, offload=bool(offload), extra=extra
+                self.inner, schedule, local_steps, max_grad_norm=max_grad_norm, offload=bool(offload), extra=extra
             )
             self._local = InnerSteps(local)
             self._averaging = averaging = local_steps.averaging(averaging)
@@ -182,7 +197,7 @@ class Optimizer(OptimizerWrapper):
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
         self._allow_solo = allow_solo
-        self._num_failures = 0  # attempts at a step in a row
+        self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
         self._was_alone = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
@@ -193,7 +208,7 @@ class Optimizer(OptimizerWrapper):
         )  # fmt: skip
         self._client = BlockingRunClient(peer, self._collaboration, self._replica)
         self.statistics.states_loaded += self._client.join()
-        if local_steps is not None and (fault := options.fault_with(self.num_peers, batch_size_per_step or 0)):
+        if local_steps is not None and (fault := options.fault_with(self.num_peers, options.batch_size_per_step or 0)):
             self._client.leave()
             raise ConfigError(fault)
         self._must_check_target = local_steps is not None and batch_size_per_step is None
@@ -218,7 +233,7 @@ class Optimizer(OptimizerWrapper):
 
     @property
     def num_peers(self) -> int:
-        """Peers at this peer's global step, with this one, as last read."""
+        """Number of peers at this peer's global step, this one included, as last read."""
         return self._collaboration.tracker.progress.num_peers
 
     @property
@@ -503,16 +518,25 @@ class Optimizer(OptimizerWrapper):
             raise error
         self.statistics.rounds_aborted += 1
         self._num_failures += 1
-        self.last_failure = Failure(self._replica.position.step + 1, str(error))
-        waiting = self._samples.waiting
-        level = logging.INFO if self._collaboration.tracker.reader.last_said_goodbye else logging.WARNING
-        logger.log(
-            level, "Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, waiting
-        )
-        if self._num_failures % FAILURES_UNTIL_ADVICE == 0:
+        now, failure = self.peer.time(), Failure(self._replica.position.step + 1, str(error))
+        if failure != self.last_failure or now - self._told_failure_at >= REPEAT_S:
+            self._told_failure_at = now
+            is_farewell = self._collaboration.tracker.reader.last_said_goodbye
+            logger.log(
+                logging.INFO if is_farewell else logging.WARNING,
+                "Skipped averaging: %s; the %d samples of this peer count in the next attempt",
+                error,
+                self._samples.waiting,
+            )
+        self.last_failure = failure
+        if self._num_failures == 1:
+            self._failing_since = now
+        has_lasted = now - self._failing_since >= REPEAT_S
+        if self._num_failures in ADVISED_FAILURES and (has_lasted or self._allow_solo):
             logger.warning(
-                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
-                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it; see %s",
+                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s. "
+                "One of them may no longer call step(), in a notebook say: end its program, or let it go on. Else "
+                "manyhands doctor --initial-peers ... says whether this peer can reach them, and they it; see %s",
                 self._num_failures,
                 "It goes on alone" if self._allow_solo else "This peer does not step alone",
                 error.entry,

@@ -6,12 +6,14 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.averaging.state.content import DTYPES_OF_STATES
 from manyhands.averaging.tensor_list import DTYPES, overlaps_itself
+from manyhands.base.arguments import whole
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
@@ -23,6 +25,7 @@ GroupOptions = list[dict[str, Any]]
 """What an optimizer steps with, such as the learning rate, by parameter group."""
 _NOT_USED = {"param_names", "initial_lr"}  # in a step; torch's schedulers write the latter when they are made
 OptimizerMaker = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,17 +48,16 @@ class Options:
 
     def __post_init__(self) -> None:
         checked_run_id(self.run_id)
+        for name, example in (("target_batch_size", 4096), ("batch_size_per_step", 32)):
+            if (count := getattr(self, name)) is not None or name == "target_batch_size":
+                object.__setattr__(self, name, whole(name, count, least=1, example=example))
         target, lead = self.target_batch_size, self.batch_size_lead
-        if target < 1:
-            raise ConfigError(f"target_batch_size={target} must be at least 1; for example 4096")
-        if self.batch_size_per_step is not None and self.batch_size_per_step < 1:
-            raise ConfigError(f"batch_size_per_step={self.batch_size_per_step} must be at least 1; for example 32")
-        if lead is not None and not 0 <= lead < target:
+        if lead is not None and not 0 <= whole("batch_size_lead", lead, least=0, example=target // 16) < target:
             raise ConfigError(
                 f"batch_size_lead={lead} must be from 0 to below target_batch_size={target}; for example {target // 16}"
             )
-        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
-            raise ConfigError(f"max_grad_norm={self.max_grad_norm} must be above 0; for example 1.0, or None")
+        if self.max_grad_norm is not None and not 0 < _number(self.max_grad_norm) < math.inf:
+            raise ConfigError(f"max_grad_norm={self.max_grad_norm!r} must be above 0; for example 1.0, or None")
         if self.delay is not None and self.delay not in DELAYS:
             raise ConfigError(f"delay={self.delay!r} is unknown; one of {', '.join(map(repr, DELAYS))}, or None")
         if self.delay is not None and self.offload is False:
@@ -105,16 +107,33 @@ class Options:
         return {"max_grad_norm": str(float(self.max_grad_norm))} if self.max_grad_norm is not None else {}
 
 
+def _number(value: Any) -> float:
+    """A number of any type as a float; NaN for anything else."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
 def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> torch.optim.Optimizer:
-    """The optimizer to wrap, as given or made from ``params``; raises ``ConfigError`` for one that needs a closure."""
+    """The optimizer to wrap, as given or made from ``params``.
+
+    Raises:
+        ConfigError: there is none, or it needs a closure.
+    """
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ConfigError("params are for a function that makes the optimizer; this one has parameters already")
         made = optimizer
+    elif isinstance(optimizer, torch.nn.Module) or not callable(optimizer):
+        raise ConfigError(
+            f"optimizer is of type {type(optimizer).__name__}, and a torch optimizer over the model's parameters is "
+            "needed; for example torch.optim.AdamW(model.parameters())"
+        )
     elif params is None:
         raise ConfigError("the optimizer is to be made by a function: give params=model.parameters() as well")
-    else:
-        made = optimizer(params)
+    elif not isinstance(made := optimizer(params), torch.optim.Optimizer):
+        raise ConfigError(f"the function that makes the optimizer returned {made!r}; have it return a torch optimizer")
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
@@ -124,16 +143,42 @@ def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> t
     return made
 
 
+def made_scheduler(scheduler: SchedulerMaker | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """The schedule of the wrapped optimizer, as given or made from it.
+
+    Raises:
+        ConfigError: it is none, or that of another optimizer, whose learning rate it would change; or it follows each
+            peer's own loss.
+    """
+    if scheduler is None:
+        return None
+    made: Any = scheduler(optimizer) if callable(scheduler) and not isinstance(scheduler, LRScheduler) else scheduler
+    example = "scheduler=lambda inner: torch.optim.lr_scheduler.CosineAnnealingLR(inner, T_max=1000)"
+    if not hasattr(made, "optimizer"):
+        what = f"a function that returned {made!r}" if made is not scheduler else f"{made!r}"
+        raise ConfigError(f"scheduler is {what}, and a torch scheduler is needed; for example {example}")
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(
+            "ReduceLROnPlateau follows each peer's own loss; give a schedule by global step, LambdaLR say"
+        )
+    if made.optimizer is not optimizer:
+        raise ConfigError(
+            f"the scheduler, a {type(made).__name__}, changes the options of another optimizer than the wrapped one; "
+            f"for example {example}"
+        )
+    return cast(LRScheduler, made)
+
+
 def checked_batch(batch_size: int | None, weight: float | None) -> int:
     """The samples behind one call of ``step``; raises ``ConfigError`` if a value breaks its rule."""
-    if batch_size is None or batch_size < 0:
+    if batch_size is None:
         raise ConfigError(
-            f"batch_size={batch_size}: step() needs to know how many samples are behind the gradients; "
+            "step() needs to know how many samples are behind the gradients; "
             "give batch_size_per_step=32 to the optimizer, or batch_size=32 to step()"
         )
-    if weight is not None and not 0 <= weight < math.inf:
-        raise ConfigError(f"weight={weight} must be at least 0, such as the tokens over which the loss is a mean")
-    return batch_size
+    if weight is not None and not 0 <= _number(weight) < math.inf:
+        raise ConfigError(f"weight={weight!r} must be at least 0, such as the tokens over which the loss is a mean")
+    return whole("batch_size", batch_size, least=0, example=32)
 
 
 def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

@@ -67,9 +67,9 @@ class Ranks:
             dist.gather(own, said, dst=0, group=self._words)
         return [[number if is_given else None for is_given, number in row.tolist()] for row in said or []]
 
-    def broadcast(self, word: Word | None = None) -> Word:
-        """Rank 0's word, on all ranks."""
-        said = [word]
+    def broadcast(self, outcome: CallOutcome | None = None) -> CallOutcome:
+        """The outcome of a call on rank 0, on all ranks."""
+        said = [outcome]
         with self._lost("to hear rank 0" if self.rank == 0 else "that is rank 0"):
             dist.broadcast_object_list(said, src=0, group=self._words)
         assert said[0] is not None
@@ -117,7 +117,7 @@ class RankState(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Word:
+class CallOutcome:
     """Rank 0's message to the others at the end of a call.
 
     Attributes:
@@ -133,14 +133,14 @@ class Word:
     options: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Batch(NamedTuple):
+class StepArguments(NamedTuple):
     """One rank's arguments to ``step``."""
 
     samples: float | None
     weight: float | None
 
 
-def added_up(batches: Sequence[Batch]) -> tuple[int | None, float | None]:
+def added_up(batches: Sequence[StepArguments]) -> tuple[int | None, float | None]:
     """The batch of all ranks together; a broken rule on one of them breaks it for all.
 
     Raises:
@@ -157,7 +157,7 @@ def added_up(batches: Sequence[Batch]) -> tuple[int | None, float | None]:
     return (None, None) if samples is None else (int(samples), weight)
 
 
-def unequal(batches: Sequence[Batch]) -> str:
+def unequal(batches: Sequence[StepArguments]) -> str:
     """A hint if the ranks' batches differ: the mean of their gradients is then not the mean over all samples."""
     sizes = [batch.samples if batch.weight is None else batch.weight for batch in batches]
     if len(set(sizes)) == 1:
@@ -169,7 +169,7 @@ def unequal(batches: Sequence[Batch]) -> str:
     )
 
 
-def batches_of(call: Call, rows: Sequence[Sequence[float | None]]) -> list[Batch]:
+def batches_of(call: Call, rows: Sequence[Sequence[float | None]]) -> list[StepArguments]:
     """The batches of all ranks for one call, from rows of the call's number and the batch.
 
     Raises:
@@ -179,7 +179,7 @@ def batches_of(call: Call, rows: Sequence[Sequence[float | None]]) -> list[Batch
     if set(calls) != {call}:
         names = ", ".join(f"rank {rank} {other.name.lower()}" for rank, other in enumerate(calls))
         raise ConfigError(f"all ranks must make the same calls; here: {names}")
-    return [Batch(*row[1:]) for row in rows]
+    return [StepArguments(*row[1:]) for row in rows]
 
 
 class ProcessGroupOptimizer(OptimizerWrapper):
@@ -239,7 +239,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         self._has_warned = False
         self._shared: tuple[int, int, int] | None = None  # which parameters all ranks have; None if they may differ
 
-        def make(_: Sequence[Batch]) -> None:
+        def make(_: Sequence[StepArguments]) -> None:
             assert peer is not None
             self.leader = Optimizer(
                 self.inner, peer=peer, batch_size_per_step=batch_size_per_step, buffers=buffers,
@@ -260,7 +260,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 
     @property
     def num_peers(self) -> int:
-        """Peers at this peer's global step, with this one, as last read."""
+        """Number of peers at this peer's global step, this one included, as last read."""
         return self._standing.num_peers
 
     @property
@@ -301,7 +301,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = Batch(*self._batch_of(batch_size, weight, self._batch_size_per_step))
+        own = StepArguments(*self._batch_of(batch_size, weight, self._batch_size_per_step))
         self._together(Call.STEP, self._step, own)
         return loss
 
@@ -357,7 +357,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         assert self.leader is not None, "only rank 0 acts"
         return self.leader
 
-    def _step(self, batches: Sequence[Batch]) -> None:
+    def _step(self, batches: Sequence[StepArguments]) -> None:
         leader = self._own_leader
         samples, weight = added_up(batches)
         if samples is not None and not self._has_warned and (hint := unequal(batches)):
@@ -372,56 +372,58 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             for name in ("grad_scale", "found_inf"):
                 vars(leader).pop(name, None)
 
-    def _lead(self, call: Call, action: Callable[[Sequence[Batch]], Any], own: Batch) -> Word:
+    def _lead(self, call: Call, action: Callable[[Sequence[StepArguments]], Any], own: StepArguments) -> CallOutcome:
         try:
             batches = batches_of(call, self._ranks.gather([call, *own]))
             result = action(batches)
-            word = self._word(self._own_leader, result)
+            outcome = self._outcome(self._own_leader, result)
         except BaseException as error:
             self._shared = None  # the state of the ranks is unknown
             self._tell_of(error)
             raise
-        return self._ranks.broadcast(word)
+        return self._ranks.broadcast(outcome)
 
-    def _word(self, leader: Optimizer, result: Any) -> Word:
+    def _outcome(self, leader: Optimizer, result: Any) -> CallOutcome:
         standing = RankState(*(getattr(leader, name) for name in RankState._fields))
         standing = standing._replace(statistics=replace(leader.statistics))
         num_inner = leader.statistics.samples_computed if leader.makes_local_steps else 0
         before, self._shared = self._shared, (leader.global_step, leader.statistics.states_loaded, num_inner)
         has_moved = before != self._shared
         options = hyper_parameters_of(leader.param_groups) if has_moved else []
-        return Word(standing=standing, result=result, has_moved=has_moved, options=options)
+        return CallOutcome(standing=standing, result=result, has_moved=has_moved, options=options)
 
     def _tell_of(self, error: BaseException) -> None:
         """Have the others raise what rank 0 raises, if they are still there."""
         kind = next((kind for kind in (ConfigError, Unavailable) if isinstance(error, kind)), RankLost)
         text = repr(error) if kind is RankLost else str(error)
         try:
-            self._ranks.broadcast(Word(error=kind(f"rank 0 failed: {text}")))
+            self._ranks.broadcast(CallOutcome(error=kind(f"rank 0 failed: {text}")))
         except RankLost as lost:
             logger.warning("%s", lost)
 
     # on all ranks
 
-    def _together(self, call: Call, action: Callable[[Sequence[Batch]], Any], own: Batch | None = None) -> Any:
+    def _together(
+        self, call: Call, action: Callable[[Sequence[StepArguments]], Any], own: StepArguments | None = None
+    ) -> Any:
         """Have rank 0 act; all ranks get the result and rank 0's parameters."""
-        own = own or Batch(None, None)
+        own = own or StepArguments(None, None)
         if self._ranks.rank == 0:
-            word = self._lead(call, action, own)
+            outcome = self._lead(call, action, own)
         else:
             self._ranks.gather([call, *own])
-            word = self._ranks.broadcast()
-        if word.error is not None:
-            raise word.error
-        if word.has_moved:
+            outcome = self._ranks.broadcast()
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.has_moved:
             self._ranks.share(self._tensors)
-        self._standing = word.standing
+        self._standing = outcome.standing
         if self.leader is not None:
             self.param_groups, self.state = self.leader.param_groups, self.leader.state
         else:
-            for group, sent in zip(self.param_groups, word.options, strict=False):
+            for group, sent in zip(self.param_groups, outcome.options, strict=False):
                 group.update(merged({name: value for name, value in group.items() if name != "params"}, sent))
-        return word.result
+        return outcome.result
 
     def _fitting(
         self,

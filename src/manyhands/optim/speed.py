@@ -83,8 +83,8 @@ def describe_late_states(num_loads: int, download_s: float, computing_s: float, 
     else:
         larger = f"a target_batch_size above {target_batch_size}"
     return (
-        f"{num_loads} states in a row were out of date when they were here: this peer cannot keep up with the run. The "
-        f"last one took {download_s:.3g} s. A faster link would do, or {larger}, on all peers"
+        f"{num_loads} downloaded states in a row were out of date on arrival: this peer cannot keep up with the run. "
+        f"The last download took {download_s:.3g} s. Use a faster link, or {larger} on all peers"
     )
 
 

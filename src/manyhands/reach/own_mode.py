@@ -69,8 +69,11 @@ class OwnMode:
         await self._tasks.close()
 
     async def decided(self) -> None:
-        """Wait until this peer knows its mode, for at most a few seconds longer than that takes."""
-        if not self._tasks.is_closed and len(self._tasks):
+        """Wait until this peer knows its mode, for at most a few seconds longer than that takes.
+
+        If it has found no other peer, nobody can tell it; it finds out once one is connected.
+        """
+        if not self._tasks.is_closed and len(self._tasks) and self._endpoint.num_connected_peers:
             try:
                 async with time_limit(DECIDED_WITHIN_S + ASK_TIMEOUT_S, FINDING_OUT):
                     await self._is_decided.wait()
@@ -90,9 +93,8 @@ class OwnMode:
             self._endpoint.set_client_mode(is_on=True)
             asked = f"the {num_asked} peers that tried could not" if num_asked > 1 else "the peer that tried could not"
             logger.warning(
-                "No other peer can dial this one (%s): it takes part as a client, which dials out only. With an open "
-                "port it helps the run more; manyhands doctor says what is in the way, and --no-client-mode listens "
-                "in any case",
+                "No other peer can dial this one (%s): it takes part as a client, which dials out only. An open port "
+                "would help the run more; manyhands doctor says what blocks it. --no-client-mode listens in any case",
                 asked if num_asked else "none answered in time",
             )
         self._is_decided.set()

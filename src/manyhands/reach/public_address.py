@@ -53,7 +53,7 @@ class PublicAddress:
     release: Callable[[], None] = lambda: None
 
 
-Source = Callable[[], PublicAddress | None]
+AddressLookup = Callable[[], PublicAddress | None]
 
 
 def infer(
@@ -92,7 +92,7 @@ def infer(
     return known[0] if known else None
 
 
-def begun(source: Source, deadline: float) -> Source:
+def begun(source: AddressLookup, deadline: float) -> AddressLookup:
     """Run a source on a thread of its own; returns the function that waits for its answer, until the deadline."""
     answer = Future[PublicAddress | None]()
 
@@ -118,7 +118,7 @@ def begun(source: Source, deadline: float) -> Source:
     return wait
 
 
-def _clouds(port: int, metadata: str) -> list[Source]:
+def _clouds(port: int, metadata: str) -> list[AddressLookup]:
     clouds = {
         "AWS": lambda: _get(f"{metadata}/latest/meta-data/public-ipv4", _aws_headers(metadata)),
         "Google Cloud": lambda: _get(

@@ -34,8 +34,11 @@ class SeenHost:
     def _on_connected(self, peer_id: PeerId) -> None:
         self._tasks.spawn(self._ask(peer_id), name=f"asking peer {peer_id} for this one's address")
 
-    async def _is_dialled_at(self, peer_id: PeerId, address: Address) -> bool:
-        """Whether the peer finds this one there: it may have been dialled by this one, through a router."""
+    async def _ask_to_dial_back(self, peer_id: PeerId, address: Address) -> bool:
+        """Ask a peer to dial this one at an address; return whether it succeeded.
+
+        If this peer opened their connection, the host that the other one sees may be that of a router.
+        """
         try:
             response = await self._endpoint.call(peer_id, DIAL_BACK, DialBackRequest([str(address)]), ASK_TIMEOUT_S)
         except (Unavailable, PeerError) as error:
@@ -53,7 +56,7 @@ class SeenHost:
             return
         if not addresses or not addresses[0].is_public or any(address.is_public for address in endpoint.addresses):
             return
-        if await self._is_dialled_at(peer_id, addresses[0]):
+        if await self._ask_to_dial_back(peer_id, addresses[0]):
             self._ask_no_more()
             endpoint.announce(addresses, with_local=True)
             logger.info(

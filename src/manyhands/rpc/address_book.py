@@ -14,7 +14,7 @@ MAX_WORKED_PER_PEER = 4
 """Addresses that worked, per peer; leaves room for the current addresses of a peer that moves often."""
 
 
-class Source(enum.IntEnum):
+class AddressSource(enum.IntEnum):
     """How an address was learned: a better source is dialled first and never displaced by a worse one."""
 
     HEARSAY = 0
@@ -34,12 +34,14 @@ class AddressBook:
 
     def __init__(self, max_peers: int) -> None:
         self._max_peers = max_peers
-        self._known: dict[PeerId, dict[Address, Source]] = {}
+        self._known: dict[PeerId, dict[Address, AddressSource]] = {}
         self._announced: dict[PeerId, list[Address]] = {}
         self._seen_at: dict[PeerId, str] = {}  # the host that a peer announced from
-        self._by_best_source: dict[Source, OrderedDict[PeerId, None]] = {source: OrderedDict() for source in Source}
+        self._by_best_source: dict[AddressSource, OrderedDict[PeerId, None]] = {
+            source: OrderedDict() for source in AddressSource
+        }
 
-    def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source) -> bool:
+    def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: AddressSource) -> bool:
         """Add addresses, before older ones of the same source; return whether any of them is new."""
         if not addresses:
             return False
@@ -50,8 +52,8 @@ class AddressBook:
             return False
         merged = {address: max(learnt[address], before.get(address, source)) for address in learnt}
         merged |= {address: known for address, known in before.items() if address not in merged}
-        worked = [address for address, known in merged.items() if known is Source.WORKED]
-        merged |= dict.fromkeys(worked[MAX_WORKED_PER_PEER:], Source.HEARSAY)
+        worked = [address for address, known in merged.items() if known is AddressSource.WORKED]
+        merged |= dict.fromkeys(worked[MAX_WORKED_PER_PEER:], AddressSource.HEARSAY)
         self._enter(peer_id, merged)
         if len(self._known) > self._max_peers:
             self._forget_one()
@@ -63,7 +65,7 @@ class AddressBook:
         Args:
             host: the IP address of the peer's connection; empty if unknown.
         """
-        self.learn(peer_id, addresses, Source.ANNOUNCED)
+        self.learn(peer_id, addresses, AddressSource.ANNOUNCED)
         if peer_id in self._known:
             self._announced[peer_id] = [address.with_peer(peer_id) for address in addresses]
             self._seen_at[peer_id] = host
@@ -74,14 +76,14 @@ class AddressBook:
         Loopback addresses are included only if there are no others, which work on the same machine too.
         """
         known = self._known.get(peer_id, {})
-        hearsay = [address for address, source in known.items() if source is Source.HEARSAY]
+        hearsay = [address for address, source in known.items() if source is AddressSource.HEARSAY]
         told = self._announced.get(peer_id) or hearsay
         return [address for address in told if not address.is_loopback] or told
 
     def failed(self, peer_id: PeerId) -> None:
         """Note that no address of a peer answered: those that worked before now count as hearsay."""
         if peer_id in self._known:
-            self._enter(peer_id, dict.fromkeys(self._known[peer_id], Source.HEARSAY))
+            self._enter(peer_id, dict.fromkeys(self._known[peer_id], AddressSource.HEARSAY))
 
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
         """Return the addresses of a peer, the best first; empty if it is unknown."""
@@ -89,19 +91,21 @@ class AddressBook:
 
     def reached_at(self, peer_id: PeerId) -> list[Address]:
         """Return the addresses at which a peer was reached, the latest first."""
-        return [address for address, known in self._known.get(peer_id, {}).items() if known is Source.WORKED]
+        return [address for address, known in self._known.get(peer_id, {}).items() if known is AddressSource.WORKED]
 
     def heard(self, peer_id: PeerId) -> dict[Address, str]:
         """Return addresses at which a peer was not reached, each with the peer's host if it announced the address."""
         announced, host = self._announced.get(peer_id, []), self._seen_at.get(peer_id, "")
         known = self._known.get(peer_id, {}).items()
-        return {address: host if address in announced else "" for address, how in known if how is not Source.WORKED}
+        return {
+            address: host if address in announced else "" for address, how in known if how is not AddressSource.WORKED
+        }
 
     def is_reached(self, peer_id: PeerId) -> bool:
         """Whether an address of a peer worked the last time."""
-        return peer_id in self._by_best_source[Source.WORKED]
+        return peer_id in self._by_best_source[AddressSource.WORKED]
 
-    def _enter(self, peer_id: PeerId, addresses: dict[Address, Source]) -> None:
+    def _enter(self, peer_id: PeerId, addresses: dict[Address, AddressSource]) -> None:
         best_first = sorted(addresses.items(), key=lambda entry: -entry[1])
         self._known[peer_id] = dict(best_first[:MAX_ADDRESSES_PER_PEER])
         for peers in self._by_best_source.values():
@@ -109,7 +113,7 @@ class AddressBook:
         self._by_best_source[best_first[0][1]][peer_id] = None
 
     def _forget_one(self) -> None:
-        for source in sorted(Source):
+        for source in sorted(AddressSource):
             if peers := self._by_best_source[source]:
                 peer_id, _ = peers.popitem(last=False)
                 del self._known[peer_id]

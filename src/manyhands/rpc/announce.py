@@ -30,11 +30,11 @@ class Announcement(msgspec.Struct, frozen=True):
     ]
 
 
-class Noted(msgspec.Struct, frozen=True):
+class AnnounceResponse(msgspec.Struct, frozen=True):
     """The addresses replace the old ones."""
 
 
-ANNOUNCE = Method("rpc.announce", Announcement, Noted)
+ANNOUNCE = Method("rpc.announce", Announcement, AnnounceResponse)
 
 # documentation addresses (RFC 5737, RFC 3849): "connecting" a UDP socket only looks up the route and sends nothing
 _PROBES = {"ip4": (socket.AF_INET, "192.0.2.1"), "ip6": (socket.AF_INET6, "2001:db8::1")}

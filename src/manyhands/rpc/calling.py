@@ -14,18 +14,16 @@ import msgspec
 from manyhands.base.errors import ManyhandsError, PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.rpc.frames import (
     UNREADABLE,
+    CallFailure,
     Cancel,
-    Credit,
-    Failure,
     Item,
     Request,
     Response,
+    WindowUpdate,
     encode_frame,
     readable,
 )
-from manyhands.rpc.method import Method, StreamMethod
-from manyhands.rpc.method import Request as RequestBody
-from manyhands.rpc.method import Response as ResponseBody
+from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
 from manyhands.transport.api import ControlStream
 
 ITEMS_AHEAD = 32
@@ -34,7 +32,7 @@ ITEMS_AHEAD = 32
 SMALL_BYTES = 1 << 16
 """Messages of up to this size are sent without waiting."""
 
-Answer = Response | Failure | PeerLost | Timeout
+Answer = Response | CallFailure | PeerLost | Timeout
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -65,9 +63,7 @@ class Calls:
         """Calls without an answer; callers may still have to take answers that have arrived."""
         return sum(not answered.done() for answered in self._waiting.values())
 
-    async def call(
-        self, method: Method[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
-    ) -> ResponseBody:
+    async def call(self, method: Method[RequestT, ResponseT], request: RequestT, timeout_s: float) -> ResponseT:
         """See :meth:`manyhands.rpc.Endpoint.call`."""
         loop = asyncio.get_running_loop()
         call_id = next(self._ids)
@@ -90,8 +86,8 @@ class Calls:
         return self._decoded(answer.body, method.response, method.name)
 
     async def stream(
-        self, method: StreamMethod[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
-    ) -> AsyncGenerator[ResponseBody, None]:
+        self, method: StreamMethod[RequestT, ResponseT], request: RequestT, timeout_s: float
+    ) -> AsyncGenerator[ResponseT, None]:
         """See :meth:`manyhands.rpc.Endpoint.stream`."""
         loop = asyncio.get_running_loop()
         call_id = next(self._ids)
@@ -105,7 +101,7 @@ class Calls:
             while (item := await items.next()) is not None:
                 num_taken += 1
                 if num_taken % (ITEMS_AHEAD // 2) == 0:
-                    self._send_soon(Credit(call_id, ITEMS_AHEAD // 2))
+                    self._send_soon(WindowUpdate(call_id, ITEMS_AHEAD // 2))
                 yield self._decoded(item, method.item, method.name)
             answer = answered.result()
             if not isinstance(answer, Response):
@@ -116,7 +112,7 @@ class Calls:
             if not answered.done() or isinstance(answered.result(), Timeout):
                 self._send_soon(Cancel(call_id))
 
-    def answered(self, frame: Response | Failure) -> None:
+    def answered(self, frame: Response | CallFailure) -> None:
         """Handle the end of a call; ignored if its caller has given up."""
         answered = self._waiting.get(frame.id)
         if answered is not None and not answered.done():
@@ -154,7 +150,7 @@ class Calls:
         if not sending.cancelled():
             sending.result()
 
-    def _send_soon(self, frame: Cancel | Credit) -> None:
+    def _send_soon(self, frame: Cancel | WindowUpdate) -> None:
         with suppress(PeerLost):  # the connection handles it
             self._stream.send_now(encode_frame(frame))
 
@@ -173,7 +169,7 @@ class Calls:
             text = f"the answer of {name} cannot be read: {readable(str(error))}"
             raise ProtocolViolation(self._stream.remote, text) from error
 
-    def _error_of(self, answer: Failure | PeerLost | Timeout) -> ManyhandsError:
+    def _error_of(self, answer: CallFailure | PeerLost | Timeout) -> ManyhandsError:
         if isinstance(answer, Timeout):
             return answer
         if isinstance(answer, PeerLost):

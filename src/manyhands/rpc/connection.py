@@ -14,10 +14,9 @@ from manyhands.base.errors import PeerLost, ProtocolViolation, Timeout
 from manyhands.rpc.calling import Calls
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.frames import (
+    CallFailure,
     Cancel,
-    Credit,
     Drain,
-    Failure,
     Frame,
     FrameReader,
     Goodbye,
@@ -26,13 +25,12 @@ from manyhands.rpc.frames import (
     Pong,
     Request,
     Response,
+    WindowUpdate,
     encode_frame,
     readable,
     send_frame,
 )
-from manyhands.rpc.method import Method, StreamMethod
-from manyhands.rpc.method import Request as RequestBody
-from manyhands.rpc.method import Response as ResponseBody
+from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
 from manyhands.rpc.rate import Buckets
 from manyhands.rpc.serving import Served, Serving
 from manyhands.runtime.tasks import TaskOwner
@@ -143,9 +141,7 @@ class ControlConnection:
         assert self.lost is not None
         return self.lost
 
-    async def call(
-        self, method: Method[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
-    ) -> ResponseBody:
+    async def call(self, method: Method[RequestT, ResponseT], request: RequestT, timeout_s: float) -> ResponseT:
         """See :meth:`manyhands.rpc.Endpoint.call`."""
         self._check_lost()
         self._last_sent = asyncio.get_running_loop().time()
@@ -155,8 +151,8 @@ class ControlConnection:
             self._used()
 
     async def stream(
-        self, method: StreamMethod[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
-    ) -> AsyncGenerator[ResponseBody, None]:
+        self, method: StreamMethod[RequestT, ResponseT], request: RequestT, timeout_s: float
+    ) -> AsyncGenerator[ResponseT, None]:
         """See :meth:`manyhands.rpc.Endpoint.stream`."""
         self._check_lost()
         try:
@@ -267,11 +263,11 @@ class ControlConnection:
         if isinstance(frame, Request):
             self._note_use()
             self._serving.begin(frame)
-        elif isinstance(frame, (Response, Failure)):
+        elif isinstance(frame, (Response, CallFailure)):
             self._calls.answered(frame)
         elif isinstance(frame, Item):
             self._calls.item(frame)
-        elif isinstance(frame, Credit):
+        elif isinstance(frame, WindowUpdate):
             self._serving.credit(frame.id, frame.num_items)
         elif isinstance(frame, Cancel):
             self._serving.cancel(frame.id)

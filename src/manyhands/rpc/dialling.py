@@ -33,8 +33,8 @@ class Opened:
     rtt_s: float
 
 
-Answer = tuple[Stream, Address]
-Dial = asyncio.Task[Answer | DialFailed]
+Dialled = tuple[Stream, Address]
+Dial = asyncio.Task[Dialled | DialFailed]
 
 
 HEAD_START_S = 0.25
@@ -124,7 +124,7 @@ class Dialler:
 
     async def _dial_first(
         self, addresses: Sequence[Address], timeout_s: float, heard: Mapping[Address, str] | None, *, is_bulk: bool
-    ) -> Answer:
+    ) -> Dialled:
         """Dial the addresses, the best first, and keep the first connection that opens.
 
         Each has a head start of :data:`HEAD_START_S` before the next is dialled too (RFC 8305, section 5).
@@ -132,7 +132,7 @@ class Dialler:
         self.check_open()
         deadline = asyncio.get_running_loop().time() + timeout_s
         dials: list[Dial] = []
-        kept: Answer | None = None
+        kept: Dialled | None = None
         try:
             first = await self._race(addresses, deadline, dials, is_bulk, heard or {})
             self.check_open()
@@ -155,7 +155,7 @@ class Dialler:
         dials: list[Dial],
         is_bulk: bool,
         heard: Mapping[Address, str],
-    ) -> Answer | None:
+    ) -> Dialled | None:
         """Return the result of the first dial that succeeds, or None; all begun dials are added to ``dials``."""
         loop = asyncio.get_running_loop()
         untried = list(addresses)
@@ -175,7 +175,7 @@ class Dialler:
                     return answer
         return None
 
-    async def _dial(self, address: Address, timeout_s: float, is_bulk: bool, sayer: str | None) -> Answer | DialFailed:
+    async def _dial(self, address: Address, timeout_s: float, is_bulk: bool, sayer: str | None) -> Dialled | DialFailed:
         """Return a stream, or the failure as a value, since all callers may have given up.
 
         Args:
@@ -209,13 +209,13 @@ class Dialler:
                 return Address.of(host, address.port, address.peer_id)
         raise DialFailed(str(address), DialReason.HELD_BACK, refusal)
 
-    def _drop_unless(self, kept: Answer | None, dial: Dial) -> None:
+    def _drop_unless(self, kept: Dialled | None, dial: Dial) -> None:
         answer = _answer_of(dial)
         if answer is not None and answer is not kept:
             self._streams.release(answer[0])
 
 
-def _answer_of(dial: Dial) -> Answer | None:
+def _answer_of(dial: Dial) -> Dialled | None:
     if not dial.done() or dial.cancelled() or dial.exception() is not None:
         return None
     outcome = dial.result()

@@ -17,12 +17,12 @@ from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc.address_book import AddressBook, Source
+from manyhands.rpc.address_book import AddressBook, AddressSource
 from manyhands.rpc.announce import (
     ANNOUNCE,
     MAX_ANNOUNCED,
     Announcement,
-    Noted,
+    AnnounceResponse,
     check_announced,
     dialable_addresses,
     own_hosts,
@@ -37,7 +37,7 @@ from manyhands.rpc.dial_rules import HeardDials
 from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
 from manyhands.rpc.gate import Gate
-from manyhands.rpc.method import Method, Request, Response, StreamMethod
+from manyhands.rpc.method import Method, RequestT, ResponseT, StreamMethod
 from manyhands.rpc.pool import ConnectionPool
 from manyhands.rpc.rate import Buckets
 from manyhands.rpc.serving import MAX_CALLS_PER_S, Guard, Served
@@ -139,8 +139,8 @@ class Endpoint:
                 addresses = addresses[1:]
             except ConfigError:
                 logger.warning(
-                    "port %d of the last start is taken: this peer takes a free one, and tickets with the last one are "
-                    "void; make a new one with: manyhands ticket ADDRESS", last_port,
+                    "port %d of the last start is taken: this peer listens on another port, and tickets with the old "
+                    "one are void; make a new ticket with: manyhands ticket ADDRESS", last_port,
                 )  # fmt: skip
         for address in addresses:
             self._listeners.append(await self._transport.listen(address, self._accepted))
@@ -207,7 +207,7 @@ class Endpoint:
         except (Unavailable, PeerError) as error:  # lost, or of a version that learns them when it connects again
             logger.debug("peer %s was not told the new addresses: %s", connection.remote, error)
 
-    def _on_announced(self, remote: PeerId, request: Announcement) -> Noted:
+    def _on_announced(self, remote: PeerId, request: Announcement) -> AnnounceResponse:
         host = self.host_of(remote)
         addresses = seen_from_outside(remote, request.addresses, host)
         self._book.failed(remote)  # the addresses that worked before may lead elsewhere now
@@ -216,7 +216,7 @@ class Endpoint:
         self._pool.moved(remote, is_client=not request.addresses)
         for callback in list(self.on_moved):
             callback(remote)
-        return Noted()
+        return AnnounceResponse()
 
     async def close(self) -> None:
         """Send goodbyes and close all connections; takes a second or two at most."""
@@ -232,8 +232,8 @@ class Endpoint:
 
     def handle(
         self,
-        method: Method[Request, Response],
-        handler: Callable[[PeerId, Request], Awaitable[Response] | Response],
+        method: Method[RequestT, ResponseT],
+        handler: Callable[[PeerId, RequestT], Awaitable[ResponseT] | ResponseT],
         guard: Guard | None = None,
     ) -> None:
         """Serve ``method``: ``handler(remote, request)`` returns the response, or raises ``Refused``.
@@ -246,7 +246,7 @@ class Endpoint:
         self._serve(Served(method, handler, not inspect.iscoroutinefunction(handler), guard))
 
     def handle_stream(
-        self, method: StreamMethod[Request, Response], handler: Callable[[PeerId, Request], AsyncIterator[Response]]
+        self, method: StreamMethod[RequestT, ResponseT], handler: Callable[[PeerId, RequestT], AsyncIterator[ResponseT]]
     ) -> None:
         """Serve ``method``: ``handler(remote, request)`` yields the items, as fast as the caller takes them."""
         self._serve(Served(method, handler))
@@ -282,7 +282,9 @@ class Endpoint:
 
     # what is known of other peers
 
-    def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source = Source.HEARSAY) -> None:
+    def learn(
+        self, peer_id: PeerId, addresses: Sequence[Address], source: AddressSource = AddressSource.HEARSAY
+    ) -> None:
         """Add addresses of a peer."""
         if peer_id != self.peer_id and self._book.learn(peer_id, addresses, source):
             self._backoff.forget(peer_id)
@@ -349,11 +351,11 @@ class Endpoint:
             Unavailable: this peer was closed meanwhile.
         """
         if address.peer_id is not None and self.is_connected(address.peer_id):
-            self.learn(address.peer_id, [address], Source.ANNOUNCED)
+            self.learn(address.peer_id, [address], AddressSource.ANNOUNCED)
             return address.peer_id
         hello = self._hello(CONTROL)
         opened = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
-        self._is_where(opened.stream.remote_host)
+        self._note_own_host(opened.stream.remote_host)
         connection = self._opened(opened)
         if address.peer_id is None:
             logger.info("%s is peer %s (trusted on first use)", address, connection.remote)
@@ -384,7 +386,7 @@ class Endpoint:
             self._dial_failed(peer_id, error)
             raise
         self._backoff.forget(peer_id)
-        self.learn(peer_id, [address], Source.WORKED)
+        self.learn(peer_id, [address], AddressSource.WORKED)
 
     async def call_on(self, peer_id: PeerId, timeout_s: float) -> None:
         """Open a control connection to a peer unless there is one; a peer in client mode can then dial back streams.
@@ -395,8 +397,8 @@ class Endpoint:
         await self._connection(peer_id, timeout_s)
 
     async def call(
-        self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float = 5.0
-    ) -> Response:
+        self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT, timeout_s: float = 5.0
+    ) -> ResponseT:
         """Call a method of a peer, dialling it if there is no connection.
 
         Raises:
@@ -410,8 +412,8 @@ class Endpoint:
         return await connection.call(method, request, max(deadline - loop.time(), 0.01))
 
     async def stream(
-        self, peer_id: PeerId, method: StreamMethod[Request, Response], request: Request, timeout_s: float = 30.0
-    ) -> AsyncGenerator[Response, None]:
+        self, peer_id: PeerId, method: StreamMethod[RequestT, ResponseT], request: RequestT, timeout_s: float = 30.0
+    ) -> AsyncGenerator[ResponseT, None]:
         """Call a method that answers with many items; leaving the iteration early ends it at the other peer as well.
 
         Args:
@@ -519,13 +521,13 @@ class Endpoint:
         connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
         connection.rtt_s = opened.rtt_s
         if not self._rules.own_hosts:  # in client mode, and no peer named by the user was reached
-            self._is_where(opened.stream.remote_host)
+            self._note_own_host(opened.stream.remote_host)
         if opened.address is not None:
-            self.learn(connection.remote, [opened.address], Source.WORKED)
+            self.learn(connection.remote, [opened.address], AddressSource.WORKED)
         self._tasks.spawn(self._run(connection, opened.stream), name=f"connection to {connection.remote}")
         return connection
 
-    def _is_where(self, remote_host: str) -> None:
+    def _note_own_host(self, remote_host: str) -> None:
         """Note that this peer has reached another one by itself, and so is in the network of that one."""
         self._rules.own_hosts |= own_hosts([]) | ({remote_host} if remote_host else set())
 

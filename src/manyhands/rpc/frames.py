@@ -86,7 +86,7 @@ class Reject(msgspec.Struct, tag="reject"):
 class Request(msgspec.Struct, tag="request", omit_defaults=True):
     """A call; ``timeout_s`` is how long the caller waits.
 
-    A ``window`` makes it a streaming call, and limits the items sent before the first :class:`Credit`.
+    A ``window`` makes it a streaming call, and limits the items sent before the first :class:`WindowUpdate`.
     """
 
     id: int
@@ -110,14 +110,14 @@ class Item(msgspec.Struct, tag="item"):
     body: msgspec.Raw
 
 
-class Credit(msgspec.Struct, tag="credit"):
+class WindowUpdate(msgspec.Struct, tag="credit"):
     """Allows ``num_items`` more items of a streaming call."""
 
     id: int
     num_items: Annotated[int, msgspec.Meta(ge=1, le=MAX_WINDOW)]
 
 
-class Failure(msgspec.Struct, tag="failure"):
+class CallFailure(msgspec.Struct, tag="failure"):
     """A call that ended without a result; ``code`` is for programs, ``message`` for people."""
 
     id: int
@@ -149,7 +149,21 @@ class Goodbye(msgspec.Struct, tag="goodbye"):
     reason: str
 
 
-Frame = Hello | Welcome | Reject | Request | Response | Item | Credit | Failure | Cancel | Ping | Pong | Drain | Goodbye
+Frame = (
+    Hello
+    | Welcome
+    | Reject
+    | Request
+    | Response
+    | Item
+    | WindowUpdate
+    | CallFailure
+    | Cancel
+    | Ping
+    | Pong
+    | Drain
+    | Goodbye
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)

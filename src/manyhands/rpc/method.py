@@ -9,12 +9,12 @@ import msgspec
 
 from manyhands.base.structs import make_ready
 
-Request = TypeVar("Request", bound=msgspec.Struct)
-Response = TypeVar("Response", bound=msgspec.Struct)
+RequestT = TypeVar("RequestT", bound=msgspec.Struct)
+ResponseT = TypeVar("ResponseT", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
-class Method(Generic[Request, Response]):
+class Method(Generic[RequestT, ResponseT]):
     """A unary call between peers.
 
     Attributes:
@@ -24,15 +24,15 @@ class Method(Generic[Request, Response]):
     """
 
     name: str
-    request: type[Request]
-    response: type[Response]
+    request: type[RequestT]
+    response: type[ResponseT]
 
     def __post_init__(self) -> None:
         make_ready(self.request, self.response)
 
 
 @dataclass(frozen=True)
-class StreamMethod(Generic[Request, Response]):
+class StreamMethod(Generic[RequestT, ResponseT]):
     """A streaming call, which is answered by any number of items.
 
     Attributes:
@@ -41,8 +41,8 @@ class StreamMethod(Generic[Request, Response]):
     """
 
     name: str
-    request: type[Request]
-    item: type[Response]
+    request: type[RequestT]
+    item: type[ResponseT]
 
     def __post_init__(self) -> None:
         make_ready(self.request, self.item)

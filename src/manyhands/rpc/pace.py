@@ -147,7 +147,7 @@ class Pace:
             if interval.backlogged >= MIN_BACKLOGGED:
                 self.line = interval.best or None
             return
-        is_lossy = self._is_lossy(interval.loss)
+        is_lossy = self._judge_loss(interval.loss)
         keeps_up = not is_lossy and interval.best >= KEPT_UP * pace * (1 - interval.loss)
         if is_lossy:
             self._hold = HOLD
@@ -161,8 +161,8 @@ class Pace:
         else:
             self.line = min(max(self.line, interval.best), MAX_PACE)
 
-    def _is_lossy(self, loss: float) -> bool:
-        """Whether the loss is more than random, so that a slower pace may help."""
+    def _judge_loss(self, loss: float) -> bool:
+        """Learn from the loss of an interval; return whether it is more than random, so that a slower pace may help."""
         helped_below, self._helped_below = self._helped_below, None
         self._chance_left -= 1
         if self._chance_left <= 0:

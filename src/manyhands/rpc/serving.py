@@ -16,7 +16,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, PeerLost, Refused, Timeout
 from manyhands.base.identity import PeerId
 from manyhands.rpc.calling import SMALL_BYTES
-from manyhands.rpc.frames import MAX_TEXT, MAX_WINDOW, UNREADABLE, Failure, Item, Request, Response, encode_frame
+from manyhands.rpc.frames import MAX_TEXT, MAX_WINDOW, UNREADABLE, CallFailure, Item, Request, Response, encode_frame
 from manyhands.rpc.method import Method, StreamMethod
 from manyhands.rpc.rate import Buckets
 from manyhands.runtime.tasks import TaskOwner
@@ -153,7 +153,7 @@ class Serving:
         try:
             frame = _response(request, served.handler(self._stream.remote, self._body_of(request, served)))
         except Exception as error:  # noqa: BLE001 (as below)
-            frame = self._failure_of(request, error)
+            frame = self._report_failure(request, error)
         if len(frame) > SMALL_BYTES:
             self._spawn(request, self._deliver(request, frame))
         else:
@@ -167,14 +167,14 @@ class Serving:
         except asyncio.CancelledError as error:
             if request.id in self._cancelled or self._tasks.is_closed:
                 raise
-            frame = self._failure_of(request, RuntimeError(f"the handler was cancelled by itself: {error}"))
+            frame = self._report_failure(request, RuntimeError(f"the handler was cancelled by itself: {error}"))
         except Exception as error:  # noqa: BLE001 (the caller learns that the call failed, but no internals)
             if isinstance(error, PeerLost) and error.peer_id == self._stream.remote:
                 return
-            frame = self._failure_of(request, error)
+            frame = self._report_failure(request, error)
         await self._deliver(request, frame)
 
-    def _failure_of(self, request: Request, error: Exception) -> bytes:
+    def _report_failure(self, request: Request, error: Exception) -> bytes:
         if isinstance(error, Refused):
             return _failure(request, error.code, error.message)
         if isinstance(error, Timeout):  # the caller's deadline, or a wait of the handler itself
@@ -275,4 +275,4 @@ def _response(request: Request, outcome: object) -> bytes:
 
 
 def _failure(request: Request, code: str, message: str) -> bytes:
-    return encode_frame(Failure(request.id, code[:MAX_TEXT], message[:MAX_TEXT]))
+    return encode_frame(CallFailure(request.id, code[:MAX_TEXT], message[:MAX_TEXT]))

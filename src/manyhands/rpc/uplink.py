@@ -55,7 +55,7 @@ class Load:
         return self.left + SPARE * self.num_bytes if self.is_open else 0.0
 
 
-class Share:
+class RoundShare:
     """The streams of one round.
 
     Attributes:
@@ -116,7 +116,7 @@ class Uplink:
 
     def __init__(self, tasks: TaskOwner) -> None:
         self._tasks = tasks
-        self._shares: list[Share] = []
+        self._shares: list[RoundShare] = []
         self._pace = Pace()
         self._sampler = IntervalSampler()
         self._total = Delivery(0, 0, 0, 0.0)  # of all streams together; busy while those of a round were backlogged
@@ -127,13 +127,13 @@ class Uplink:
     def _num_open(self) -> int:
         return sum(load.is_open for share in self._shares for load in share.streams.values())
 
-    def _active(self) -> list[Share]:
+    def _active(self) -> list[RoundShare]:
         return [share for share in self._shares if share.streams]
 
     @contextmanager
-    def shared(self) -> Iterator[Share]:
+    def shared(self) -> Iterator[RoundShare]:
         """Pace the streams of a round inside the block."""
-        share = Share(self)
+        share = RoundShare(self)
         self._shares.append(share)
         try:
             yield share

@@ -19,7 +19,7 @@ SIGNALS = [
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
 AGAIN_AFTER_S = 1.0
 """Terminals and launchers may send one Ctrl-C twice at once; a person takes longer to repeat it."""
-Handler = Callable[[int, FrameType | None], Any]
+SignalHandler = Callable[[int, FrameType | None], Any]
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def uninterrupted() -> Iterator[None]:
         _handle(list(put_off), handlers)
 
 
-def _handle(numbers: list[int], handlers: Mapping[int, Handler]) -> None:
+def _handle(numbers: list[int], handlers: Mapping[int, SignalHandler]) -> None:
     """Call all handlers, even if one raises; skip those that were replaced, for example by another handler."""
     if numbers:
         number = numbers.pop(0)
@@ -64,7 +64,7 @@ def _handle(numbers: list[int], handlers: Mapping[int, Handler]) -> None:
             _handle(numbers, handlers)
 
 
-def _restore(handlers: list[tuple[int, Handler]], current: Handler) -> None:
+def _restore(handlers: list[tuple[int, SignalHandler]], current: SignalHandler) -> None:
     """Restore all handlers, even if one raises at once; skip those that were replaced meanwhile."""
     if handlers:
         number, handler = handlers.pop()

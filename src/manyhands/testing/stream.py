@@ -15,7 +15,7 @@ from manyhands.base.identity import PeerId
 from manyhands.testing.host import Host
 from manyhands.testing.links import TURN_BYTES
 from manyhands.transport.api import MAX_UNREAD_BYTES, Delivery
-from manyhands.transport.chunks import chunks_of
+from manyhands.transport.chunks import buffer_chunks
 from manyhands.transport.piecewise import Piecewise
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class SimStream(Piecewise):
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         async with self._sending:
-            for number, chunk in enumerate(chunks_of(buffers)):
+            for number, chunk in enumerate(buffer_chunks(buffers)):
                 if not self._has_room():
                     await self._wait_for_room(number)
                 if self._end_reason:

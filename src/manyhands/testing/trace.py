@@ -16,7 +16,7 @@ _HEADER_BYTES = (1, 3)
 
 _encoder = msgspec.msgpack.Encoder()
 
-Event = tuple[float, str] | tuple[float, str, str, int, int, int]
+TraceEvent = tuple[float, str] | tuple[float, str, str, int, int, int]
 
 
 class Trace:
@@ -32,8 +32,8 @@ class Trace:
         self.num_events = 0
         self.log: TextIO | None = None
         self.flush_at = FLUSH_AT
-        self._last: deque[Event] = deque(maxlen=REMEMBERED_LINES)
-        self._new: list[Event] = []
+        self._last: deque[TraceEvent] = deque(maxlen=REMEMBERED_LINES)
+        self._new: list[TraceEvent] = []
         self._sha256 = hashlib.sha256()
 
     def add(self, now: float, what: str) -> None:
@@ -44,7 +44,7 @@ class Trace:
         """Add the arrival of bytes."""
         self._add((now, source, destination, stream, num_bytes, crc))
 
-    def _add(self, event: Event) -> None:
+    def _add(self, event: TraceEvent) -> None:
         self.num_events += 1
         self._new.append(event)
         if len(self._new) >= self.flush_at:
@@ -78,7 +78,7 @@ class Trace:
         self.log = None
 
 
-def _line(event: Event) -> str:
+def _line(event: TraceEvent) -> str:
     if len(event) == 2:
         return f"{event[0]:.6f} {event[1]}"
     now, source, destination, stream, num_bytes, crc = event

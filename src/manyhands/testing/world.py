@@ -209,16 +209,19 @@ class World:
     # faults
 
     def kill(self, name: str) -> None:
+        """Kill the process of a host, as SIGKILL does; its machine closes the connections."""
         host = self._known(name)
         host.kill()
         self.network.died(host)
 
     def crash(self, name: str) -> None:
+        """Cut the power of a host; its connections stay half-open at their other ends."""
         host = self._known(name)
         host.kill()
         self.network.vanished(host)
 
     def restart(self, name: str) -> None:
+        """Start the program of a dead host anew."""
         host = self._known(name)
         if host.is_alive:
             raise ConfigError(f"host {name!r} is alive; kill it before it is restarted")
@@ -226,20 +229,25 @@ class World:
         self._launch(host)
 
     def freeze(self, name: str) -> None:
+        """Stop the process of a host, as SIGSTOP does; bytes still arrive."""
         self._known(name).freeze()
 
     def thaw(self, name: str) -> None:
+        """Let a frozen process go on, as SIGCONT does."""
         self._known(name).thaw()
 
     def block(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Block all traffic from the first host of each pair to the second."""
         for source, destination in pairs:
             self.network.block(self._known(source).name, self._known(destination).name)
 
     def unblock(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """Remove the blocks; what was sent meanwhile arrives."""
         for source, destination in pairs:
             self.network.unblock(source, destination)
 
     def move_clock(self, name: str, seconds: float) -> None:
+        """Move the wall clock of a host forward; backward if ``seconds`` is negative."""
         self._known(name).skew_s += seconds
 
     def _known(self, name: str) -> Host:

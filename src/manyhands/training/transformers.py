@@ -258,14 +258,14 @@ class CollaborativeCallback(transformers.TrainerCallback):
                 self._account.look()
             return
         self._step = state.global_step
-        losses, mean = self._mean_loss()
+        losses, mean = self._take_mean_loss()
         self._loss_of_steps = mean * num_steps  # the Trainer divides by the number of steps
         if self._leader is not None:
             report_step(self._leader, losses, mean, account=self._account)
         if control.should_save:
             self.optimizer.settle()  # so that model and optimizer are saved at one step
 
-    def _mean_loss(self) -> tuple[list[float], float]:
+    def _take_mean_loss(self) -> tuple[list[float], float]:
         """The finite losses of the batches since the last step, and their mean by weight."""
         pairs = [(loss.item(), weight) for loss, weight in self._losses]
         self._losses = []

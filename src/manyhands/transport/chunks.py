@@ -8,7 +8,9 @@ CHUNK_BYTES = 256 * 1024
 """Encrypted at a time: takes about 0.1 ms."""
 
 
-def chunks_of(buffers: Iterable[bytes | bytearray | memoryview], max_bytes: int = CHUNK_BYTES) -> Iterator[memoryview]:
+def buffer_chunks(
+    buffers: Iterable[bytes | bytearray | memoryview], max_bytes: int = CHUNK_BYTES
+) -> Iterator[memoryview]:
     """Yield the buffers in order, as views of at most ``max_bytes``, without copying."""
     for buffer in buffers:
         view = memoryview(buffer).cast("B")

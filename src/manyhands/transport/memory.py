@@ -12,7 +12,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import MAX_UNREAD_BYTES, OnStream
 from manyhands.transport.buffer import ReceiveBuffer
-from manyhands.transport.chunks import chunks_of
+from manyhands.transport.chunks import buffer_chunks
 from manyhands.transport.piecewise import Piecewise
 
 BACKLOG_BYTES = 256 * 1024
@@ -51,7 +51,7 @@ class MemoryStream(Piecewise):
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         async with self._sending:
-            for number, chunk in enumerate(chunks_of(buffers)):
+            for number, chunk in enumerate(buffer_chunks(buffers)):
                 await self._room_for(number)
                 self.bytes_sent += len(chunk)
                 self.other._arrived(chunk)  # noqa: SLF001 (the other end of the same stream)

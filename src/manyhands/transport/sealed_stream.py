@@ -19,7 +19,7 @@ from manyhands.base.identity import PeerId
 from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport import tcp
 from manyhands.transport.api import Delivery
-from manyhands.transport.chunks import chunks_of
+from manyhands.transport.chunks import buffer_chunks
 from manyhands.transport.record_memory import give_back_room, take_room
 from manyhands.transport.sealing import RECORD_EXTRA_BYTES, BadRecord, Opener, RecordBuffer, Sealer
 
@@ -305,7 +305,7 @@ class SealedStream:
     def _send_all(self, views: Iterable[memoryview]) -> None:
         sealed = take_room(HELD_BACK_BYTES)
         num_sealed = num_plain = 0
-        for chunk in chunks_of(views, self._max_plain):
+        for chunk in buffer_chunks(views, self._max_plain):
             if (num_bytes := num_sealed + len(chunk) + RECORD_EXTRA_BYTES) > len(sealed):
                 larger = take_room(num_bytes)
                 larger[:num_sealed] = sealed[:num_sealed]
@@ -317,8 +317,9 @@ class SealedStream:
                 self._send_sealed(sealed[:num_sealed])
                 self.bytes_sent += num_plain
                 num_sealed = num_plain = 0
-        self._send_sealed(sealed[:num_sealed])
-        self.bytes_sent += num_plain
+        if num_sealed:  # to send nothing fails if the other end has received all, and has closed
+            self._send_sealed(sealed[:num_sealed])
+            self.bytes_sent += num_plain
         give_back_room(sealed)
 
     def _receive_all(self, views: Iterable[memoryview]) -> None:

@@ -15,7 +15,7 @@ from manyhands.base.errors import PeerLost, Timeout
 from manyhands.base.identity import PeerId
 from manyhands.transport.api import MAX_UNREAD_BYTES
 from manyhands.transport.buffer import SCRATCH_BYTES, ReceiveBuffer
-from manyhands.transport.chunks import chunks_of
+from manyhands.transport.chunks import buffer_chunks
 from manyhands.transport.piecewise import Piecewise
 from manyhands.transport.tcp import round_trip_s
 from manyhands.transport.tls_session import TlsEnded, TlsFailed, TlsSession
@@ -76,7 +76,7 @@ class TlsStream(Piecewise):
             self._check_open()
             self._is_sending = True
             try:
-                for chunk in chunks_of(buffers):
+                for chunk in buffer_chunks(buffers):
                     self._write(chunk)
                     await self._drained.wait()
             except asyncio.CancelledError:  # the receiver could not find the start of the next message
@@ -136,7 +136,7 @@ class TlsStream(Piecewise):
     def _write(self, plaintext: memoryview) -> None:
         self._check_open()
         try:
-            for chunk in chunks_of([plaintext], SCRATCH_BYTES):  # the session keeps memory for the longest
+            for chunk in buffer_chunks([plaintext], SCRATCH_BYTES):  # the session keeps memory for the longest
                 self._session.write(chunk)
                 self._take_ciphertext(len(chunk))
         except TlsFailed as error:

@@ -20,7 +20,7 @@ from manyhands.base.errors import ConfigError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.peer import Presence
 from manyhands.rpc import Method
-from tests.network import ECHO, Text, serve_echo
+from tests.network import ECHO, PATIENCE_S, Text, serve_echo
 from tests.unit.access.world import (
     CHARTER,
     HOUR_S,
@@ -72,7 +72,7 @@ def serve(presence: Presence) -> None:
     endpoint.handle(ECHO, lambda remote, request: Text(request.text), RunGate(endpoint, RUN).check)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline
@@ -173,7 +173,7 @@ async def test_leased_peers_go_on_for_a_day_while_no_coordinator_answers(caplog:
         await world.peers[0].stop()
         with caplog.at_level(logging.WARNING):
             world.clock.now += 7 * HOUR_S
-            await until(lambda: all(peer.members[RUN]._is_away_told for peer in (one, two)), 20.0)
+            await until(lambda: all(peer.members[RUN]._is_away_told for peer in (one, two)))
             world.clock.now += 20 * HOUR_S
             assert await echo(one, two) == "hello"
             await asyncio.sleep(0.5)

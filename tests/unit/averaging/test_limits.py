@@ -75,6 +75,20 @@ def test_one_sample_beside_large_batches_is_not_too_large() -> None:
     assert outsized([1.0, 1.0, 400.0], [1000.0, 1000.0, 1.0], LIMITS) == {2}
 
 
+def test_a_member_whose_values_never_came_says_nothing_about_those_of_others() -> None:
+    assert outsized([50.0, 0.0, 2.5], [1.0] * 3, LIMITS) == set(), "two are left, and neither has a majority"
+    assert outsized([50.0, 0.0, 2.5, 2.5], [1.0] * 4, LIMITS) == {0}
+
+
+def test_with_local_steps_a_fast_peer_comes_further() -> None:
+    local = MemberLimits(norm_grows=True)
+    assert outsized([40.0, 1.0, 1.0], [40.0, 1.0, 1.0], LIMITS) == {0}
+    assert outsized([400.0, 1.0, 1.0], [40.0, 1.0, 1.0], local) == set()
+    assert outsized([401.0, 1.0, 1.0], [40.0, 1.0, 1.0], local) == {0}
+    assert outsized([11.0, 1.0, 1.0], [1.0, 1.0, 1.0], local) == {0}
+    assert outsized([31.0, 1.0, 1.0], [0.1, 1.0, 1.0], local) == set(), "one batch has more noise than ten"
+
+
 def test_what_only_one_reducer_says_leaves_a_member_out_but_is_no_proof() -> None:
     told = [[1.0, 1.0, 1.0, 1.0]] * 3
     assert witnessed(told, [1.0] * 4, LIMITS) == (set(), set())

@@ -74,6 +74,8 @@ def test_other_spellings(text: str, multiaddr: str) -> None:
         ("a..b:80", "'a..b' is not a host name"),
         ("a" * 64 + ":80", "is not a host name"),
         ("a." * 127 + ":80", "is not a host name"),
+        ("127.0.0.1:1,127.0.0.1:2", "are several addresses; give each as a text of its own"),
+        ("127.0.0.1:1 127.0.0.1:2", "are several addresses"),
         ("http://host:80", "'http://host:80' is a URL, not an address; write it without http://, like host:80"),
         ("https://me@host:80/path", "write it without https://, like host:80"),
         ("tcp://[::1]:80", "write it without tcp://, like [::1]:80"),

@@ -58,6 +58,7 @@ MESSAGES = [
         RoundAborted("two members were lost", ["12D3KooWA", "12D3KooWB"]),
         "two members were lost (because of 12D3KooWA, 12D3KooWB)",
     ),
+    (RoundAborted("12D3KooWA was lost before it voted", ["12D3KooWA"]), "12D3KooWA was lost before it voted"),
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import manyhands
-from manyhands.access import Charter, SignedCharter
+from manyhands.access import Charter, Limits, SignedCharter
 from manyhands.access.charter import Access
 from manyhands.access.invitation import SignedInvitation
 from manyhands.access.ledger import Ledger
@@ -26,6 +26,7 @@ from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.train_command import look_for
 from manyhands.state_dir import StateDir
 from tests.network import identity_of
+from tests.trainers import LISTEN, Trainer
 
 PEER = identity_of(9).peer_id
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
@@ -118,6 +119,16 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["run", "create", "--run-id", "a.b"], "run_id 'a.b' has a '.'"),
         (["run", "create", "--run-id", "r", "--coordinator", "me"], "'me' is not a peer id"),
         (["run", "create", "--run-id", "r", "--key", "lost.key"], "and a run with a new key has another owner"),
+        (
+            ["run", "create", "--run-id", "r", "--max-weight-ratio", "0.5"],
+            "max_weight_ratio is 0.5; it must be finite and at least 1, for example 10",
+        ),
+        (["run", "create", "--run-id", "r", "--max-norm-ratio", "inf"], "max_norm_ratio is inf; it must be finite"),
+        (
+            ["run", "create", "--run-id", "r", "--max-weight-share", "0"],
+            "max_weight_share is 0; it must be above 0 and at most 1, for example 0.25",
+        ),
+        (["run", "create", "--run-id", "r", "--manifest-of", "127.0.0.1:1"], "connection refused"),
         (["first-peer", "--charter", "ours.charter"], "in its state dir; name one: --state-dir DIR"),
         (["first-peer", "--charter", "ours.key", "--state-dir", "state"], "ours.key is not a charter"),
         (["monitor", "--charter", "ours.charter", "--state-dir", "s", "--run-id", "x"], "charter is of run 'ours'"),
@@ -132,6 +143,25 @@ def test_one_line_says_what_to_do(
     assert message in complaint(arguments, capsys)
     assert not (folder / "lost.key").exists()
     assert not (folder / "r.charter").exists()
+    assert not (folder / "r.key").exists()
+
+
+def test_a_charter_with_limits_and_the_settings_of_a_trainer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ["--max-weight-ratio", "20", "--max-weight-share", "0.5", "--max-norm-ratio", "4"]
+    with manyhands.Peer(listen=LISTEN) as first, manyhands.Peer(first.addresses, listen=LISTEN) as trial:
+        arguments = ["run", "create", "--run-id", "ours"]
+        assert "start a trainer with your settings first: manyhands train --run-id ours" in complaint(
+            [*arguments, "--manifest-of", first.addresses[0]], capsys
+        )
+        trainer = Trainer(trial, "ours", 8)
+        assert "does not train in run 'ours'; start a trainer" in complaint(
+            [*arguments, "--manifest-of", first.addresses[0]], capsys
+        )
+        charter = created("--manifest-of", trial.addresses[0], *limits).charter
+        fingerprint = trainer.optimizer.manifest.fingerprint()
+    assert charter.manifest == fingerprint
+    assert charter.limits == Limits(20.0, 0.5, 4.0)
+    assert f"with fingerprint {fingerprint.hex()}" in capsys.readouterr().out
 
 
 def test_an_open_run_needs_no_invitation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,9 +202,7 @@ def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys
         host_port = f"127.0.0.1:{first.endpoint.addresses[0].port}"
         for place in (address, host_port):
             said = complaint(["train", "--run-id", "ours", "--initial-peers", place], capsys)
-            assert (
-                "run 'ours' is by invitation; ask its owner for a ticket, and join with: manyhands join TICKET" in said
-            )
+            assert "run 'ours' is by invitation; ask its owner for a ticket, and use it in place of the address" in said
             options = NetworkOptions(initial_peers=(place,))
             with pytest.raises(ConfigError, match="run 'ours' is by invitation; ask its owner for a ticket"):
                 look_for(options, None, start_new=False)
@@ -239,16 +267,16 @@ def test_two_charters_and_no_ticket(folder: Path) -> None:
         two.coordinate(signed_by_owner(22, "invite", folder / "two"))
         with (
             Scout([*one.addresses, *two.addresses]) as scout,
-            pytest.raises(ConfigError, match="have 2 different charters; ask its owner for a ticket, and join with"),
+            pytest.raises(ConfigError, match="have 2 different charters; ask its owner for a ticket, and use it"),
         ):
-            scout.charter_of("ours")
+            scout.find_charter("ours")
         digest = SignedCharter.load(folder / "one").digest
         with Scout(one.addresses) as scout:
-            assert scout.charter_of("ours") == digest, "another peer cannot put its charter on the run"
+            assert scout.find_charter("ours") == digest, "another peer cannot put its charter on the run"
         with Scout([str(Ticket("ours", parse_addresses(two.addresses), b"", digest))]) as scout:
-            assert scout.charter_of("ours") == digest
+            assert scout.find_charter("ours") == digest
         with Scout([str(Ticket("ours", parse_addresses(two.addresses), b""))]) as scout:
-            assert scout.charter_of("ours") == b"", "a ticket without a charter is of a run without one"
+            assert scout.find_charter("ours") == b"", "a ticket without a charter is of a run without one"
 
 
 def test_evaluators_and_monitors_without_a_ticket_are_told_to_ask_for_one(

@@ -18,6 +18,7 @@ USAGE = 2
         ("missing", "a [MASK]", "missing is not a folder"),
         ("empty", "a [MASK]", "there is no checkpoint in "),
         ("checkpoint-1", "a text", "the text has no [MASK]"),
+        ("checkpoint-1", "Zo\udcc3\udcab [MASK]", "the text is not UTF-8"),
         ("checkpoint-1", "a [MASK]", "cannot be loaded"),
         ("checkpoint-2", "a [MASK]", "holds a model of type 'bert'"),
     ],

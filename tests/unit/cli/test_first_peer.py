@@ -21,7 +21,7 @@ def test_it_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:
         with manyhands.Peer(first.addresses, listen=listen):
             standing = standing_of(first)
             assert (standing.num_known_peers, standing.num_connected_peers) == (1, 2), "a client holds nothing"
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 20.0
         while standing_of(first).num_connected_peers == 2:  # its goodbye is on its way
             assert time.monotonic() < deadline
         standing = standing_of(first)
@@ -58,13 +58,13 @@ def test_a_machine_that_hangs_for_a_while_does_not_end_it(
     emit = EventWriter(tmp_path / "events")
 
     async def hang() -> None:
-        time.sleep(0.3)  # noqa: ASYNC251
+        time.sleep(2.0)  # noqa: ASYNC251
 
     with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
         hanging = peer._runtime.submit(hang())
         tell_standing(peer, emit)
         assert "is this machine overloaded" in caplog.text
-        hanging.result(5.0)
+        hanging.result(20.0)
         monkeypatch.setattr(first_peer_command, "CALL_TIMEOUT_S", 5.0)
         tell_standing(peer, emit)
     emit.close()

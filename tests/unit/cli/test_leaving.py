@@ -41,7 +41,7 @@ def test_an_interrupt_within_a_finalizer_is_not_lost(capfd: pytest.CaptureFixtur
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), leaving_on_signals():
         leave_in_a_finalizer()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 3.5
     assert "Traceback" not in capfd.readouterr().err
 
 

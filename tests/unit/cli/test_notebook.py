@@ -131,3 +131,23 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
     assert message in captured.err
     assert len(captured.err.strip().splitlines()) == 1
     assert not captured.out
+
+
+@pytest.mark.parametrize(
+    ("pasted", "peers"),
+    [
+        ("203.0.113.7:31337, [2001:db8::7]:31337", ["203.0.113.7:31337", "[2001:db8::7]:31337"]),
+        ("    manyhands join mh1abc", ["mh1abc"]),
+        ("--initial_peers /ip4/203.0.113.7/tcp/31337/p2p/12D3", ["/ip4/203.0.113.7/tcp/31337/p2p/12D3"]),
+        ("manyhands train --run-id x --initial-peers /ip4/203.0.113.7/tcp/1", ["/ip4/203.0.113.7/tcp/1"]),
+        ("ask the organizer", []),
+    ],
+)
+def test_whole_commands_of_the_organizer_can_be_pasted(pasted: str, peers: list[str]) -> None:
+    (cell,) = [
+        cell for cell in nbformat.read(EXAMPLES / "join.ipynb", as_version=4).cells if "INITIAL_PEERS =" in cell.source
+    ]
+    lines = [line for line in cell.source.splitlines() if line.startswith(("words =", "peers ="))]
+    values: dict[str, object] = {"INITIAL_PEERS": pasted}
+    exec("\n".join(lines), values)
+    assert values["peers"] == peers

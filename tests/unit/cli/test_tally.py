@@ -7,8 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
+from manyhands.cli.demo.command import fits
 from manyhands.cli.demo.tally import Tally, TrainerTally
-from manyhands.cli.demo.view import LiveView
+from manyhands.cli.demo.view import LiveDemoView
 from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone
 
 
@@ -73,7 +74,7 @@ def test_the_bar_never_ends_beyond_its_end(planned: int) -> None:
     tally = good_run()
     tally.planned_steps = planned
     console = Console(width=200, record=True, file=io.StringIO())
-    view = LiveView(console)
+    view = LiveDemoView(console)
     with view:
         view.refresh(tally)
     assert f"2 of {max(planned, 2)}" in console.export_text()
@@ -81,3 +82,11 @@ def test_the_bar_never_ends_beyond_its_end(planned: int) -> None:
 
 def test_a_run_in_which_nothing_happened_has_problems_and_no_crash() -> None:
     assert len(Tally([TrainerTally("trainer 1")]).summary(0.0).problems) == 3
+
+
+def test_the_live_view_needs_a_terminal_that_is_wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert fits(Console(force_terminal=True, width=80))
+    assert not fits(Console(force_terminal=True, width=40)), "its columns had one character each"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    assert not fits(Console(force_terminal=True, width=80)), "as FORCE_COLOR does in a notebook"

@@ -15,7 +15,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoint_dir import checkpoints_in
 from manyhands.cli.main import run
 from manyhands.cli.web_page import Playground
-from manyhands.recipes.albert.fill import Filled
+from manyhands.recipes.albert.fill import FilledText
 
 USAGE = 2
 COMMANDS = ["monitor", "train"]
@@ -79,8 +79,8 @@ def test_model_is_loaded_once_for_each_checkpoint(tmp_path: Path, monkeypatch: p
         def __init__(self, path: Path) -> None:
             loaded.append(path.name)
 
-        def fill(self, text: str) -> Filled:
-            return Filled(text, [])
+        def fill(self, text: str) -> FilledText:
+            return FilledText(text, [])
 
     monkeypatch.setattr("manyhands.recipes.albert.fill.MaskFiller", CountedFiller)
     monkeypatch.setattr("manyhands.cli.web_page.newest_checkpoint", lambda folder: checkpoints_in(folder)[0])

@@ -34,7 +34,7 @@ def run(lookup: Lookup, tables: dict[PeerId, RoutingTable], dead: set[PeerId], a
     asked: list[Contact] = []
     num_asked = 0
     while not lookup.is_finished:
-        asked += lookup.to_ask()
+        asked += lookup.take_next()
         assert 0 < len(asked) <= alpha
         peer_id = asked.pop(rng.randrange(len(asked))).peer_id
         num_asked += 1
@@ -96,7 +96,7 @@ def test_that_some_name_nobody_as_they_know_the_same_changes_nothing(
         )
         while not lookup.is_finished:
             known = lookup.nearest_known() if is_asked else None
-            (asked,) = lookup.to_ask()
+            (asked,) = lookup.take_next()
             table, own_distance = tables[asked.peer_id], node_id(asked.peer_id) ^ target
             there = sorted([*[node_id(one) ^ target for one in table.holders(target, num, None)], own_distance])[:num]
             knows_same = known == Nearest(num, digest_of_distances(there))
@@ -133,14 +133,14 @@ def test_it_asks_far_fewer_than_all() -> None:
 def test_nearer_peers_are_asked_before_farther_ones_and_nobody_twice() -> None:
     nearest = by_distance([contact(number) for number in range(6)], 0)
     lookup = Lookup(0, nearest[2:4], own_id=PeerId("me"), k=3, alpha=1)
-    assert lookup.to_ask() == [nearest[2]]
-    assert lookup.to_ask() == []
+    assert lookup.take_next() == [nearest[2]]
+    assert lookup.take_next() == []
     lookup.answered(nearest[2].peer_id, [nearest[5], nearest[0], nearest[2]])
-    assert lookup.to_ask() == [nearest[0]]
+    assert lookup.take_next() == [nearest[0]]
     lookup.answered(nearest[0].peer_id, nearest)
-    assert lookup.to_ask() == [nearest[1]]
+    assert lookup.take_next() == [nearest[1]]
     lookup.failed(nearest[1].peer_id)
-    assert lookup.to_ask() == [nearest[3]]
+    assert lookup.take_next() == [nearest[3]]
     lookup.answered(nearest[3].peer_id, [])
     assert lookup.is_finished
     assert lookup.nearest() == [nearest[0], nearest[2], nearest[3]]
@@ -149,9 +149,9 @@ def test_nearer_peers_are_asked_before_farther_ones_and_nobody_twice() -> None:
 def test_it_ends_without_waiting_for_peers_that_nearer_ones_replaced() -> None:
     near, middle, far = by_distance([contact(number) for number in range(3)], 0)
     lookup = Lookup(0, [middle, far], own_id=PeerId("me"), k=2, alpha=2)
-    assert lookup.to_ask() == [middle, far]
+    assert lookup.take_next() == [middle, far]
     lookup.answered(middle.peer_id, [near])
-    lookup.to_ask()
+    lookup.take_next()
     lookup.answered(near.peer_id, [])
     assert lookup.is_finished
     assert lookup.nearest() == [near, middle]
@@ -160,17 +160,17 @@ def test_it_ends_without_waiting_for_peers_that_nearer_ones_replaced() -> None:
 def test_the_peer_itself_is_not_asked_and_without_seeds_nothing_is_to_do() -> None:
     lookup = Lookup(0, [contact(0)], own_id=contact(0).peer_id, k=2, alpha=2)
     assert lookup.is_finished
-    assert lookup.to_ask() == []
+    assert lookup.take_next() == []
 
 
 def test_of_a_long_answer_only_the_nearest_count() -> None:
     liar, *invented = (contact(number) for number in range(50))
     lookup = Lookup(0, [liar], own_id=PeerId("me"), k=2, alpha=1)
-    lookup.to_ask()
+    lookup.take_next()
     lookup.answered(liar.peer_id, invented)
     num_asked = 1
     while not lookup.is_finished:
-        for someone in lookup.to_ask():
+        for someone in lookup.take_next():
             lookup.failed(someone.peer_id)
             num_asked += 1
     assert num_asked == 3
@@ -194,9 +194,9 @@ def test_who_wants_few_gets_exactly_the_nearest_and_asks_fewer(num: int, target:
 def test_others_are_asked_in_place_of_a_slow_one_and_it_is_not_waited_for() -> None:
     peers = by_distance([contact(number) for number in range(6)], 0)
     lookup = Lookup(0, peers, own_id=PeerId("me"), k=6, alpha=3, num=3)
-    assert lookup.to_ask() == peers[:3]
+    assert lookup.take_next() == peers[:3]
     lookup.slow(peers[0].peer_id)
-    assert lookup.to_ask() == [peers[3]]
+    assert lookup.take_next() == [peers[3]]
     for peer in peers[1:4]:
         assert not lookup.is_finished
         lookup.answered(peer.peer_id, [])
@@ -208,11 +208,11 @@ def test_others_are_asked_in_place_of_a_slow_one_and_it_is_not_waited_for() -> N
 def test_a_slow_one_that_answers_counts_again() -> None:
     peers = by_distance([contact(number) for number in range(5)], 0)
     lookup = Lookup(0, peers[1:], own_id=PeerId("me"), k=6, alpha=3, num=3)
-    lookup.to_ask()
+    lookup.take_next()
     lookup.slow(peers[1].peer_id)
     lookup.answered(peers[1].peer_id, [peers[0]])
     assert not lookup.is_slow(peers[1].peer_id)
-    assert lookup.to_ask() == [peers[0]]
+    assert lookup.take_next() == [peers[0]]
     lookup.answered(peers[0].peer_id, [])
     lookup.answered(peers[2].peer_id, [])
     assert lookup.is_finished
@@ -222,10 +222,10 @@ def test_a_slow_one_that_answers_counts_again() -> None:
 def test_if_most_are_slow_they_are_waited_for() -> None:
     peers = by_distance([contact(number) for number in range(6)], 0)
     lookup = Lookup(0, peers, own_id=PeerId("me"), k=6, alpha=3, num=3)
-    lookup.to_ask()
+    lookup.take_next()
     lookup.slow(peers[0].peer_id)
     lookup.slow(peers[1].peer_id)
-    lookup.to_ask()
+    lookup.take_next()
     lookup.answered(peers[2].peer_id, [])
     assert not lookup.is_finished, "the three nearest may have what is looked for"
     lookup.failed(peers[0].peer_id)
@@ -237,7 +237,7 @@ def test_where_few_are_known_a_slow_one_is_waited_for() -> None:
     peers = by_distance([contact(number) for number in range(2)], 0)
     for known in (peers, peers[:1]):
         lookup = Lookup(0, known, own_id=PeerId("me"), k=20, alpha=3, num=5)
-        lookup.to_ask()
+        lookup.take_next()
         lookup.slow(peers[0].peer_id)
         for other in known[1:]:
             lookup.answered(other.peer_id, [])
@@ -250,10 +250,10 @@ def test_where_few_are_known_a_slow_one_is_waited_for() -> None:
 def test_nearer_ones_that_never_answer_do_not_hide_those_that_did() -> None:
     peers = by_distance([contact(number) for number in range(6)], 0)
     lookup = Lookup(0, peers[3:], own_id=PeerId("me"), k=6, alpha=3, num=3)
-    lookup.to_ask()
+    lookup.take_next()
     lookup.answered(peers[4].peer_id, [])
     lookup.answered(peers[3].peer_id, peers[:3])
-    lookup.to_ask()
+    lookup.take_next()
     assert not lookup.is_finished
     assert lookup.nearest() == [peers[3], peers[4]], "what there is when the time is up"
 
@@ -268,7 +268,7 @@ def test_whatever_is_slow_and_whatever_fails_it_ends_with_the_nearest_that_answe
     answered: list[Contact] = []
     slow: set[PeerId] = set()
     while not lookup.is_finished:
-        asked += lookup.to_ask()
+        asked += lookup.take_next()
         assert asked, "it waits for nobody"
         someone = rng.choice(asked)
         what = rng.random()

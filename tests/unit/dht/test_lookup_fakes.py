@@ -19,11 +19,11 @@ def begun(num_seeds: int, *, named_twice: int | None = None) -> tuple[Lookup, li
     contacts = sorted(map(contact, range(40)), key=lambda one: distance(node_id(one.peer_id), TARGET))
     named, seeds = contacts[:20], contacts[20 : 20 + num_seeds]
     lookup = Lookup(TARGET, seeds, own_id=PeerId("own"), k=20, alpha=NUM_BAD, num=NUM)
-    assert lookup.to_ask() == seeds[:NUM_BAD]
+    assert lookup.take_next() == seeds[:NUM_BAD]
     lookup.answered(seeds[0].peer_id, named)
     for seed in seeds[1:NUM_BAD]:
         lookup.answered(seed.peer_id, [] if named_twice is None else [named[named_twice]])
-    assert lookup.to_ask() == named[:NUM_BAD]
+    assert lookup.take_next() == named[:NUM_BAD]
     return lookup, named, seeds
 
 
@@ -41,14 +41,14 @@ def test_it_is_followed_where_too_few_others_are_known() -> None:
     lookup, named, _ = begun(NUM - 1)
     for one in named[:NUM_BAD]:
         lookup.failed(one.peer_id)
-    assert lookup.to_ask() == named[NUM_BAD : 2 * NUM_BAD]
+    assert lookup.take_next() == named[NUM_BAD : 2 * NUM_BAD]
 
 
 def test_whom_another_one_names_as_well_is_asked() -> None:
     lookup, named, _ = begun(5, named_twice=10)
     for one in named[:NUM_BAD]:
         lookup.failed(one.peer_id)
-    assert lookup.to_ask() == [named[10]]
+    assert lookup.take_next() == [named[10]]
 
 
 def test_it_is_followed_again_when_those_who_were_slow_answer() -> None:
@@ -59,4 +59,4 @@ def test_it_is_followed_again_when_those_who_were_slow_answer() -> None:
     for one in named[:2]:
         lookup.answered(one.peer_id, [])
     assert lookup.nearest()[:2] == named[:2]
-    assert lookup.to_ask() == [named[NUM_BAD]]
+    assert lookup.take_next() == [named[NUM_BAD]]

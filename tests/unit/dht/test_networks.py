@@ -78,7 +78,7 @@ def test_a_table_and_a_lookup_that_know_the_same_peers_name_the_same_holders(
     digest = digest_of_distances(node_id(peer_id) ^ target for peer_id in expected)
     assert lookup.nearest_known() == (Nearest(NUM, digest) if len(others) >= 2 * NUM else None)
     while not lookup.is_finished:
-        for one in lookup.to_ask():
+        for one in lookup.take_next():
             lookup.answered(one.peer_id, others)
     assert [one.peer_id for one in lookup.nearest()] == spread(
         [one.peer_id for one in others], NUM, networks.__getitem__
@@ -95,7 +95,7 @@ def test_a_peer_that_is_elsewhere_than_it_was_said_to_be_counts_where_it_was_rea
 
     lookup = Lookup(0, everyone, own_id=PeerId("me"), k=20, alpha=3, num=NUM, network_of=where)
     while not lookup.is_finished:
-        for one in lookup.to_ask():
+        for one in lookup.take_next():
             reached.add(one.peer_id)
             lookup.answered(one.peer_id, [])
     assert lookup.nearest() == [*fakes[:MAX_PER_NETWORK], *honest[:3]]

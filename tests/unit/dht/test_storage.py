@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manyhands.base.identity import Identity
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, digest_of
+from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, digest_of_records
 from manyhands.dht.storage import Storage
 from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
@@ -214,4 +214,4 @@ def test_two_holders_of_the_same_have_the_same_digest() -> None:
     other.put(open_record(4, sequence=2), NOW + 60.0, NOW)
     assert one.digest("key", NOW) == other.digest("key", NOW), "when it expires does not matter"
     assert one.digest("key", NOW + 6.0) != other.digest("key", NOW + 6.0), "whether it has does"
-    assert one.digest("key", NOW + 61.0) == other.digest("key", NOW + 61.0) == digest_of([])
+    assert one.digest("key", NOW + 61.0) == other.digest("key", NOW + 61.0) == digest_of_records([])

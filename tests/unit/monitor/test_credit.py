@@ -16,7 +16,7 @@ from manyhands.optim.account import (
     NUM_STEPS,
     AccountRecord,
     RecentSteps,
-    digest_of,
+    digest_of_step,
     packed,
     unpacked,
 )
@@ -233,7 +233,7 @@ def test_a_list_under_the_digest_of_another_one_does_not_count() -> None:
 
 def test_a_peer_that_is_named_twice_in_a_list_is_not_believed() -> None:
     twice = (short_id(PeerId("a")) + b"\0\0\1\0") * 2
-    digest = digest_of(1, b"", b"lineage!", False, twice)
+    digest = digest_of_step(1, b"", b"lineage!", False, twice)
     record = AccountRecord(step=1, steps=[_made(twice, digest)])
     credit = Credit()
     credit.look({PeerId("a"): record}, {PeerId("a"): Position(1, b"lineage!")}, 0.0)

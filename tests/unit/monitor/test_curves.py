@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.monitor import curves
-from manyhands.monitor.curves import Curves, Point, Sink, TensorBoardSink, TrackioSink, WandbSink
+from manyhands.monitor.curves import CurvePoint, Curves, Sink, TensorBoardSink, TrackioSink, WandbSink
 from manyhands.monitor.events import HeldoutSeen, Listening, StepMade
 from tests.unit.monitor.curve_files import tensorboard_points, trackio_points, wandb_points
 
@@ -112,35 +113,59 @@ print([name for name in ("torch", "transformers") if name in sys.modules])
 class Recorder:
     """A sink that a test can hold up or break."""
 
-    def __init__(self, *, fails_in: str = "") -> None:
-        self.points: list[Point] = []
+    def __init__(self, *, fails_in: str = "", times: float = math.inf) -> None:
+        self.points: list[CurvePoint] = []
         self.may_go_on = threading.Event()
         self.may_go_on.set()
+        self.has_step_4 = threading.Event()
         self._fails_in = fails_in
+        self._times = times
 
     def open(self) -> None:
         self._act("open")
 
-    def add(self, point: Point) -> None:
+    def add(self, point: CurvePoint) -> None:
         self._act("add")
         self.points.append(point)
+        if point["step"] == 4:
+            self.has_step_4.set()
 
     def close(self) -> None:
         self._act("close")
 
     def _act(self, name: str) -> None:
         assert self.may_go_on.wait(30)
-        if name == self._fails_in:
+        if name == self._fails_in and self._times > 0:
+            self._times -= 1
             raise RuntimeError("the server\n  is gone")
 
 
 @pytest.mark.parametrize("place", ["open", "add", "close"])
-def test_a_sink_that_fails_is_left_behind_with_one_warning(place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_fails_holds_nobody_up_and_is_one_warning(place: str, caplog: pytest.LogCaptureFixture) -> None:
     broken, whole = Recorder(fails_in=place), Recorder()
     draw(broken, whole)
     assert whole.points == POINTS
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning == "sink 0 gets no more points (the server is gone); the monitor goes on without it"
+    assert warning.startswith("sink 0 gets no points (the server is gone); the monitor ")
+
+
+@pytest.mark.parametrize("place", ["open", "add"])
+def test_a_sink_that_has_failed_is_opened_again(
+    place: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curves, "REOPEN_S", 0.0)
+    caplog.set_level(logging.INFO, "manyhands")
+    sink = Recorder(fails_in=place, times=3)
+    drawn = Curves({"TensorBoard": sink})
+    for step in range(5):
+        drawn.add(StepMade(step, 4.5, 3, 256, 12.5))
+    assert sink.has_step_4.wait(30)
+    assert drawn.close()
+    assert [point["step"] for point in sink.points] == ([0, 1, 2, 3, 4] if place == "open" else [3, 4])
+    assert [record.getMessage() for record in caplog.records] == [
+        "TensorBoard gets no points (the server is gone); the monitor tries again every 0 s",
+        "TensorBoard gets points again",
+    ]
 
 
 def test_a_sink_that_hangs_holds_nobody_up(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

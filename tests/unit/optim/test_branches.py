@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import (
     OUTVOTED_S,
+    VOUCHED_PATIENCE_S,
     Belief,
     BranchChoice,
     believed_by_a_newcomer,
@@ -23,8 +26,8 @@ def at(step: int, lineage: bytes = b"run", host: str = "192.168.0.1") -> Progres
     return ProgressRecord(position, 0, 1.0, 8 * step, not host, addresses, 30.0)
 
 
-def member_of(*met: PeerId, step: int = 10) -> Belief:
-    belief = Belief()
+def member_of(*met: PeerId, step: int = 10, own_id: PeerId = EVE) -> Belief:
+    belief = Belief(own_id)
     for number in range(max(step - 5, 0), step + 1):
         belief.been_at.append(at(number).position)
     belief.record_step(met)
@@ -54,7 +57,7 @@ def test_those_who_have_gone_do_not_vote() -> None:
 def test_a_newcomer_follows_most_of_those_who_have_learnt_something() -> None:
     records = {ANN: at(10), BOB: at(10), CAROL: at(11), DAVE: at(0), EVE: at(60, b"eve")}
     assert believed_by_a_newcomer(records).keys() == {ANN, BOB, DAVE}
-    assert Belief().doubted(at(0), {ANN: at(3), DAVE: at(0)}) == frozenset(), (
+    assert Belief(DAVE).doubted(at(0), {ANN: at(3), DAVE: at(0)}) == frozenset(), (
         "one that has learnt nothing does not vote"
     )
 
@@ -73,15 +76,15 @@ def test_one_that_watches_believes_what_more_than_half_hold() -> None:
 def test_one_network_has_one_vote() -> None:
     sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"45.1.1.{number}") for number in range(20)}
     honest = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
-    assert Belief().doubted(at(0), honest | sybils) == sybils.keys()
+    assert Belief(DAVE).doubted(at(0), honest | sybils) == sybils.keys()
     assert voter_of(EVE, at(1, host="45.1.1.7").addresses) == "45.1.1.0/24"
     assert voter_of(EVE, at(1).addresses) == EVE, "in a private network each is one"
 
 
 def test_peers_without_an_address_vote_only_among_themselves() -> None:
     clients = {PeerId(f"eve {number}"): at(60, b"eve", "") for number in range(20)}
-    assert Belief().doubted(at(0), {ANN: at(10), **clients}) == clients.keys()
-    assert Belief().doubted(at(0), clients) == frozenset()
+    assert Belief(DAVE).doubted(at(0), {ANN: at(10), **clients}) == clients.keys()
+    assert Belief(DAVE).doubted(at(0), clients) == frozenset()
 
 
 def test_parts_that_have_never_met_come_together_on_the_higher_branch() -> None:
@@ -116,3 +119,83 @@ def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
         others = at(min(step, 9))
         choice.look(at(step), {ANN: others, BOB: others}, now=OUTVOTED_S * step)
         assert choice.leading(()).position == at(step).position
+
+
+# vouched peers
+
+HONEST = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
+SYBILS = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(20)}
+
+
+def test_vouched_peers_count_in_place_of_any_number_of_networks() -> None:
+    assert Belief(DAVE).doubted(at(0), HONEST | SYBILS) == HONEST.keys(), "so it was without"
+    newcomer = Belief(DAVE, lambda: [ANN, BOB, CAROL])
+    assert newcomer.doubted(at(0), HONEST | SYBILS) == SYBILS.keys()
+    assert newcomer.doubted(at(0), HONEST | {BOB: at(0)} | SYBILS) == SYBILS.keys(), "one is enough"
+    assert newcomer.doubted(at(0), SYBILS) == frozenset(), "none of them is there"
+    assert believed_by_a_newcomer(HONEST | SYBILS, [ANN]).keys() == HONEST.keys()
+    assert held_by_most(HONEST | SYBILS, [ANN]) == at(10).position
+    assert held_by_most(SYBILS, [ANN]) == at(60, b"eve").position
+
+
+def test_members_stay_with_vouched_peers_that_they_have_met() -> None:
+    member = member_of(ANN, BOB)
+    assert member.doubted(at(10), HONEST | SYBILS) == frozenset(), "so it was without"
+    member.vouched = lambda: [ANN, BOB]
+    assert member.doubted(at(10), HONEST | SYBILS) == SYBILS.keys()
+    lower = {peer_id: at(9, b"eve", record.addresses[0].split("/")[2]) for peer_id, record in SYBILS.items()}
+    for now in (0.0, 1e6):
+        assert member.other_majority(at(10), HONEST | lower, now) is None
+
+
+def test_of_two_vouched_peers_neither_follows_strangers() -> None:
+    """The vote of each counts for itself."""
+    ann = member_of(BOB, own_id=ANN)
+    others = {BOB: at(10), **SYBILS}
+    assert ann.doubted(at(10), others) == frozenset(), "so it was without"
+    ann.vouched = lambda: [ANN, BOB]
+    assert ann.doubted(at(10), others) == SYBILS.keys()
+
+
+@pytest.mark.parametrize("there", [at(60, b"other"), at(9, b"other")], ids=["ahead", "behind"])
+def test_one_vouched_peer_takes_no_member_with_it_and_two_do_so_late(there: ProgressRecord) -> None:
+    """Until then their coordinator has noticed if they went elsewhere, or fell behind."""
+    member = member_of(ANN, BOB, CAROL, DAVE)
+    member.vouched = lambda: [ANN]
+    others = {ANN: there, BOB: at(10), CAROL: at(10), DAVE: at(10)}
+    for now in (0.0, 1e6):
+        assert member.other_majority(at(10), others, now) is None
+        assert member.doubted(at(10), others) == ({ANN} if there.position.step > 10 else set())
+    member.vouched = lambda: [ANN, BOB]
+    others[BOB] = there
+    assert member.other_majority(at(10), others, 2e6) is None
+    assert member.other_majority(at(10), others, 2e6 + VOUCHED_PATIENCE_S - 1) is None
+    assert member.doubted(at(10), others) == ({ANN, BOB} if there.position.step > 10 else set())
+    assert member.other_majority(at(10), others, 2e6 + VOUCHED_PATIENCE_S) == there.position
+    member.vouched = lambda: [CAROL, DAVE]
+    assert member.other_majority(at(10), others, 3e6) is None
+
+
+@pytest.mark.parametrize("ahead", [2, -2])
+def test_parts_that_have_never_met_come_together_where_the_vouched_peers_are(ahead: int) -> None:
+    """Also if the other part is larger, and ahead."""
+    here, there = at(10), at(10 + ahead, b"other")
+    ann, dave = member_of(BOB, own_id=ANN), member_of(CAROL, EVE, own_id=DAVE, step=there.position.step)
+    dave.been_at.clear()
+    ann.vouched = dave.vouched = lambda: [ANN, BOB]
+    of_ann = {BOB: here, CAROL: there, DAVE: there, EVE: there}
+    of_dave = {ANN: here, BOB: here, CAROL: there, EVE: there}
+    for now in (0.0, VOUCHED_PATIENCE_S):
+        assert ann.other_majority(here, of_ann, now) is None
+        moves_to = dave.other_majority(there, of_dave, now)
+    assert ann.doubted(here, of_ann) == ({CAROL, DAVE, EVE} if ahead > 0 else set())
+    assert moves_to == here.position
+
+
+def test_a_newcomer_with_its_first_members_is_not_kept_from_the_vouched_peers() -> None:
+    """Strangers have misled it before the coordinator vouched for anybody."""
+    newcomer = member_of(*SYBILS, step=60, own_id=DAVE)
+    newcomer.vouched = lambda: [ANN, BOB]
+    others = HONEST | SYBILS
+    assert newcomer.other_majority(at(60, b"eve"), others, 0.0) is None
+    assert newcomer.other_majority(at(60, b"eve"), others, VOUCHED_PATIENCE_S) == at(10).position

@@ -110,7 +110,7 @@ async def test_others_that_are_far_off_are_named_once(caplog: pytest.LogCaptureF
             assert not drift.compare()
         assert caplog.messages == [
             f"The parameters of peer {BOB} differ from those of the majority by 50% (rounding: 0.05%); "
-            "it is expected to load theirs"
+            "that peer should load the majority's state"
         ]
 
 

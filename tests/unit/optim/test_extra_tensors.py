@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -58,6 +60,20 @@ def test_what_was_agreed_on_does_not_follow_the_tensors() -> None:
 def test_what_cannot_be_averaged_is_refused_by_name(named: list[tuple[str, torch.Tensor]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ExtraTensors(named)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "extra", "words"),
+    [
+        (torch.nn.BatchNorm1d(2), None, r"buffers is a module; write buffers=model.named_buffers\(\)"),
+        (torch.nn.BatchNorm1d(2).buffers(), None, r"without names; write buffers=model.named_buffers\(\)"),
+        (None, [torch.zeros(1)], "extra_tensors is of type list; give a dict of names and tensors"),
+        (None, {"mean": 3.0}, "mean is of type float; a torch.Tensor is needed"),
+    ],
+)
+def test_tensors_without_names_and_what_is_no_tensor_are_refused(buffers: Any, extra: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        extra_tensors_of(buffers, extra)
 
 
 def test_without_any_nothing_is_added() -> None:

@@ -19,7 +19,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim import local_steps
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.local_steps import KEPT_SHARE, InnerSteps, LocalReplica, LocalSteps, nesterov
-from manyhands.optim.options import Options
+from manyhands.optim.options import Options, made_scheduler
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.state.state import INNER
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
@@ -54,9 +54,9 @@ class Trainer:
         ]
         self.trained = [self.model[0], self.model[2]]
         tensors = ExtraTensors(list((extra or {}).items()))
-        self.replica = LocalReplica(
-            make(self.model), options.pop("scheduler", None), steps or LocalSteps(outer=plain), extra=tensors, **options
-        )
+        inner = make(self.model)
+        schedule = made_scheduler(options.pop("scheduler", None), inner)
+        self.replica = LocalReplica(inner, schedule, steps or LocalSteps(outer=plain), extra=tensors, **options)
         self.inner = InnerSteps(self.replica)
         self.samples = SampleCounter(ME, self.replica, self.inner)
 

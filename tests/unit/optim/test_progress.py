@@ -15,11 +15,11 @@ from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.progress import (
     Progress,
     ProgressRecord,
+    branch_order,
     busy_s,
     crowd_factor,
     is_news,
     next_refresh_s,
-    rank_of,
     reckoned_samples,
 )
 
@@ -126,7 +126,7 @@ def test_the_highest_step_then_samples_then_digest_wins() -> None:
         branch = leading_branch(named(other=better), PeerId("own"), own)
         assert branch.position == better.position
         assert branch.holders == ("other",)
-        assert rank_of(better) > rank_of(own)
+        assert branch_order(better) > branch_order(own)
         assert leading_branch(named(own=own), PeerId("other"), better).position == better.position
 
 

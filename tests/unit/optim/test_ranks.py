@@ -11,49 +11,51 @@ import torch
 import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.optim.health import Statistics
-from manyhands.optim.process_group import Batch, Call, RankState, Word, added_up, batches_of, unequal
+from manyhands.optim.process_group import Call, CallOutcome, RankState, StepArguments, added_up, batches_of, unequal
 
 
 def test_the_batches_of_all_ranks_are_one() -> None:
-    assert added_up([Batch(3, None), Batch(5, None)]) == (8, None)
-    assert added_up([Batch(3, 10.5), Batch(5, 0.0)]) == (8, 10.5)
-    assert added_up([Batch(0, None)]) == (0, None)
+    assert added_up([StepArguments(3, None), StepArguments(5, None)]) == (8, None)
+    assert added_up([StepArguments(3, 10.5), StepArguments(5, 0.0)]) == (8, 10.5)
+    assert added_up([StepArguments(0, None)]) == (0, None)
 
 
 @pytest.mark.parametrize("rank", range(3))
 def test_what_is_wrong_on_one_rank_is_wrong_for_all(rank: int) -> None:
-    def with_one(wrong: Batch) -> list[Batch]:
-        return [wrong if number == rank else Batch(4, 4.0) for number in range(3)]
+    def with_one(wrong: StepArguments) -> list[StepArguments]:
+        return [wrong if number == rank else StepArguments(4, 4.0) for number in range(3)]
 
     with pytest.raises(ConfigError, match="a batch size was given on 2 of 3 ranks"):
-        added_up(with_one(Batch(None, 4.0)))
-    assert added_up([Batch(None, 4.0)] * 3) == (None, None), "the optimizer asks for a batch size"
-    assert added_up(with_one(Batch(-1, 4.0)))[0] == -1
-    assert added_up(with_one(Batch(4, -2.0)))[1] == -2.0
-    weight = added_up(with_one(Batch(4, math.nan)))[1]
+        added_up(with_one(StepArguments(None, 4.0)))
+    assert added_up([StepArguments(None, 4.0)] * 3) == (None, None), "the optimizer asks for a batch size"
+    assert added_up(with_one(StepArguments(-1, 4.0)))[0] == -1
+    assert added_up(with_one(StepArguments(4, -2.0)))[1] == -2.0
+    weight = added_up(with_one(StepArguments(4, math.nan)))[1]
     assert weight is not None
     assert math.isnan(weight)
     with pytest.raises(ConfigError, match="weight was given on 2 of 3 ranks"):
-        added_up(with_one(Batch(4, None)))
+        added_up(with_one(StepArguments(4, None)))
 
 
 def test_batches_of_different_sizes_are_hinted_at() -> None:
-    assert unequal([Batch(3, None), Batch(3, None)]) == ""
-    assert unequal([Batch(3, 4.0), Batch(5, 4.0)]) == "", "the loss is a mean over what the weight counts"
-    assert "batches of 3, 5, but" in unequal([Batch(3, None), Batch(5, None)])
-    assert "batches of 7.5, 4, but" in unequal([Batch(3, 7.5), Batch(3, 4.0)])
+    assert unequal([StepArguments(3, None), StepArguments(3, None)]) == ""
+    assert unequal([StepArguments(3, 4.0), StepArguments(5, 4.0)]) == "", (
+        "the loss is a mean over what the weight counts"
+    )
+    assert "batches of 3, 5, but" in unequal([StepArguments(3, None), StepArguments(5, None)])
+    assert "batches of 7.5, 4, but" in unequal([StepArguments(3, 7.5), StepArguments(3, 4.0)])
 
 
 def test_ranks_that_make_different_calls_are_told_which() -> None:
-    assert batches_of(Call.STEP, [[1, 4, None], [1, 5, None]]) == [Batch(4, None), Batch(5, None)]
+    assert batches_of(Call.STEP, [[1, 4, None], [1, 5, None]]) == [StepArguments(4, None), StepArguments(5, None)]
     with pytest.raises(ConfigError, match="rank 0 step, rank 1 settle"):
         batches_of(Call.STEP, [[1, 4, None], [2, None, None]])
 
 
 def test_a_word_travels() -> None:
-    word = Word(standing=RankState(global_step=3, statistics=Statistics(samples_used=5)), result=True)
-    assert pickle.loads(pickle.dumps(word)) == word
-    error = pickle.loads(pickle.dumps(Word(error=ConfigError("rank 0 failed: x=1")))).error
+    outcome = CallOutcome(standing=RankState(global_step=3, statistics=Statistics(samples_used=5)), result=True)
+    assert pickle.loads(pickle.dumps(outcome)) == outcome
+    error = pickle.loads(pickle.dumps(CallOutcome(error=ConfigError("rank 0 failed: x=1")))).error
     assert (type(error), str(error)) == (ConfigError, "rank 0 failed: x=1")
 
 

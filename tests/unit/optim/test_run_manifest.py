@@ -56,7 +56,7 @@ def keeper_of(dht: Any, name: str, manifest: RunManifest, expected: bytes = b"")
     ("other", "line"),
     [
         (changed(target_batch_size=32), "target_batch_size is 64 here, 32 in the run"),
-        (changed(optimizer="SGD"), "optimizer is 'AdamW' here, 'SGD' in the run"),
+        (changed(optimizer="SGD", hyper_parameters=[{"momentum": 0}]), "optimizer is 'AdamW' here, 'SGD' in the run"),
         (changed(hyper_parameters=[{"lr": 0.2}]), "learning_rate is 0.1 here, 0.2 in the run"),
         (changed(hyper_parameters=[{"lr": 0.1, "eps": 1e-6}]), "eps is None here, 1e-06 in the run"),
         (
@@ -221,6 +221,21 @@ async def test_false_manifests_do_not_count_where_the_digest_of_a_ticket_is_know
     assert len(signed.signers) == num_honest
     keeper = keeper_of(dht, "newcomer", changed(), expected=expected)
     await keeper.agree()
+    await keeper.close()
+
+
+async def test_a_run_begins_with_the_settings_that_its_owner_signed_or_not_at_all() -> None:
+    dht: Any = FakeDht()
+    other = keeper_of(dht, "first", changed(target_batch_size=1), expected=MANIFEST.fingerprint())
+    with pytest.raises(ManifestMismatch, match="its owner signed other settings") as caught:
+        await other.agree()
+    for manifest in (MANIFEST, changed(target_batch_size=1)):
+        assert manifest.fingerprint().hex()[:16] in str(caught.value)
+    assert await read_manifest(dht, "run") is None
+    keeper = keeper_of(dht, "second", changed(), expected=MANIFEST.fingerprint())
+    await keeper.agree()
+    with pytest.raises(ManifestMismatch, match="target_batch_size is 1 here, 64 in the run"):
+        await other.agree()
     await keeper.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,27 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import State, StateHeader, sealed, state_of
 from manyhands.base.errors import ConfigError
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.options import SchedulerMaker, made_scheduler
 from manyhands.optim.state.state import Scalars
-from manyhands.optim.step.replica import Replica, SchedulerMaker
+from manyhands.optim.step.replica import Replica
 
 Spoil = Callable[[Scalars, list[torch.Tensor]], None]
+
+
+class Counting(torch.optim.AdamW):
+    """Keeps numbers among its options, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.update(k=0, d=1e-6)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group.update(k=group["k"] + 1, d=group["d"] * 2)
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
     "AMSGrad": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True),
@@ -29,6 +47,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
     "LAMB": lambda params: Lamb(params, lr=0.1),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+    "one that counts": lambda params: Counting(params, lr=0.1),
 }
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], schedules.LRScheduler]] = {
     "linear": lambda inner: schedules.LinearLR(inner, 0.5, total_iters=10),
@@ -59,7 +78,7 @@ def replica_of(
     optimizer = OPTIMIZERS[kind](model.parameters())
     if is_scheduled:
         schedule = SCHEDULES["linear"]
-    replica = Replica(optimizer, schedule)
+    replica = Replica(optimizer, made_scheduler(schedule, optimizer))
     for _ in range(num_steps):
         model(torch.ones(4, 3)).square().mean().backward()
         optimizer.step()
@@ -144,6 +163,22 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
     "squares below 0": (with_tensor(3, lambda tensor: -tensor - 1), "is below 0"),
     "steps below 0": (with_tensor(4, lambda tensor: tensor - 9), "'step' of parameter 0 is -8.0, which is not a count"),
 }
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (with_option("d", math.inf), "its option 'd' is inf"),
+        (with_option("d", "1"), "its option 'd' is '1'"),
+        (with_option("lr", 50.0), "its option 'lr' is 50.0, and 0.1 in the run"),
+        (with_option("other", 1.0), "its option 'other' is 1.0, and None in the run"),
+    ],
+)
+def test_an_optimizer_of_an_unknown_kind_may_have_numbers_of_its_own_and_no_more(option: Spoil, words: str) -> None:
+    there, here = replica_of("one that counts", num_steps=3), replica_of("one that counts", num_steps=0)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        here.restore(spoilt(there, option))
+    assert here.optimizer.param_groups[0]["k"] == 0
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from manyhands.recipes.albert import optimizer
 from manyhands.recipes.albert.adoption import RunRecipe
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.optimizer import join_run
-from manyhands.recipes.albert.settings import TuningSettings
+from manyhands.recipes.albert.settings import TrainingSettings, TuningSettings
 
 
 def test_the_options_of_recipe_and_machine_reach_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,3 +60,17 @@ def test_a_lead_beyond_the_target_of_the_run_looks_at_once(monkeypatch: pytest.M
 def test_values_that_break_their_rules(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
         TuningSettings(**values)
+
+
+def test_a_stop_file_counts_from_when_its_number_is_there(tmp_path: Path) -> None:
+    """A shell makes an empty file, and writes the number into it a moment later."""
+    file = tmp_path / "stop"
+    settings = TrainingSettings(stop_file=file, max_steps=9)
+    assert settings.stop_step() == 9
+    file.touch()
+    assert settings.stop_step() == 9
+    file.write_text("8\n")
+    assert settings.stop_step() == 8
+    file.write_text("soon\n")
+    with pytest.raises(ConfigError, match="holds 'soon'; a global step is needed"):
+        settings.stop_step()

@@ -161,6 +161,13 @@ def test_the_shards_are_the_samples_in_files_of_about_equal_size(made):
     assert digest_of_json((folder / "tokenizer.json").read_text()) == made.about.tokenizer
 
 
+def test_the_same_text_makes_the_same_archive(made, book, tmp_path):
+    """So mirrors can make their own; each had another file, as its samples were named after a temporary folder."""
+    again = tmp_path / "data.tar.gz"
+    prepare(settings_for(book, tmp_path, archive=again))
+    assert again.read_bytes() == (made.folder.parent / "data.tar.gz").read_bytes()
+
+
 def test_an_archive_is_found_at_the_default_paths_once_it_is_unpacked(made, tmp_path):
     path = made.folder.parent / "data.tar.gz"
     assert sha256_of(path) == made.sha256

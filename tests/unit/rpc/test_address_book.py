@@ -8,7 +8,7 @@ import pytest
 
 from manyhands.base.address import Address
 from manyhands.base.errors import Unavailable
-from manyhands.rpc.address_book import MAX_ADDRESSES_PER_PEER, AddressBook, Source
+from manyhands.rpc.address_book import MAX_ADDRESSES_PER_PEER, AddressBook, AddressSource
 from manyhands.rpc.backoff import FIRST_S, MOST_S, Backoff
 from tests.network import identity_of
 
@@ -21,10 +21,10 @@ def address(number: int) -> Address:
 
 def test_what_worked_comes_before_what_was_announced_and_hearsay_comes_last() -> None:
     book = AddressBook(10)
-    book.learn(PEER, [address(1)], Source.HEARSAY)
-    book.learn(PEER, [address(2), address(3)], Source.ANNOUNCED)
-    book.learn(PEER, [address(3)], Source.WORKED)
-    book.learn(PEER, [address(4)], Source.HEARSAY)
+    book.learn(PEER, [address(1)], AddressSource.HEARSAY)
+    book.learn(PEER, [address(2), address(3)], AddressSource.ANNOUNCED)
+    book.learn(PEER, [address(3)], AddressSource.WORKED)
+    book.learn(PEER, [address(4)], AddressSource.HEARSAY)
     assert book.addresses_of(PEER) == [address(3), address(2), address(4), address(1)]
 
 
@@ -32,9 +32,9 @@ def test_others_are_told_what_a_peer_announced_and_nothing_that_worked_here_only
     book = AddressBook(10)
     home, loopback = Address.of("192.168.0.2", 31337, PEER), Address.of("127.0.0.1", 31337, PEER)
     assert book.addresses_to_tell(PEER) == []
-    book.learn(PEER, [address(4)], Source.HEARSAY)
+    book.learn(PEER, [address(4)], AddressSource.HEARSAY)
     assert book.addresses_to_tell(PEER) == [address(4)], "others told it, who told what they were told"
-    book.learn(PEER, [home], Source.WORKED)
+    book.learn(PEER, [home], AddressSource.WORKED)
     assert book.addresses_to_tell(PEER) == [address(4)]
     book.announced(PEER, [address(1), loopback])
     assert book.addresses_to_tell(PEER) == [address(1)]
@@ -47,19 +47,19 @@ def test_others_are_told_what_a_peer_announced_and_nothing_that_worked_here_only
 
 def test_a_liar_pushes_out_no_address_that_works() -> None:
     book = AddressBook(10)
-    book.learn(PEER, [address(1)], Source.WORKED)
-    book.learn(PEER, [address(2)], Source.ANNOUNCED)
+    book.learn(PEER, [address(1)], AddressSource.WORKED)
+    book.learn(PEER, [address(2)], AddressSource.ANNOUNCED)
     for number in range(100):
-        book.learn(PEER, [address(100 + number)], Source.HEARSAY)
+        book.learn(PEER, [address(100 + number)], AddressSource.HEARSAY)
     assert book.addresses_of(PEER)[:2] == [address(1), address(2)]
     assert len(book.addresses_of(PEER)) == MAX_ADDRESSES_PER_PEER
 
 
 def test_hearsay_of_many_peers_pushes_out_nobody_who_was_reached() -> None:
     book = AddressBook(4)
-    book.learn(PEER, [address(1)], Source.WORKED)
+    book.learn(PEER, [address(1)], AddressSource.WORKED)
     for number in range(100, 120):
-        book.learn(identity_of(number).peer_id, [Address.of("192.0.2.9", 1)], Source.HEARSAY)
+        book.learn(identity_of(number).peer_id, [Address.of("192.0.2.9", 1)], AddressSource.HEARSAY)
     assert book.addresses_of(PEER) == [address(1)]
     assert len(book._known) == 4
 
@@ -70,25 +70,25 @@ def test_a_peer_that_is_often_elsewhere_is_found_at_its_last_address(has_failed:
     for number in range(1, 20):
         if has_failed:
             book.failed(PEER)
-        assert book.learn(PEER, [address(number)], Source.ANNOUNCED)
+        assert book.learn(PEER, [address(number)], AddressSource.ANNOUNCED)
         assert address(number) in book.addresses_of(PEER)
         if has_failed:
             assert book.addresses_of(PEER)[0] == address(number)
-        book.learn(PEER, [address(number)], Source.WORKED)
+        book.learn(PEER, [address(number)], AddressSource.WORKED)
 
 
 def test_only_news_is_news() -> None:
     book = AddressBook(10)
-    assert book.learn(PEER, [address(1)], Source.HEARSAY)
-    assert not book.learn(PEER, [address(1)], Source.HEARSAY)
-    assert not book.learn(PEER, [], Source.HEARSAY)
+    assert book.learn(PEER, [address(1)], AddressSource.HEARSAY)
+    assert not book.learn(PEER, [address(1)], AddressSource.HEARSAY)
+    assert not book.learn(PEER, [], AddressSource.HEARSAY)
 
 
 def test_the_least_recently_learnt_peer_is_forgotten() -> None:
     book = AddressBook(2)
     peers = [identity_of(number).peer_id for number in range(3)]
     for peer_id in (peers[0], peers[1], peers[0], peers[2]):
-        book.learn(peer_id, [Address.of("192.0.2.9", 1)], Source.HEARSAY)
+        book.learn(peer_id, [Address.of("192.0.2.9", 1)], AddressSource.HEARSAY)
     assert [bool(book.addresses_of(peer_id)) for peer_id in peers] == [True, False, True]
 
 

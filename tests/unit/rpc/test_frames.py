@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from manyhands.base.errors import ConfigError, PeerLost, ProtocolViolation
 from manyhands.rpc.frames import (
     MAX_FRAME_BYTES,
+    CallFailure,
     Cancel,
-    Credit,
     Drain,
-    Failure,
     Frame,
     FrameReader,
     Goodbye,
@@ -30,12 +29,13 @@ from manyhands.rpc.frames import (
     Response,
     Stripe,
     Welcome,
+    WindowUpdate,
     encode_frame,
     readable,
     receive_frame,
 )
 from manyhands.transport.memory import MemoryStream
-from tests.network import identity_of
+from tests.network import PATIENCE_S, identity_of
 
 BODY = msgspec.Raw(msgspec.msgpack.encode({"text": "hi"}))
 DEEP = b"\x91" * 100_000 + b"\xc0"  # lists in lists
@@ -75,13 +75,13 @@ GOLDEN: list[tuple[Frame, str]] = [
     ),
     (Response(7, BODY), "0000002183a474797065a8726573706f6e7365a2696407a4626f647981a474657874a26869"),
     (
-        Failure(7, "busy", "too many calls at once"),
+        CallFailure(7, "busy", "too many calls at once"),
         "0000003b84a474797065a76661696c757265a2696407a4636f6465a462757379"
         "a76d657373616765b6746f6f206d616e792063616c6c73206174206f6e6365",
     ),
     (Cancel(7), "0000001182a474797065a663616e63656ca2696407"),
     (Item(7, BODY), "0000001d83a474797065a46974656da2696407a4626f647981a474657874a26869"),
-    (Credit(7, 16), "0000001c83a474797065a6637265646974a2696407a96e756d5f6974656d7310"),
+    (WindowUpdate(7, 16), "0000001c83a474797065a6637265646974a2696407a96e756d5f6974656d7310"),
     (Drain(), "0000000c81a474797065a5647261696e"),
     (Ping(), "0000000b81a474797065a470696e67"),
     (Pong(), "0000000b81a474797065a4706f6e67"),
@@ -208,7 +208,7 @@ def test_damaged_frames_are_a_frame_or_a_violation(payload: bytes, place: int, k
 async def test_a_frame_over_the_limit_is_refused_before_it_is_read(num_bytes: int) -> None:
     stream = stream_of(num_bytes.to_bytes(4, "big"), ends=False)  # who reads on would wait for ever
     with pytest.raises(ProtocolViolation, match=f"a frame of {num_bytes} bytes; at most {MAX_FRAME_BYTES} are allowed"):
-        await asyncio.wait_for(receive_frame(stream), 1.0)
+        await asyncio.wait_for(receive_frame(stream), PATIENCE_S)
     assert stream.bytes_received == 4
 
 

@@ -59,7 +59,7 @@ def test_a_timeout_names_the_phase_and_cancels(runtime: LoopThread) -> None:
     job = Job()
     with pytest.raises(Timeout, match=r"timed out after 0\.05 s waiting for godot"):
         runtime.run(job(), 0.05, "waiting for godot")
-    assert job.cancelled.wait(5.0)
+    assert job.cancelled.wait(20.0)
 
 
 def test_a_timeout_error_of_the_coroutine_itself_is_not_ours(runtime: LoopThread) -> None:
@@ -104,13 +104,13 @@ def test_ctrl_c_cancels_what_is_waited_for(runtime: LoopThread, monkeypatch: pyt
         return future
 
     def press_ctrl_c() -> None:
-        assert job.started.wait(5.0)
+        assert job.started.wait(20.0)
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(runtime, "submit", submit_and_press)
     with pytest.raises(KeyboardInterrupt):
         runtime.run(job(), 30.0, "waiting for godot")
-    assert job.cancelled.wait(5.0)
+    assert job.cancelled.wait(20.0)
 
 
 def test_a_call_from_the_loop_itself_is_refused(runtime: LoopThread) -> None:
@@ -125,10 +125,10 @@ def test_close_ends_whoever_waits() -> None:
     runtime, job = LoopThread("manyhands test"), Job()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(runtime.run, job(), 30.0, "waiting for godot")
-        assert job.started.wait(5.0)
+        assert job.started.wait(20.0)
         runtime.close()
         with pytest.raises(ManyhandsError, match="the peer is closed"):
-            waiting.result(5.0)
+            waiting.result(20.0)
     assert job.cancelled.is_set()
 
 
@@ -161,8 +161,8 @@ def test_calls_and_close_at_the_same_time_all_end() -> None:
 
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             calls = [pool.submit(call), pool.submit(call)]
-            pool.submit(close).result(10.0)
-            assert {future.result(4.0) for future in calls} <= {"all done", "the peer is closed"}
+            pool.submit(close).result(20.0)
+            assert {future.result(20.0) for future in calls} <= {"all done", "the peer is closed"}
 
 
 def test_close_does_not_wait_for_a_blocking_call() -> None:
@@ -177,12 +177,12 @@ def test_close_does_not_wait_for_a_blocking_call() -> None:
         await asyncio.get_running_loop().run_in_executor(None, hang)
 
     runtime.submit(look_up())
-    assert hanging.wait(5.0)
+    assert hanging.wait(20.0)
     started = time.monotonic()
     runtime.close()
     took_s = time.monotonic() - started
     over.set()
-    assert took_s < 2.0
+    assert took_s < 15.0
 
 
 def test_close_cancels_also_what_refuses_at_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,9 +201,9 @@ def test_close_cancels_also_what_refuses_at_first(caplog: pytest.LogCaptureFixtu
                 logging.getLogger(__name__).info("no")
 
     runtime.submit(stubborn())
-    assert started.wait(5.0)
+    assert started.wait(20.0)
     began = time.monotonic()
     runtime.close()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 15.0
     assert "task 'a stubborn task' did not end within 1 s of its cancellation" in caplog.text
     gc.collect()  # so that asyncio complains of the task here, not in the next test

@@ -16,14 +16,14 @@ def our_threads() -> list[threading.Thread]:
 
 async def test_jobs_run_at_the_same_time_and_their_threads_are_used_again() -> None:
     pool = BlockingThreads("manyhands test")
-    barrier = threading.Barrier(4, timeout=5.0)
+    barrier = threading.Barrier(4, timeout=20.0)
     await asyncio.gather(*(pool.start(barrier.wait) for _ in range(4)))
     for _ in range(20):
         assert await pool.start(lambda: 7) == 7
     assert len(our_threads()) == 4
     pool.close()
     for thread in our_threads():
-        thread.join(2.0)
+        thread.join(20.0)
     assert our_threads() == []
 
 
@@ -44,7 +44,7 @@ async def test_threads_that_have_nothing_to_do_end_by_themselves(monkeypatch: py
     pool = BlockingThreads("manyhands test")
     await pool.start(lambda: None)
     for thread in our_threads():
-        thread.join(2.0)
+        thread.join(20.0)
     assert our_threads() == []
     assert await pool.start(lambda: 7) == 7
     pool.close()
@@ -55,7 +55,7 @@ async def test_a_job_that_ends_after_its_waiter_left_does_no_harm() -> None:
     go_on, is_done = threading.Event(), threading.Event()
 
     def job() -> None:
-        go_on.wait(5.0)
+        go_on.wait(20.0)
         is_done.set()
 
     waiting = pool.start(job)

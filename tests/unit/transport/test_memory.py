@@ -13,7 +13,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
 from manyhands.transport import MemoryNetwork, MemoryTransport, Stream
 from manyhands.transport.memory import BACKLOG_BYTES
-from tests.network import LOOPBACK, identity_of
+from tests.network import LOOPBACK, PATIENCE_S, identity_of
 
 
 @asynccontextmanager
@@ -68,7 +68,7 @@ async def test_abort_wakes_both_ends(end: str) -> None:
         reading_there = asyncio.ensure_future(there.receive_into(memoryview(bytearray(1))))
         await asyncio.sleep(0)
         (here if end == "here" else there).abort()
-        async with time_limit(1.0, "for both ends to notice"):
+        async with time_limit(PATIENCE_S, "for both ends to notice"):
             outcomes = await asyncio.gather(reading, sending, reading_there, return_exceptions=True)
         assert any(isinstance(outcome, PeerLost) for outcome in outcomes)
         await here.wait_closed()

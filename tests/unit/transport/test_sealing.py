@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.transport.chunks import CHUNK_BYTES, chunks_of
+from manyhands.transport.chunks import CHUNK_BYTES, buffer_chunks
 from manyhands.transport.record_memory import ROOM_BYTES
 from manyhands.transport.sealing import (
     FIRST_BYTES,
@@ -60,7 +60,7 @@ def test_bytes_come_out_in_order_however_they_are_cut(
     )
     data = random.Random(cut).randbytes(sum(sizes))
     parts = [data[sum(sizes[:number]) :][:size] for number, size in enumerate(sizes)]
-    sent = b"".join(sealed(sealer, bytes(chunk)) for chunk in chunks_of(parts))
+    sent = b"".join(sealed(sealer, bytes(chunk)) for chunk in buffer_chunks(parts))
     records = RecordBuffer(opener, sent[:num_before])
     target = memoryview(bytearray(len(data)))
     num_taken = records.take_into(target)
@@ -71,7 +71,7 @@ def test_bytes_come_out_in_order_however_they_are_cut(
 def test_who_takes_less_than_a_record_gets_the_rest_later(wanted: list[int]) -> None:
     data = random.Random(1).randbytes(sum(wanted))
     sealer = Sealer(SECRET)
-    records = RecordBuffer(Opener(SECRET), b"".join(sealed(sealer, bytes(chunk)) for chunk in chunks_of([data])))
+    records = RecordBuffer(Opener(SECRET), b"".join(sealed(sealer, bytes(chunk)) for chunk in buffer_chunks([data])))
     taken = b""
     for num_bytes in wanted:
         target = memoryview(bytearray(num_bytes))

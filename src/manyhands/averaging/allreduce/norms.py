@@ -2,8 +2,8 @@
 
 The pass that averages a chunk also measures a sample of each member's values, in the same places for all members. That
 misses a few very large values, but these show in the mean: its norm is at most the mean of the members' norms. If it
-is far above what the samples allow, all values of the chunk are measured. A segment that is taken from one member may
-cause that, too, without any fault.
+is far above what the samples allow, all values of the chunk are measured. So they are in a chunk that also has numbers
+which do not count, such as integers of buffers: these would hide the size of small gradients.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class Norms:
             largest_square: the sum of the squares of its mean, or a bound of that.
             received: encoded chunks by rank; for the missing rank, the values are ``own``.
         """
+        gaps = self._plan.uncompared(chunk)
         total = sum(self._weights[rank] for rank in sampled)
         allowed = SUSPICIOUS * sum(self._weights[rank] / total * math.sqrt(sampled[rank]) for rank in sampled)
         is_suspicious = not math.sqrt(largest_square) <= allowed and not math.sqrt(square_of(mean)) <= allowed
+        has_to_measure = bool(gaps) or is_suspicious
         for rank, square in sampled.items():
-            self._squares[rank] += self._whole_square(received.get(rank, own), chunk) if is_suspicious else square
+            self._squares[rank] += self._square(received.get(rank, own), chunk, gaps) if has_to_measure else square
 
     def spoil(self, rank: int) -> None:
         """Mark a member that sent values that are not finite or cannot be decoded."""
@@ -60,10 +62,14 @@ class Norms:
         norms = [math.sqrt(square) for square in self._squares]
         return [float(np.float32(norm)) if norm <= LARGEST_FLOAT32 else math.inf for norm in norms]
 
-    def _whole_square(self, values: torch.Tensor, part: slice) -> float:
-        """The sum of the squares of a member's values, unencoded or encoded (uint8)."""
+    def _square(self, values: torch.Tensor, chunk: slice, gaps: Sequence[slice]) -> float:
+        """The sum of the squares of a member's values, unencoded or encoded (uint8), without those in the gaps."""
         if values.dtype == torch.uint8:
-            plain = torch.empty(part.stop - part.start, dtype=self._plan.dtype)
-            self._plan.decode(values, part.start, plain)
+            plain = torch.empty(chunk.stop - chunk.start, dtype=self._plan.dtype)
+            self._plan.decode(values, chunk.start, plain)
             values = plain
+        elif gaps:
+            values = values.clone()
+        for gap in gaps:
+            values[gap] = 0
         return square_of(values)

@@ -3,7 +3,16 @@
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, is_finite, square_of
 from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
-from manyhands.averaging.codecs.plan import ABSENT, EXACT_BELOW_NUMEL, Chosen, Gathered, Plan, Segment, plan_of
+from manyhands.averaging.codecs.plan import (
+    ABSENT,
+    EXACT_BELOW_NUMEL,
+    Chosen,
+    Gathered,
+    Plan,
+    Segment,
+    Uncompared,
+    plan_of,
+)
 from manyhands.averaging.codecs.registry import (
     BF16,
     CODECS,
@@ -37,6 +46,7 @@ __all__ = [
     "Plan",
     "Segment",
     "Sparse",
+    "Uncompared",
     "check_finite",
     "codec_named",
     "codec_of_code",

@@ -39,7 +39,11 @@ class Segment:
     is_chosen: bool = False
 
 
-class Chosen(tuple[int, ...]):
+class Uncompared(tuple[int, ...]):
+    """The shape of numbers that travel beside the values: their size says nothing about that of the values."""
+
+
+class Chosen(Uncompared):
     """The shape of a tensor that is not averaged: all take over that of the member with the most weight."""
 
 
@@ -48,12 +52,13 @@ class Plan:
 
     Args:
         segments: the first one starts at 0.
+        uncompared: the parts of the vector that do not count in the norms of members' values.
     Attributes:
         decay: factor of an error feedback, from round to round.
         passes_on: a reducer sends the contributions to a mean in place of it (:class:`Gathered`).
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment], uncompared: Sequence[slice] = ()) -> None:
         joined: list[Segment] = []
         numel = 0
         for segment in segments:
@@ -65,6 +70,7 @@ class Plan:
             joined.append(segment)
         self.segments = tuple(joined)
         self.numel = numel
+        self._uncompared = uncompared
         self.dtype = joined[0].codec.dtype if joined else NONE.dtype
         self.decay = min((segment.codec.decay for segment in joined), default=1.0)
         self.passes_on = any(segment.codec.passes_on for segment in joined)
@@ -85,6 +91,11 @@ class Plan:
                 break
             parts.append(replace(segment, start=max(start, segment.start), stop=min(stop, segment.stop)))
         return parts if start < stop else []
+
+    def uncompared(self, chunk: slice) -> list[slice]:
+        """The parts of a chunk that do not count in norms, their bounds counted from the start of the chunk."""
+        overlaps = (slice(max(chunk.start, part.start), min(chunk.stop, part.stop)) for part in self._uncompared)
+        return [slice(one.start - chunk.start, one.stop - chunk.start) for one in overlaps if one.start < one.stop]
 
     def num_bytes(self, start: int, stop: int) -> int:
         """Encoded size of ``flat_N[start:stop]`` as one slice, in bytes.
@@ -200,7 +211,7 @@ def plan_of(shapes: Sequence[Sequence[int]], codec: Codec, *, dtype: torch.dtype
     Tensors with fewer than two dimensions or fewer than ``EXACT_BELOW_NUMEL`` elements are exact.
 
     Args:
-        shapes: a :class:`Chosen` one is not averaged.
+        shapes: a :class:`Chosen` one is not averaged, and an :class:`Uncompared` one does not count in norms.
         codec: of the others.
         dtype: of the flat vector: float32, or float64, which is always encoded exactly.
     Raises:
@@ -209,14 +220,16 @@ def plan_of(shapes: Sequence[Sequence[int]], codec: Codec, *, dtype: torch.dtype
     if dtype not in (torch.float32, torch.float64):
         raise ConfigError(f"a vector is averaged in torch.float32 or torch.float64, not in {dtype}")
     exact: Codec = NONE if dtype == torch.float32 else NONE_FLOAT64
-    segments = []
+    segments, uncompared = [], []
     start = 0
     for shape in shapes:
         numel = math.prod(shape)
         stays_exact = dtype == torch.float64 or numel < EXACT_BELOW_NUMEL or len(shape) < 2
         segments.append(Segment(start, start + numel, exact if stays_exact else codec, isinstance(shape, Chosen)))
+        if isinstance(shape, Uncompared):
+            uncompared.append(slice(start, start + numel))
         start += numel
-    return Plan(segments)
+    return Plan(segments, uncompared)
 
 
 class Gathered:

@@ -30,13 +30,13 @@ LARGEST = 255 * 2.0**120
 
 
 class Sparse(Codec):
-    """The largest values of each chunk.
+    """Sends only the largest values of each chunk of a change; for local steps.
 
     Args:
-        top: values kept of a chunk.
-        chunk: values in it.
-        bits: of each kept value, beside its index.
-        decay: factor of what was not sent, from round to round.
+        top: number of values that are sent of each chunk.
+        chunk: number of values in a chunk.
+        bits: bits of each sent value, in addition to its index.
+        decay: the values that were not sent are added to the next change, times this factor.
     Raises:
         ConfigError: a number cannot be used.
     """

@@ -286,7 +286,7 @@ class Agreement:
 
     async def _in_doubt(self, state: VotingState, reason: str) -> Verdict:
         """After the loss of the leader, ask all other members until one knows the verdict or none can get it."""
-        logger.info("in doubt whether the round committed, asking its other members: %s", reason)
+        logger.info("%s: asking the other members whether the round committed", reason)
         others = [rank for rank in range(len(state.group.members)) if rank not in (state.rank, state.leader)]
         state.is_in_doubt = True
         asking = asyncio.gather(*(self._ask(state, rank) for rank in others))

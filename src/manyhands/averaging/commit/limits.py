@@ -25,11 +25,13 @@ class MemberLimits:
         max_weight_ratio: bound of a weight, as a multiple of the group's median weight.
         max_weight_share: bound of a weight's share of the group, where there are enough members for that.
         max_norm_ratio: values with a norm above this multiple of the group's median are left out.
+        norm_grows: whether the bound rises in proportion to the weight: each batch of local steps adds to the values.
     """
 
     max_weight_ratio: float = 3.0
     max_weight_share: float = 0.25
     max_norm_ratio: float = 10.0
+    norm_grows: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_weight_ratio", "max_norm_ratio"):
@@ -80,21 +82,22 @@ def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLim
     of the weights. Below the median weight the bound is raised by that factor; such values weigh less.
 
     Args:
-        norms: of the values of each member; infinite for those that are not finite.
+        norms: of the values of each member; infinite for those that are not finite, 0 for those that have not come.
         weights: 0 for members without values.
     """
-    ranks = [rank for rank, weight in enumerate(weights) if weight > 0]
+    ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
     if len(ranks) < 3:
         return set()
     usual = statistics.median(norms[rank] for rank in ranks)
     usual_weight = statistics.median(weights[rank] for rank in ranks)
-    if not 0.0 < usual < math.inf:  # most have nothing to compare with
+    if usual == math.inf:  # most have nothing to compare with
         return set()
-    return {
-        rank
-        for rank in ranks
-        if norms[rank] > limits.max_norm_ratio * usual * math.sqrt(max(1.0, usual_weight / weights[rank]))
-    }
+
+    def allowed(rank: int) -> float:
+        ratio = weights[rank] / usual_weight
+        return math.sqrt(max(1.0, 1 / ratio)) * (max(1.0, ratio) if limits.norm_grows else 1.0)
+
+    return {rank for rank in ranks if norms[rank] > limits.max_norm_ratio * usual * allowed(rank)}
 
 
 def witnessed(

@@ -346,7 +346,7 @@ class Matchmaker:
         try:
             response = await self._endpoint.call(leader, LEAVE, LeaveRequest(position), LET_GO_S)
         except (Unavailable, PeerError) as error:
-            logger.info("peer %s does not release this one: %s", leader, error)
+            logger.info("leader %s does not release this peer: %s", leader, error)
         else:
             if response.is_too_late:
                 await asyncio.wait([asking], timeout=LET_GO_S)

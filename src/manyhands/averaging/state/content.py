@@ -111,14 +111,14 @@ class State:
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What was loaded.
+    """The outcome of loading a state from other peers.
 
     Attributes:
-        global_step: of the run, at which these parameters were trained; of an Averager its rounds.
-        samples: behind them, in all steps; 0 where nobody counts them.
-        donors: the peers that sent them.
-        num_bytes: received.
-        seconds: that it took.
+        global_step: number of global steps behind the loaded parameters; for an Averager, of its rounds.
+        samples: number of samples in all these steps; 0 if they are not counted.
+        donors: ids of the peers that sent the state.
+        num_bytes: number of bytes received.
+        seconds: duration of the download.
     """
 
     global_step: int

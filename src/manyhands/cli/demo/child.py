@@ -48,7 +48,7 @@ class Child:
             self._lines.append(line.rstrip("\n"))
             self._num_lines += 1
 
-    def new_lines(self) -> list[str]:
+    def take_new_lines(self) -> list[str]:
         """Lines printed since the last call, at most the last :data:`REMEMBERED_LINES`."""
         num_new = min(self._num_lines - self._num_taken, len(self._lines))
         self._num_taken += num_new

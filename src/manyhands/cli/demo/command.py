@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import threading
 import time
@@ -16,7 +17,7 @@ from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.cli.demo.child import Child, end_all
 from manyhands.cli.demo.story import MONITOR_EVENTS, Story
 from manyhands.cli.demo.tally import Summary
-from manyhands.cli.demo.view import DemoView, LiveView, PlainView, print_summary
+from manyhands.cli.demo.view import MIN_WIDTH, DemoView, LiveDemoView, PlainView, print_summary
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.web_page import WebOptions
 from manyhands.monitor.plot import plot
@@ -53,7 +54,7 @@ def demo(
     check_text(text)
     writer = SummaryFile(summary)
     console = Console(highlight=False)
-    view: DemoView = LiveView(console) if console.is_terminal else PlainView()
+    view: DemoView = LiveDemoView(console) if fits(console) else PlainView()
     started = time.monotonic()
     children: list[Child] = []
     problem = ""
@@ -83,6 +84,11 @@ def demo(
         finally:
             end_all(children, LEAVE_TIMEOUT_S)
     return 1 if outcome.problems else 0
+
+
+def fits(console: Console) -> bool:
+    """Whether the live view can be drawn and read: in a wide terminal, whatever FORCE_COLOR says (notebooks set it)."""
+    return sys.stdout.isatty() and console.is_interactive and console.width >= MIN_WIDTH
 
 
 def stay(page: str, console: Console) -> None:

@@ -11,8 +11,8 @@ from manyhands.cli.demo.child import Child
 from manyhands.cli.demo.tally import Tally, TrainerTally
 from manyhands.cli.demo.view import DemoView
 from manyhands.cli.output.event_file import EventFollower
-from manyhands.monitor.events import Event as MonitorEvent
-from manyhands.recipes.albert.events import Event as TrainerEvent
+from manyhands.monitor.events import MonitorEvent
+from manyhands.recipes.albert.events import TrainerEvent
 
 RUN_ID = "demo"
 MONITOR_EVENTS = "monitor.jsonl"
@@ -142,9 +142,7 @@ class Story:
             time.sleep(POLL_S)
 
     def _write_stop(self, step: int) -> None:
-        temporary = self._stop_file.with_suffix(".new")
-        temporary.write_text(str(step))
-        temporary.replace(self._stop_file)
+        self._stop_file.write_text(str(step))
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
@@ -160,15 +158,15 @@ class Story:
     def _look(self) -> None:
         """Process new output and events of the processes."""
         for child in self._children:
-            for line in child.new_lines():
+            for line in child.take_new_lines():
                 if child is self._monitor and PAGE in line:
                     self.tally.page = line.partition(PAGE)[2].strip()
                 if child is self._monitor or "Collaboration accumulated" not in line:  # the monitor logs it for all
                     self._view.say(child.name, line)
-        for monitor_event in self._monitor_events.new_events():
+        for monitor_event in self._monitor_events.read_new():
             self.tally.apply_monitor(monitor_event)
         for tally, _, events in self._trainers:
-            for event in events.new_events():
+            for event in events.read_new():
                 self.tally.apply_trainer(tally, event)
         self._view.refresh(self.tally)
         for tally, child, _ in self._trainers:

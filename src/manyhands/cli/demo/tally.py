@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from manyhands.monitor.events import Event as MonitorEvent
-from manyhands.monitor.events import Listening, ProgressMade
-from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone
-from manyhands.recipes.albert.events import Event as TrainerEvent
+from manyhands.monitor.events import Listening, MonitorEvent, ProgressMade
+from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone, TrainerEvent
 
 NOTHING_YET = Counts(0, 0, 0, 0, 0, 0)
 

@@ -17,6 +17,8 @@ from manyhands.base.text import counted
 from manyhands.cli.demo.tally import Summary, Tally, TrainerTally
 
 SHOWN_LINES = 8
+MIN_WIDTH = 76
+"""Columns of a terminal in which the table of the trainers can be read."""
 
 
 class DemoView(Protocol):
@@ -53,7 +55,7 @@ class PlainView:
         return None
 
 
-class LiveView:
+class LiveDemoView:
     """Redraws progress bars, a table of the trainers and the last lines."""
 
     def __init__(self, console: Console) -> None:
@@ -86,7 +88,7 @@ class LiveView:
             grid.add_row("page", tally.page)
         return grid
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> LiveDemoView:
         self._live.__enter__()
         return self
 

@@ -47,7 +47,7 @@ class EventFollower(Generic[E]):
         self._decoder: msgspec.json.Decoder[E] = msgspec.json.Decoder(kinds)
         self._offset = 0
 
-    def new_events(self) -> Iterator[E]:
+    def read_new(self) -> Iterator[E]:
         """Events appended since the last call."""
         if not self._path.exists():
             return

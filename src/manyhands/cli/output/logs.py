@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -13,6 +16,8 @@ from manyhands.cli.output.line_file import LineFile
 
 FORMAT = "%(asctime)s.%(msecs)03d [%(levelname)s] %(message)s"
 ORIGIN = "[%(name)s:%(lineno)d]"
+
+STDERR = 2
 
 STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "is_shown_live"}
 """Attributes of every log record; others were given with ``extra=``."""
@@ -36,7 +41,7 @@ def log_to(path: Path | None, *, is_json: bool, verbose: bool) -> None:
         ConfigError: the file cannot be written.
     """
     fmt = FORMAT.replace("] ", f"] {ORIGIN} ") if verbose else FORMAT
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    handlers: list[logging.Handler] = [StdoutHandler(sys.stdout)]
     handlers[0].setFormatter(logging.Formatter(fmt, datefmt="%b %d %H:%M:%S"))
     if path is not None:
         handlers.insert(0, LogFile(path))  # first: what the terminal shows is in the file
@@ -56,6 +61,45 @@ def name_in_logs(**fields: str) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):
             handler.formatter.common |= fields
+
+
+class StdoutHandler(logging.StreamHandler[TextIO]):
+    """Prints log lines to standard output.
+
+    If the program that reads them has ended, such as ``head``, or ``tee`` at Ctrl-C, the command ends as on SIGTERM,
+    and prints what follows to standard error. If they cannot be written for another reason, such as a full disk, they
+    are dropped, and one line on standard error says so.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (a name of logging)
+        """Called where :meth:`emit` catches an exception."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif isinstance(error, BrokenPipeError):
+            redirect_stdout_to(STDERR if not self._has_failed else None)
+            if not self._has_failed:
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif not self._has_failed:
+            text = f"manyhands: standard output: {error.strerror}; log lines are dropped meanwhile"
+            with suppress(OSError):
+                print(text, file=sys.stderr)  # noqa: T201
+        self._has_failed = True
+
+
+def redirect_stdout_to(descriptor: int | None) -> None:
+    """Write what standard output gets from now on to another open file; None discards it."""
+    with suppress(OSError):  # that file is closed, too
+        if descriptor is not None:
+            os.dup2(descriptor, sys.stdout.fileno())
+            return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 class LogFile(logging.Handler):

@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.base.text import rough
+from manyhands.base.text import counted, rough
 from manyhands.cli.output.live_view import LogLine
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
@@ -254,7 +254,7 @@ COLUMNS = [
     Column("committed", lambda peer, now: whole(peer.rounds_committed), 9, 110),
     Column("missed", lambda peer, now: whole(peer.rounds_missed), 9, 110),
     Column("since", lambda peer, now: ago(now - peer.since) if peer.since else "", 7, 96),
-    Column("peer id", lambda peer, now: short_id(peer.peer_id), 8, 120, False),
+    Column("peer id", lambda peer, now: abbreviated(peer.peer_id), 8, 120, False),
     Column("version", lambda peer, now: shown(peer.version), 8, 140, False),
     Column("device", lambda peer, now: shown(peer.device), 20, 160, False),
     Column("not in the last step because", lambda peer, now: shown(peer.reason), None, 190, False),
@@ -276,7 +276,7 @@ def _peers(picture: RunPicture, width: int, rows: int, now: float) -> list[Rende
         )  # fmt: skip
     seen = picture.peers[: rows - 2]
     for peer in seen:
-        name = Text(shown(peer.name) or short_id(peer.peer_id))
+        name = Text(shown(peer.name) or abbreviated(peer.peer_id))
         cells = [Text(column.cell(peer, now)) for column in columns]
         for column, cell in zip(columns, cells, strict=True):
             if column.heading == "state":
@@ -372,7 +372,7 @@ def shown(text: str) -> str:
     return "".join(kept)
 
 
-def short_id(peer_id: str) -> str:
+def abbreviated(peer_id: str) -> str:
     """The end of a peer id: all ids begin alike."""
     return f"…{shown(peer_id[-6:])}"
 
@@ -400,3 +400,16 @@ def amount_of(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
     return f"{num_bytes} bytes"
+
+
+def card_of(picture: RunPicture, points: Sequence[Point]) -> tuple[str, list[tuple[str, str]]]:
+    """The summary of a run at the end of a monitor: a heading, and (label, text) lines."""
+    lines = [("step", f"{counted(picture.step, 'global step')} of the run")]
+    if losses := [point.loss for point in points if point.loss is not None]:
+        lines.append(("loss", f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last, over all peers"))
+    if measured := [point.heldout_loss for point in points if point.heldout_loss is not None]:
+        lines.append(("held-out loss", f"{measured[0]:.4f} at first, {measured[-1]:.4f} at last"))
+    lines.append((picture.unit, f"{picture.committed_samples:,} in the steps that this monitor knows"))
+    goes_on = "it goes on without this monitor" if picture.num_peers else "nobody goes on with it"
+    lines.append(("peers", f"{picture.num_peers} in the run; {goes_on}"))
+    return f"Run {picture.run_id!r}", lines

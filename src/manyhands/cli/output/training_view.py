@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import shlex
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Protocol
 
 from rich.console import Console
 
 from manyhands.base.text import counted, rough
+from manyhands.cli.output.card import print_card
 from manyhands.cli.output.live_view import LiveLine
-from manyhands.recipes.albert.account import Account, Standing
+from manyhands.recipes.albert.summary import Standing, TrainingSummary
 from manyhands.runtime.exit_delay import delay_exit
 
 ACCOUNT_TIMEOUT_S = 4.0
@@ -27,7 +28,7 @@ class Trainer(Protocol):
 
     def standing(self) -> Standing: ...
 
-    def account(self) -> Account: ...
+    def summary(self) -> TrainingSummary: ...
 
 
 def run_in_view(trainer: Trainer) -> None:
@@ -39,9 +40,9 @@ def run_in_view(trainer: Trainer) -> None:
             trainer.run()
     except KeyboardInterrupt:
         with delay_exit(ACCOUNT_TIMEOUT_S):
-            print_card(console, trainer.account())
+            print_card(console, card_of(trainer.summary()))
         raise
-    print_card(console, trainer.account())
+    print_card(console, card_of(trainer.summary()))
 
 
 def line_of(standing: Standing, width: int) -> str:
@@ -70,45 +71,34 @@ def line_of(standing: Standing, width: int) -> str:
     return ", ".join([head, *parts])[: width - 1]
 
 
-def card_of(account: Account) -> tuple[str, list[tuple[str, str]]]:
+def card_of(summary: TrainingSummary) -> tuple[str, list[tuple[str, str]]]:
     """The heading of the summary, and its (label, text) lines."""
-    share = account.samples_used / account.samples_of_all if account.samples_of_all else 0.0
-    has_state = account.num_steps > 0 or account.is_alone  # else the run may be further than this peer
-    samples = f"{account.samples_used} of yours"
-    if account.num_steps:
-        samples += f", {share:.1%} of all {account.samples_of_all} in these steps"
-    if (lost := account.samples_lost) > 0:
+    share = summary.samples_used / summary.samples_of_all if summary.samples_of_all else 0.0
+    has_state = summary.num_steps > 0 or summary.is_alone  # else the run may be further than this peer
+    samples = f"{summary.samples_used} of yours"
+    if summary.num_steps:
+        samples += f", {share:.1%} of all {summary.samples_of_all} in these steps"
+    if (lost := summary.samples_lost) > 0:
         samples += f"; {lost} of a step that was not finished {'is' if lost == 1 else 'are'} lost"
     lines = [
         (
             "steps",
-            f"{counted(account.num_steps, 'global step')} with you; "
-            f"the {'run' if has_state else 'model here'} is at step {account.step}",
+            f"{counted(summary.num_steps, 'global step')} with you; "
+            f"the {'run' if has_state else 'model here'} is at step {summary.step}",
         ),
         ("samples", samples),
     ]
-    if account.first_loss is not None and account.last_loss is not None:
-        lines.append(("loss", f"{account.first_loss:.4f} at first, {account.last_loss:.4f} at last, on your samples"))
-    if (heldout := account.heldout) is not None:
+    if summary.first_loss is not None and summary.last_loss is not None:
+        lines.append(("loss", f"{summary.first_loss:.4f} at first, {summary.last_loss:.4f} at last, on your samples"))
+    if (heldout := summary.heldout) is not None:
         what = f"on {counted(heldout.num_samples, 'sample')} that nobody trains on"
         lines.append(("held-out loss", f"{heldout.before:.4f} before, {heldout.after:.4f} after, {what}"))
-    if account.folder is None:
+    if summary.folder is None:
         lines.append(("model", "not saved, as --no-checkpoints says"))
-    elif account.checkpoint is None:
-        next_start = "begins anew" if account.is_alone else "loads the state of the others"
-        lines.append(("model", f"not saved yet; the next start with {account.folder} {next_start}"))
+    elif summary.checkpoint is None:
+        next_start = "begins anew" if summary.is_alone else "loads the state of the others"
+        lines.append(("model", f"not saved yet; the next start with {summary.folder} {next_start}"))
     else:
-        lines.append(("model", str(account.checkpoint)))
-        lines.append(("try it", f'manyhands fill {shlex.quote(str(account.folder))} "{SAMPLE_TEXT}"'))
-    return f"Your part in run {account.run_id!r}, {rough(account.seconds)}", lines
-
-
-def print_card(console: Console, account: Account) -> None:
-    """Print the summary; ignored if the terminal is gone."""
-    heading, lines = card_of(account)
-    width = max(len(name) for name, _ in lines)
-    with suppress(OSError, UnicodeError):  # the terminal was closed or lacks the characters
-        console.print()
-        console.print(heading, style="bold", markup=False, soft_wrap=True)
-        for name, text in lines:
-            console.print(f"  {name:<{width}}  {text}", markup=False, emoji=False, soft_wrap=True)
+        lines.append(("model", str(summary.checkpoint)))
+        lines.append(("try it", f'manyhands fill {shlex.quote(str(summary.folder))} "{SAMPLE_TEXT}"'))
+    return f"Your part in run {summary.run_id!r}, {rough(summary.seconds)}", lines

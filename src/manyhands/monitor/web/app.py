@@ -25,7 +25,7 @@ from manyhands.monitor.picture import SCHEMA_VERSION, PeerRow, Point, RunPicture
 from manyhands.monitor.web.metrics import as_metrics
 from manyhands.monitor.web.page_files import TYPES, PageFiles
 from manyhands.monitor.web.source import Fill, Source
-from manyhands.monitor.web.stream import Stream
+from manyhands.monitor.web.stream import UpdateStream
 from manyhands.monitor.web.tables import as_csv
 from manyhands.monitor.web.updates import head_of
 
@@ -63,7 +63,7 @@ class Api:
         fill: fills masks; None if there is no model here.
     """
 
-    def __init__(self, source: Source, stream: Stream, page: PageFiles, fill: Fill | None) -> None:
+    def __init__(self, source: Source, stream: UpdateStream, page: PageFiles, fill: Fill | None) -> None:
         self._source = source
         self._stream = stream
         self._fill = fill

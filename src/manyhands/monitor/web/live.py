@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from manyhands.monitor.events import Event, Happened
+from manyhands.monitor.events import Happened, MonitorEvent
 from manyhands.monitor.monitor import RunMonitor
-from manyhands.monitor.picture import Leader, Point, RunEvent, RunPicture
+from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web.source import thinned
 
 FINER = 10
@@ -23,7 +23,7 @@ class MonitorSource:
         self._monitor = monitor
         self._nothing = RunPicture(run_id=monitor.run_id, time=0.0)
 
-    def add(self, event: Event) -> None:
+    def add(self, event: MonitorEvent) -> None:
         """Take over an event, as ``on_event`` of the monitor."""
         if isinstance(event, Happened) and event.kind == "aborted":
             self.num_aborted += 1
@@ -40,5 +40,5 @@ class MonitorSource:
     def events(self, limit: int) -> list[RunEvent]:
         return self._monitor.history.events(limit)
 
-    def leader_of(self, peer_id: str) -> Leader | None:
+    def leader_of(self, peer_id: str) -> LeaderboardRow | None:
         return self._monitor.leader_of(peer_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -32,11 +33,12 @@ class PageFiles:
     static: dict[str, bytes]
 
 
-def page_files(*, has_model: bool) -> PageFiles:
+def page_files(*, has_model: bool, join: str = "") -> PageFiles:
     """Read the files.
 
     Args:
         has_model: show the box that fills masks.
+        join: the command with which visitors join the run; empty for none.
     """
     root = files("manyhands.monitor.web") / "static"
     found = {
@@ -45,7 +47,12 @@ def page_files(*, has_model: bool) -> PageFiles:
         for file in folder.iterdir()
         if file.is_file() and file.name.rpartition(".")[2] in TYPES
     }
-    found["index.html"] = found["index.html"].replace(b"{model}", b"yes" if has_model else b"no")
+    found["index.html"] = (
+        found["index.html"]
+        .replace(b"{model}", b"yes" if has_model else b"no")
+        .replace(b"{hides-join}", b"" if join else b"hidden")
+        .replace(b"{join}", html.escape(join).encode())
+    )
     version = hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()[:16]
     index = found.pop("index.html").replace(b"{static}", f"/static/{version}".encode())
     return PageFiles(version, index, {f"{version}/{name}": content for name, content in found.items()})

@@ -15,7 +15,7 @@ from manyhands.monitor.web.app import Api
 from manyhands.monitor.web.connections import BoundedProtocol
 from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.source import Fill, Source
-from manyhands.monitor.web.stream import Stream
+from manyhands.monitor.web.stream import UpdateStream
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -29,16 +29,17 @@ class PageServer:
     Args:
         bound: from :func:`manyhands.monitor.web.bind`; closed with the server.
         fill: fills masks with the current parameters, if there is a model.
+        join: the command with which visitors join the run; empty for none.
     Attributes:
         url: for a browser on this machine.
     """
 
-    def __init__(self, source: Source, bound: socket.socket, fill: Fill | None = None) -> None:
+    def __init__(self, source: Source, bound: socket.socket, fill: Fill | None = None, join: str = "") -> None:
         self.url = url_of(bound)
         self._bound = bound
         self._is_loopback = is_loopback(bound)
-        page = page_files(has_model=fill is not None)
-        self._stream = Stream(source, page.version)
+        page = page_files(has_model=fill is not None, join=join)
+        self._stream = UpdateStream(source, page.version)
         config = uvicorn.Config(
             Api(source, self._stream, page, fill).app(is_loopback=self._is_loopback),
             http=BoundedProtocol,

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from manyhands.monitor.picture import Leader, Point, RunEvent, RunPicture
+from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
 
 
 class Source(Protocol):
@@ -37,7 +37,7 @@ class Source(Protocol):
     def events(self, limit: int) -> list[RunEvent]:
         """The last events, the newest first."""
 
-    def leader_of(self, peer_id: str) -> Leader | None:
+    def leader_of(self, peer_id: str) -> LeaderboardRow | None:
         """The row of the leaderboard with a peer, also beyond the rows of the picture; None for an unknown peer."""
 
 

@@ -16,7 +16,7 @@ PIECE_BYTES = 65536
 """A large message is written in pieces, so that no more than one of them waits in memory for each slow browser."""
 
 
-class Stream:
+class UpdateStream:
     """The updates of one run.
 
     A page has no queue: it knows which versions it has, and gets the newest ones when it has read what it was sent.

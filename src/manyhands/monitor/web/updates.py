@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.monitor.picture import Leader, PeerRow, RunPicture
+from manyhands.monitor.picture import LeaderboardRow, PeerRow, RunPicture
 
 RUN_PERIOD_S = 0.25
 LISTS_PERIOD_S = 1.0
@@ -186,7 +186,7 @@ def parts_of() -> list[Part]:
     ]
 
 
-def _short_leaders(picture: RunPicture) -> list[Leader]:
+def _short_leaders(picture: RunPicture) -> list[LeaderboardRow]:
     """The leaderboard with one peer of each name: a name may have hundreds."""
     return [msgspec.structs.replace(leader, peer_ids=leader.peer_ids[:1]) for leader in picture.leaders]
 

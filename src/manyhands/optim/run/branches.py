@@ -7,6 +7,10 @@ which model all peers hold. A peer believes a branch that is ahead of it when
 * at least half of all peers that have learnt anything are, itself included. Peers with addresses in one network (a /24
   or /48) count once; peers without an address count only if no peer has one.
 
+In a run with a charter, the trainers for which a coordinator vouches (:mod:`manyhands.monitor.vouching`) count in place
+of all peers. A peer that has met nobody who is there, such as a newcomer, believes more than half of them at once, even
+if there is only one. Members need two, and go where more than half of them are only after ``VOUCHED_PATIENCE_S``.
+
 So a split heals in favour of the higher branch if that has half of the peers. If it has fewer, its peers see that most
 peers are on another branch, and follow them after a while.
 
@@ -18,14 +22,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
-from manyhands.optim.run.progress import ProgressRecord, rank_of
+from manyhands.optim.run.progress import ProgressRecord, branch_order
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,9 @@ LAG_STEPS = 2
 """Records are read late, so peers on one branch may appear up to this many steps apart."""
 OUTVOTED_S = 20.0
 """How long most peers must be elsewhere before this one follows them to a branch that is not ahead."""
+VOUCHED_PATIENCE_S = 300.0
+"""How long most vouched peers must be elsewhere before a member follows them. One that only fell behind catches up
+sooner, or its coordinator no longer vouches for it."""
 MAX_MET = 4096
 MAX_BEEN_AT = 256
 CLIENT_PATIENCE_S = 60.0
@@ -65,17 +72,22 @@ def leading_branch(others: Records, own_id: PeerId, own: ProgressRecord) -> Bran
         hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
-    best = max(candidates.values(), key=rank_of) if last_step > 0 else candidates[min(candidates)]
+    best = max(candidates.values(), key=branch_order) if last_step > 0 else candidates[min(candidates)]
     holders = [peer_id for peer_id in sorted(candidates) if candidates[peer_id].position == best.position]
     return Branch(best.position, tuple(holders))
 
 
 class _Electorate(NamedTuple):
-    """The voters: peers, each with the name of its vote; peers with the same name share one vote."""
+    """The voters: peers, each with the name of its vote; peers with the same name share one vote.
+
+    Attributes:
+        is_patient: they decide only after ``VOUCHED_PATIENCE_S``, and then also for a branch that is ahead.
+    """
 
     voters: Mapping[PeerId, str]
     num_votes: int
     is_half_enough: bool
+    is_patient: bool = False
 
     def is_enough(self, peers: Iterable[PeerId]) -> bool:
         num = len({self.voters[peer_id] for peer_id in peers if peer_id in self.voters})
@@ -102,9 +114,12 @@ class Belief:
 
     Attributes:
         been_at: the last positions of this peer, its own one included.
+        vouched: returns the peers for which a coordinator of the run vouches.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own_id: PeerId, vouched: Callable[[], Collection[PeerId]] = frozenset) -> None:
+        self._own_id = own_id
+        self.vouched = vouched
         self._met: dict[PeerId, None] = {}
         self.been_at: deque[Position] = deque(maxlen=MAX_BEEN_AT)
         self._has_stepped = False
@@ -132,32 +147,41 @@ class Belief:
         ahead = {peer_id: record.position for peer_id, record in records.items() if is_ahead(record, own)}
         if not any(position.step for position in ahead.values()):
             return frozenset()  # nothing has been learnt yet
-        found = (electorate.believed(ahead) for electorate in self._electorates(own, records))
+        electorates = (electorate for electorate in self._electorates(own, records) if not electorate.is_patient)
+        found = (electorate.believed(ahead) for electorate in electorates)
         believed = next((position for position in found if position is not None), None)
         return frozenset(peer_id for peer_id, position in ahead.items() if position != believed)
 
     def other_majority(
         self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], now: float
     ) -> Position | None:
-        """The position of most peers for a while, if it is not ahead and this peer has never been there."""
+        """The position of most peers for a while, if this peer was never there and does not follow them at once."""
         elsewhere = {
             peer_id: record.position for peer_id, record in records.items()
-            if record.position != own.position and record.position.step
-            and record.position not in self.been_at and not is_ahead(record, own)
+            if record.position != own.position and record.position.step and record.position not in self.been_at
         }  # fmt: skip
+        behind = {peer_id: there for peer_id, there in elsewhere.items() if not is_ahead(records[peer_id], own)}
         if own.position.step and elsewhere:
             for electorate in self._electorates(own, records):
-                if electorate._replace(is_half_enough=False).is_enough(elsewhere):
+                there = elsewhere if electorate.is_patient else behind
+                if electorate._replace(is_half_enough=False).is_enough(there):
                     self._outvoted_since = min(self._outvoted_since, now)
-                    return electorate.most_voted(elsewhere) if now >= self._outvoted_since + OUTVOTED_S else None
+                    patience_s = VOUCHED_PATIENCE_S if electorate.is_patient else OUTVOTED_S
+                    return electorate.most_voted(there) if now >= self._outvoted_since + patience_s else None
         self._outvoted_since = math.inf
         return None
 
     def _electorates(self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord]) -> Iterator[_Electorate]:
         met = {peer_id: str(peer_id) for peer_id in records if peer_id in self._met}
         yield _Electorate(met, len(met), is_half_enough=False)
-        voters = _voters_among(records)
         is_own_counted = self._has_stepped and own.position.step > 0
+        vouched = self.vouched()
+        voters = _voters_among(_vouched_among(records, vouched))
+        num_votes = len(set(voters.values())) + (is_own_counted and self._own_id in vouched)
+        if voters and num_votes > bool(met):  # one alone decides nothing for members
+            yield _Electorate(voters, num_votes, is_half_enough=False, is_patient=bool(met))
+            return
+        voters = _voters_among(records)
         yield _Electorate(voters, len(set(voters.values())) + is_own_counted, is_half_enough=True)
 
 
@@ -168,28 +192,36 @@ def _voters_among(records: Records) -> dict[PeerId, str]:
     return voters or {peer_id: str(peer_id) for peer_id in learnt}
 
 
-def held_by_most(records: Records) -> Position:
+def _vouched_among(records: Records, vouched: Collection[PeerId]) -> Records:
+    return {peer_id: records[peer_id] for peer_id in vouched if peer_id in records}
+
+
+def held_by_most(records: Records, vouched: Collection[PeerId] = ()) -> Position:
     """The highest position that more than half of the peers are at, or were shortly before, for one that only watches.
 
     Args:
         records: of at least one peer.
+        vouched: only these peers count, if any of them is there.
     """
+    records = _vouched_among(records, vouched) or records
     voters = _voters_among(records)
     electorate = _Electorate(voters, len(set(voters.values())), is_half_enough=False)
     believed = electorate.believed({peer_id: record.position for peer_id, record in records.items()})
-    return max(records.values(), key=rank_of).position if believed is None else believed  # nothing has been learnt yet
+    if believed is None:  # nothing has been learnt yet
+        return max(records.values(), key=branch_order).position
+    return believed
 
 
-def believed_by_a_newcomer(records: Mapping[PeerId, ProgressRecord]) -> dict[PeerId, ProgressRecord]:
+def believed_by_a_newcomer(records: Records, vouched: Collection[PeerId] = ()) -> dict[PeerId, ProgressRecord]:
     """The records of the branch that most peers are on, for a peer that has met none, such as an evaluator."""
     nowhere = ProgressRecord(Position(0, b""), 0, 0.0, 0, is_client=True, addresses=[], ttl_s=0.0)
-    doubted = Belief().doubted(nowhere, records)
+    doubted = Belief(PeerId(""), lambda: vouched).doubted(nowhere, records)
     return {peer_id: record for peer_id, record in records.items() if peer_id not in doubted}
 
 
 def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
     """Whether a record is of a higher branch."""
-    return record.position != own.position and rank_of(record) > rank_of(own)
+    return record.position != own.position and branch_order(record) > branch_order(own)
 
 
 def voter_of(peer_id: PeerId, addresses: Sequence[str]) -> str:
@@ -210,7 +242,7 @@ class BranchChoice:
     """
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
-        self.belief = Belief()
+        self.belief = Belief(own_id)
         self.believed: Records = {}
         self._own_id = own_id
         self._own = own

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import msgspec
 
@@ -22,7 +23,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State
 from manyhands.averaging.state.server import StateServer
-from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
+from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog
@@ -130,12 +131,14 @@ class Collaboration:
             presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self._local.position,
             self._progress_config, is_auxiliary=self._is_auxiliary, began_at=presence.began_at,
         )  # fmt: skip
+        self.tracker.branches.belief.vouched = lambda: presence.vouched(manifest.run_id)
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
         assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             members = presence.members.get(manifest.run_id)
             charter = members.charter.charter if members is not None else None
             limits = MemberLimits(**msgspec.structs.asdict(charter.limits)) if charter is not None else OPEN_LIMITS
+            limits = replace(limits, norm_grows=self._local.norm_grows)
             self._rounds = RoundRunner(
                 presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, self._rng,
                 limits=limits,
@@ -148,9 +151,14 @@ class Collaboration:
                 self.averaging,
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
-            self._server = StateServer(
-                presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position
-            )
+            try:
+                self._server = StateServer(
+                    presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position
+                )
+            except ConfigError as error:
+                raise ConfigError(
+                    "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
+                ) from error
             parts.push_async_callback(self._server.close)
             if self._local.can_replay:
                 steps = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self._local.position)
@@ -159,7 +167,7 @@ class Collaboration:
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
             parts.callback(self._contacts.close)
             self.tracker.on_outlook = self._on_news
-            signed = charter.manifest if charter is not None else b""
+            signed = presence.signed_manifests().get(manifest.run_id, b"")
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             await keeper.agree()
             parts.push_async_callback(keeper.close)

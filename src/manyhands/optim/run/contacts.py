@@ -21,12 +21,12 @@ import msgspec
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
-from manyhands.base.errors import DialFailed, DialReason, ManyhandsError
+from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.peer import Presence
-from manyhands.rpc.method import Method, Request, Response
+from manyhands.rpc.method import Method, RequestT, ResponseT
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Contacts:
         for peer_id in peer_ids:
             self._tasks.spawn(self._call(peer_id, TELL, HereIAm(record)), name="telling a peer where this one is")
 
-    async def _call(self, peer_id: PeerId, method: Method[Request, Response], request: Request) -> Response | None:
+    async def _call(self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT | None:
         try:
             return await self._endpoint.call(peer_id, method, request, TIMEOUT_S)
         except ManyhandsError as error:
@@ -110,7 +110,7 @@ class Contacts:
         answers = await asyncio.gather(*map(self._ask, self._tracker.branches.belief.recently_met(MAX_ASKED)))
         if any(answers):
             logger.warning(
-                "The DHT shows no other peer of the run, but %d of the peers of its last rounds answer", sum(answers)
+                "The DHT shows no other peer of the run, but %d of the peers of its last rounds answered", sum(answers)
             )
         return any(answers)
 
@@ -124,6 +124,8 @@ class Contacts:
         return answer is not None
 
     def _on_ask(self, remote: PeerId, _: WhereAreYou) -> HereIAm:
+        if self._tracker.is_idle:
+            raise Refused(self._presence.peer_id, "idle", "this peer has not trained for a while")
         return HereIAm(self._tracker.own)
 
     # the dead

@@ -193,7 +193,7 @@ class Drift:
     def _name(self, peer_id: PeerId, distance: str) -> None:
         what = f"differ from those of the majority by {distance}"
         if peer_id != self._own_id:
-            logger.warning("The parameters of peer %s %s; it is expected to load theirs", peer_id, what)
+            logger.warning("The parameters of peer %s %s; that peer should load the majority's state", peer_id, what)
         elif not self._has_reloaded:
             logger.warning("The parameters of this peer %s: it loads the majority's state", what)
         else:

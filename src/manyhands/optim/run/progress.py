@@ -173,7 +173,7 @@ def sum_of_samples(numbers: Iterable[float]) -> int:
     return round(min(math.fsum(numbers), MAX_COUNT))
 
 
-def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:
+def branch_order(record: ProgressRecord) -> tuple[int, int, bytes]:
     """Orders the branches of a run: the higher one wins."""
     return (record.position.step, record.lineage_samples, record.position.lineage)
 

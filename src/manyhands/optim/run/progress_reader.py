@@ -2,9 +2,6 @@
 
 A record describes its peer at publication. Some things a peer learns sooner: a round takes its members to the next
 position, and near the target the others send it their progress directly. Records from before that no longer count.
-
-A record under this peer's own id that another process signs reveals a copy of this peer's identity, as after a state
-folder was copied to a second machine.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Container, Iterable, Mapping
 from typing import Literal
 
@@ -20,8 +16,8 @@ import msgspec
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import RecordReader, SeenRecord
-from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
+from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.optim.run.progress import MAX_TTL_S, Progress, ProgressRecord, busy_s, reckoned_samples
 from manyhands.rpc import Endpoint
@@ -33,10 +29,6 @@ PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=
 
 IN_FLIGHT_S = 1.0
 """How long a record may travel from its owner to its reader."""
-EARLIER_LIFE_S = 5.0
-"""A record from before this peer's restart may seem younger than it is, by its travel time."""
-STAY_S = 10.0
-"""How long the process that must go still publishes at each look, so that the other one learns of it."""
 
 
 def progress_key(run_id: str) -> str:
@@ -117,57 +109,6 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
     def note_move(self) -> None:
         """This peer is at another position, so that what it concludes from the records changes."""
         self._note_change()
-
-
-class Twin:
-    """Finds another process with this peer's identity by its records. The one that began earlier goes on.
-
-    Args:
-        began_at: when this process began, by the wall clock; it names the process in its records.
-        now: the same instant in loop time.
-
-    Attributes:
-        is_older: whether another process with this identity began earlier.
-    """
-
-    def __init__(self, own_id: PeerId, began_at: float, now: float) -> None:
-        self._own_id = own_id
-        self._began_at = began_at
-        self._began = now
-        self._other_began_at: float | None = None
-        self._noticed = -math.inf
-        self.is_older = False
-
-    def is_to_be_told(self, now: float) -> bool:
-        """Whether the other process has just been noticed, and may not know of this one."""
-        return now < self._noticed + STAY_S
-
-    def seen(self, began_at: float, issued: float, now: float) -> None:
-        """A record under this peer's own id has been read, of a process that began at ``began_at``, 0.0 if unknown."""
-        is_own = began_at in (0.0, self._began_at)
-        if is_own or issued < self._began + EARLIER_LIFE_S or began_at == self._other_began_at:
-            return
-        self._other_began_at, self._noticed, self.is_older = began_at, now, began_at < self._began_at
-        logger.error("%s", self._described())
-
-    def check(self, now: float) -> None:
-        """Raises ``ConfigError`` if this process must not go on."""
-        if self.is_older and not self.is_to_be_told(now):
-            raise ConfigError(self._described())
-
-    def _described(self) -> str:
-        assert self._other_began_at is not None
-        since = time.strftime("%b %d %H:%M:%S", time.localtime(self._other_began_at))
-        consequence = (
-            "so this one ends; give it a --state-dir or --checkpoint-dir of its own"
-            if self.is_older
-            else "so it is to end by itself; this one goes on"
-        )
-        which = "earlier" if self.is_older else "later"
-        return (
-            f"another process trains with the identity of this peer, {self._own_id}: a folder with it was copied. "
-            f"It began {which}, at {since}, {consequence}"
-        )
 
 
 class View:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -73,17 +73,16 @@ async def look_up_run(dht: DhtNode, run_id: str, expected: bytes = b"") -> Run:
     return Run(run_id, signed.manifest, peers, signed.signers) if signed is not None else Run(run_id, None, peers, [])
 
 
-async def find_runs(dht: DhtNode, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
+async def find_runs(dht: DhtNode, wanted: str | None = None, expected: Mapping[str, bytes] = {}) -> list[Run]:
     """The runs that other nodes take part in or hold the manifest of, the largest first.
 
     Args:
         wanted: a run to look up even if the asked nodes do not know it.
-        expected: of its manifest, as for :func:`look_up_run`.
+        expected: of the manifests of some runs, as for :func:`look_up_run`.
     """
     known = sorted(filter(is_run_id, await dht.topics(MANIFEST_KIND)))
     run_ids = [*known[:MAX_RUNS], *([wanted] if wanted is not None and wanted not in known[:MAX_RUNS] else [])]
-    looking = (look_up_run(dht, run_id, expected if run_id == wanted else b"") for run_id in run_ids)
-    runs = await asyncio.gather(*looking)
+    runs = await asyncio.gather(*(look_up_run(dht, run_id, expected.get(run_id, b"")) for run_id in run_ids))
     found = [run for run in runs if run.run_id in known or run.manifest is not None or run.peers]
     return sorted(found, key=lambda run: -len(run.peers))
 

@@ -56,10 +56,12 @@ class LocalState(Protocol):
 
     Attributes:
         can_replay: whether an averaged vector is all that a step takes.
+        norm_grows: the more samples are behind a contribution, the larger its values are.
     """
 
     position: Position
     can_replay: bool
+    norm_grows: bool
 
     @property
     def drift_bound(self) -> float: ...

@@ -19,19 +19,20 @@ from manyhands.averaging.peer_records import RecordPublisher, UntilFresh
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
+from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
     ProgressLog,
     ProgressRecord,
+    branch_order,
     crowd_factor,
     is_news,
     next_refresh_s,
-    rank_of,
     samples_with_batch,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, Twin, View, progress_key
+from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -39,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 5.0
 WHOLE_READ_PERIOD_S = 5.0
+IDLE_S = 300.0
+"""Without a new sample for so long, and for ``IDLE_BATCHES`` batches, a trainer's record is published no more."""
+IDLE_BATCHES = 5
 """Period of reads from most holders of the records."""
 MAX_IN_NEED = 2
 """Peers that are behind, and that a client calls so that they can ask it for its state."""
@@ -129,6 +133,12 @@ class ProgressTracker:
         """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
         self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether this peer's program seems to train no more, such as a notebook whose cell was interrupted."""
+        idle_s = max(IDLE_S, IDLE_BATCHES * self.own.batch_s)
+        return not self.own.is_auxiliary and asyncio.get_running_loop().time() - self._counted_at > idle_s
+
     def sit(self, round_number: int, seat: Seat) -> None:
         """Take a place among the groups of a large run, from a round on."""
         if (round_number, seat) != (self.own.seat_round, self.own.seat):
@@ -202,7 +212,7 @@ class ProgressTracker:
         self.publisher.publish_soon(urgently=urgently)
 
     def _record_to_publish(self) -> ProgressRecord | None:
-        if self.is_moving:
+        if self.is_moving or self.is_idle:
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
         addresses = [str(address) for address in self._endpoint.addresses]  # they may change while it runs
@@ -353,8 +363,8 @@ class ProgressTracker:
     def in_need(self) -> list[PeerId]:
         """Some of the dialable peers, if all of them are behind this peer; else none."""
         believed = self.branches.believed.items()
-        hosts = {peer_id: rank_of(record) for peer_id, record in believed if not record.is_client}
-        own = rank_of(self.own)
+        hosts = {peer_id: branch_order(record) for peer_id, record in believed if not record.is_client}
+        own = branch_order(self.own)
         return sorted(hosts)[:MAX_IN_NEED] if all(rank < own for rank in hosts.values()) else []
 
     def behind(self) -> list[PeerId]:

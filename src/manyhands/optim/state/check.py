@@ -7,6 +7,7 @@ process, stop the run's steps, or turn them uphill.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ _STATISTICS: dict[type[torch.optim.Optimizer], set[str]] = {
 _OPTIONAL = {"max_exp_avg_sq", "momentum_buffer"}
 _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
 _COUNTERS = {"step"}
+_CHANGED_BY_NONE = frozenset({"lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "maximize"})
+"""Options of most optimizers that they do not change by themselves."""
 
 
 def fault_of(
@@ -44,7 +47,8 @@ def fault_of(
     """Why a state must not be loaded, in words; empty if it may.
 
     An optimizer of an unknown kind makes a step on a copy, which takes as much memory as its parameters and statistics
-    for that time.
+    for that time. It may keep numbers of its own among its options, as Prodigy and schedule-free optimizers do: only
+    those in ``_CHANGED_BY_NONE`` and what is not a number are compared.
 
     Args:
         optimizer: of this peer; not changed.
@@ -57,7 +61,7 @@ def fault_of(
     if header.position.step > MAX_STEP or header.lineage_samples > MAX_LINEAGE_SAMPLES:
         return f"global step {header.position.step} with {header.lineage_samples} samples cannot be"
     scalars = checked_scalars(header, specs_of(optimizer), len(optimizer.param_groups), extra)
-    if fault := _fault_of_options(scalars.groups, options):
+    if fault := _fault_of_options(scalars.groups, options, has_own=type(optimizer) not in _STATISTICS):
         return fault
     if not are_finite([tensor for tensor in state.tensors if tensor.is_floating_point()]):
         return "it has values that are not finite"
@@ -66,14 +70,20 @@ def fault_of(
     return _fault_of_a_step(state, optimizer, extra)
 
 
-def _fault_of_options(sent: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]) -> str:
+def _fault_of_options(sent: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]], *, has_own: bool) -> str:
     for theirs, due in zip(sent, options, strict=True):
         for name in sorted(theirs.keys() | due.keys()):
             value, own = theirs.get(name), due.get(name)
             is_own_affair = name in LOCAL_OPTIONS or name == "param_names" or (name == "initial_lr" and own is None)
+            if has_own and name not in _CHANGED_BY_NONE and _is_finite_number(value) and _is_finite_number(own):
+                continue
             if not is_own_affair and not is_close(value, own):
                 return f"its option {name!r} is {value!r}, and {own!r} in the run"
     return ""
+
+
+def _is_finite_number(value: object) -> bool:
+    return isinstance(value, (bool, int, float)) and math.isfinite(value)
 
 
 def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.Optimizer, num_extra: int) -> str:

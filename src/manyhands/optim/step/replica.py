@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
@@ -46,7 +46,6 @@ HOST = torch.device("cpu")
 PROTOCOL = "manyhands/1"
 MAX_COPIES = 3
 YIELD_S = 0.0002
-SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class Replica:
@@ -55,7 +54,7 @@ class Replica:
     A lock keeps the state consistent while it is copied for a newcomer. Only one thread at a time makes steps.
 
     Args:
-        scheduler: of ``optimizer``, or a function that makes it; stepped once for each global step.
+        scheduler: of ``optimizer``; stepped once for each global step.
         offload: keep the parameters on the host, and copy their values to the model.
         extra: tensors beside the parameters that all peers share.
 
@@ -66,14 +65,16 @@ class Replica:
         origin: the last of these steps; None at the beginning, or if unknown.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
         can_replay: whether a newcomer can make past steps from their averaged vectors alone.
+        norm_grows: whether the values of a contribution are larger the more samples are behind it.
     """
 
     can_replay = True
+    norm_grows = False
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        scheduler: SchedulerMaker | None,
+        scheduler: LRScheduler | None,
         *,
         max_grad_norm: float | None = None,
         offload: bool = False,
@@ -83,13 +84,7 @@ class Replica:
         self.extra_specs = [spec_of(*named) for named in zip(self.extra.names, self.extra.agreed, strict=True)]
         self.optimizer = self.wrapped = optimizer
         self.model_parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
-        if scheduler is not None and not isinstance(scheduler, LRScheduler):
-            scheduler = scheduler(optimizer)
-        self.scheduler: LRScheduler | None = scheduler
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau follows each peer's own loss; give a schedule by global step, LambdaLR say"
-            )
+        self.scheduler = scheduler
         self._schedule = ScheduleAtBegin(self.scheduler) if self.scheduler is not None else None
         self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
         self._max_grad_norm = max_grad_norm

@@ -19,7 +19,7 @@ import numpy as np
 
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data.pairs import StoredSample, encoded, ordered_pair, truncated
-from manyhands.recipes.albert.data.samples import Sample, Samples, Stream
+from manyhands.recipes.albert.data.samples import Sample, Samples, SampleStream
 from manyhands.recipes.albert.data.tokenizer_file import Vocabulary
 from manyhands.recipes.albert.packages import torch
 
@@ -132,7 +132,7 @@ def _random_token(vocabulary: Vocabulary, rng: random.Random) -> int:
             return token
 
 
-def endless_order(samples: Sequence[Sample] | Stream, rng: random.Random) -> Iterator[Sample]:
+def endless_order(samples: Sequence[Sample] | SampleStream, rng: random.Random) -> Iterator[Sample]:
     """Every sample once in an order drawn from ``rng``, then again in another; takes 4 bytes per sample.
 
     Samples of a stream come shard by shard.

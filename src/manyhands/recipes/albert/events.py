@@ -67,4 +67,4 @@ class Evaluated(msgspec.Struct, tag="evaluated"):
     num_samples: int
 
 
-Event = Joined | BatchDone | StepDone | Finished
+TrainerEvent = Joined | BatchDone | StepDone | Finished

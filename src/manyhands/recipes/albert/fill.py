@@ -13,18 +13,18 @@ from manyhands.recipes.albert.packages import torch, transformers
 NUM_GUESSES = 5
 
 
-class Guess(NamedTuple):
+class TokenGuess(NamedTuple):
     """A token and its probability."""
 
     token: str
     probability: float
 
 
-class Filled(NamedTuple):
+class FilledText(NamedTuple):
     """A text with the best guess in each mask, and the best guesses for each mask in order."""
 
     text: str
-    guesses: list[list[Guess]]
+    guesses: list[list[TokenGuess]]
 
 
 class MaskFiller:
@@ -39,7 +39,7 @@ class MaskFiller:
     def __init__(self, path: Path) -> None:
         self._model, self._tokenizer = _load(path)
 
-    def fill(self, text: str) -> Filled:
+    def fill(self, text: str) -> FilledText:
         """Guess the masked tokens of a text.
 
         Args:
@@ -62,14 +62,14 @@ class MaskFiller:
         probabilities_MV[:, tokenizer.all_special_ids] = 0.0
         best = torch.topk(probabilities_MV, NUM_GUESSES)
         guesses = [
-            [Guess(_shown(tokenizer, token), value) for token, value in zip(tokens, values, strict=True)]
+            [TokenGuess(_shown(tokenizer, token), value) for token, value in zip(tokens, values, strict=True)]
             for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
         parts = text.split(tokenizer.mask_token)
         filled = parts[0] + "".join(
             f"{of_mask[0].token}{part}" for of_mask, part in zip(guesses, parts[1:], strict=True)
         )
-        return Filled(filled, guesses)
+        return FilledText(filled, guesses)
 
 
 def _shown(tokenizer: transformers.PreTrainedTokenizerBase, token: int) -> str:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from manyhands.recipes.albert.account import HeldoutLosses
 from manyhands.recipes.albert.batches import IGNORED, Batch
 from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.model import compute, heldout_loss
 from manyhands.recipes.albert.packages import torch, transformers
+from manyhands.recipes.albert.summary import HeldoutLosses
 
 PART_SIZE = 8
 """Most samples computed at once; a final comparison that is short of time computes at least one part."""
@@ -63,7 +63,7 @@ def parts_of(batch: Batch, max_size: int) -> Iterator[Batch]:
         yield {name: values[start : start + size] for name, values in batch.items()}
 
 
-class _Part(NamedTuple):
+class _PartialLoss(NamedTuple):
     loss: float
     num_samples: int
 
@@ -82,7 +82,7 @@ class HeldoutComparison:
         self._batch = batch
         self._max_size = max_size
         self._compute = compute
-        self._first: list[_Part] = []
+        self._first: list[_PartialLoss] = []
 
     def begin(self) -> float:
         """Measure for the first time; returns the loss over all samples."""
@@ -102,18 +102,18 @@ class HeldoutComparison:
             before=_mean(self._first[: len(now)]), after=_mean(now), num_samples=sum(part.num_samples for part in now)
         )
 
-    def _measure(self, limit_s: float) -> list[_Part]:
+    def _measure(self, limit_s: float) -> list[_PartialLoss]:
         """The losses of the parts, at least of one."""
         deadline = time.monotonic() + limit_s
-        parts: list[_Part] = []
+        parts: list[_PartialLoss] = []
         for part in parts_of(self._batch, self._max_size):
             if parts and time.monotonic() > deadline:
                 break
             with self._compute.autocast():
                 loss = heldout_loss(self._model, part)
-            parts.append(_Part(loss, len(part["input_ids"])))
+            parts.append(_PartialLoss(loss, len(part["input_ids"])))
         return parts
 
 
-def _mean(parts: list[_Part]) -> float:
+def _mean(parts: list[_PartialLoss]) -> float:
     return sum(part.loss * part.num_samples for part in parts) / sum(part.num_samples for part in parts)

@@ -11,8 +11,9 @@ from typing import Any
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.local_steps import LocalReplica, LocalSteps
 from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.options import SchedulerMaker, made_scheduler
 from manyhands.optim.process_group import ProcessGroupOptimizer
-from manyhands.optim.step.replica import Replica, SchedulerMaker
+from manyhands.optim.step.replica import Replica
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
@@ -53,9 +54,10 @@ def build_replica(optimizer: torch.optim.Optimizer, run: RunRecipe) -> tuple[Rep
         optimizer: from :func:`build_optimizer`.
     """
     local_steps, facts = local_steps_of(run.recipe), facts_of(run)
+    scheduler = made_scheduler(_scheduler_of(run.recipe), optimizer)
     if local_steps is None:
-        return Replica(optimizer, _scheduler_of(run.recipe)), facts
-    replica = LocalReplica(optimizer, _scheduler_of(run.recipe), local_steps)
+        return Replica(optimizer, scheduler), facts
+    replica = LocalReplica(optimizer, scheduler, local_steps)
     return replica, facts | local_steps.facts(replica.optimizer)
 
 

@@ -207,7 +207,8 @@ class TrainingSettings:
         steps = [self.max_steps] if self.max_steps is not None else []
         if self.stop_file is not None and self.stop_file.exists():
             text = self.stop_file.read_text(errors="replace").strip()
-            if not text.isdecimal():
+            if text.isdecimal():
+                steps.append(int(text))
+            elif text:  # an empty file is about to be written
                 raise ConfigError(f"stop_file {self.stop_file} holds {text[:20]!r}; a global step is needed, such as 8")
-            steps.append(int(text))
         return min(steps, default=None)

@@ -16,7 +16,7 @@ from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data.corpus import load_documents
 from manyhands.recipes.albert.data.samples import Sample, Samples, make_samples
 from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_from_json, train_tokenizer, wrapped
-from manyhands.recipes.albert.data.tokenizer_file import check_run, digest_of_json, read_tokenizer, vocabulary_of
+from manyhands.recipes.albert.data.tokenizer_file import check_tokenizer, digest_of_json, read_tokenizer, vocabulary_of
 from manyhands.recipes.albert.packages import transformers
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Source(NamedTuple):
+class DataSource(NamedTuple):
     """The tokenizer, already served to newcomers, and the samples."""
 
     tokenizer: transformers.PreTrainedTokenizerFast
@@ -35,7 +35,7 @@ class Source(NamedTuple):
 
 def open_source(
     peer: Peer, run_id: str, recipe: AlbertRecipe, run: RunToJoin | None, checkpoint_dir: CheckpointDir | None
-) -> Source:
+) -> DataSource:
     """Open the data that the recipe names, or read its text.
 
     Raises:
@@ -45,11 +45,11 @@ def open_source(
     is_text = recipe.dataset_path is None and not recipe.dataset_url
     documents = load_documents(recipe.text) if is_text else []
     stream = open_stream(recipe, str(peer.peer_id), position_in(peer.state_path)) if recipe.dataset_url else None
-    tokenizer = _tokenizer_for(peer, run_id, recipe, run, checkpoint_dir, documents, stream)
+    tokenizer = _get_tokenizer(peer, run_id, recipe, run, checkpoint_dir, documents, stream)
     peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
     if stream is not None:
-        return Source(tokenizer, streamed_samples(run_id, recipe, tokenizer, stream))
-    return Source(tokenizer, samples_for(run_id, recipe, tokenizer, documents=documents))
+        return DataSource(tokenizer, streamed_samples(run_id, recipe, tokenizer, stream))
+    return DataSource(tokenizer, samples_for(run_id, recipe, tokenizer, documents=documents))
 
 
 def position_in(state_path: Path | None, rank: int = 0) -> Path | None:
@@ -91,7 +91,7 @@ def heldout_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.P
     """
     if not recipe.dataset_url:
         return samples_for(run_id, recipe, tokenizer)
-    data = _hosted(recipe)
+    data = _open_hosted(recipe)
     try:
         return _samples_of(run_id, recipe, tokenizer, data, [])
     finally:
@@ -109,7 +109,7 @@ def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> Shar
     """
     from manyhands.recipes.albert.data.stream import ShardStream
 
-    return ShardStream(_hosted(recipe), f"{recipe.seed} {order}", position)
+    return ShardStream(_open_hosted(recipe), f"{recipe.seed} {order}", position)
 
 
 def streamed_samples(
@@ -132,7 +132,7 @@ def streamed_samples(
     return samples
 
 
-def _hosted(recipe: AlbertRecipe) -> HostedData:
+def _open_hosted(recipe: AlbertRecipe) -> HostedData:
     from manyhands.recipes.albert.data.stream import HostedData, default_cache_dir
 
     cache_dir = recipe.cache_dir or default_cache_dir()
@@ -170,7 +170,7 @@ def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers
     return Samples(training=prepared.training, heldout=heldout, vocabulary=vocabulary)
 
 
-def _tokenizer_for(
+def _get_tokenizer(
     peer: Peer,
     run_id: str,
     recipe: AlbertRecipe,
@@ -182,7 +182,7 @@ def _tokenizer_for(
     """The tokenizer: from the named folder, the own checkpoint, or a peer of the run, or trained on the text."""
     if recipe.tokenizer is not None:
         if run is not None:
-            check_run(recipe.tokenizer, run_id, run.recipe.tokenizer)
+            check_tokenizer(recipe.tokenizer, run_id, run.recipe.tokenizer)
         return wrapped(read_tokenizer(recipe.tokenizer))
     file = checkpoint_dir.newest_file("tokenizer.json") if checkpoint_dir is not None else None
     saved = file.decode() if file is not None else None

@@ -97,9 +97,9 @@ class StateFollower:
             self._peer.sleep(RETRY_PERIOD_S if donors else LOOK_PERIOD_S)
 
     def _load_if_due(self, every: int) -> int | None:
-        records, here, has_failed = self._look(), self._step, False
+        records, here, has_failed, presence = self._look(), self._step, False, self._peer.presence
         for _ in range(MAX_POSITIONS):
-            if (leading := leading_donors(records, self._peer.presence.rng)) is None:
+            if (leading := leading_donors(records, presence.rng, presence.vouched(self._run_id))) is None:
                 self._tell("Waiting for a peer of run %s from which the state can be downloaded")
                 break
             position, donors = leading

@@ -17,27 +17,27 @@ from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.process_group import ProcessGroupOptimizer
 from manyhands.peer import Peer
 from manyhands.recipes.albert import ranks
-from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.compute import SMALLER, SMALLER_BATCH, Compute
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data.samples import Samples
 from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_json
-from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
+from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone, TrainerEvent
 from manyhands.recipes.albert.heldout import HeldoutComparison
 from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.optimizer import join_run, join_run_as_rank
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.settings import TrainingSettings, num_ranks
 from manyhands.recipes.albert.source import open_source
+from manyhands.recipes.albert.summary import HeldoutLosses, Standing, TrainingSummary
 from manyhands.recipes.albert.trial import FittingBatchSize, timed
 from manyhands.training.report import AccountPublisher, report_step
 
 logger = logging.getLogger(__name__)
 
 LAST_LOOK_S = 1.0
-"""Time for the held-out loss in the final account: a trainer that was told to leave has a few seconds in all."""
+"""Time for the held-out loss in the final summary: a trainer that was told to leave has a few seconds in all."""
 TRIAL_SHARE = 4
 """The trial finds batches of at most this fraction of the target: peers reach a step within one batch of each other."""
 LOCAL_TRIAL_SHARE = 64
@@ -48,7 +48,7 @@ class AlbertTrainer:
     """One peer that trains the recipe's model in a run.
 
     Args:
-        on_event: called with each :data:`manyhands.recipes.albert.events.Event`.
+        on_event: called with each :data:`manyhands.recipes.albert.events.TrainerEvent`.
         run: the run to join, if it has trainers already; ``recipe`` is then its recipe.
         is_batch_size_chosen: False to find ``recipe.batch_size`` by a short trial.
         checkpoint_dir: where to keep the model; it is closed at the end of :meth:`run`.
@@ -63,7 +63,7 @@ class AlbertTrainer:
         run_id: str,
         recipe: AlbertRecipe,
         settings: TrainingSettings,
-        on_event: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[TrainerEvent], None] = lambda event: None,
         *,
         run: RunToJoin | None = None,
         is_batch_size_chosen: bool = True,
@@ -201,11 +201,11 @@ class AlbertTrainer:
             samples_per_second=optimizer.samples_per_second,
         )
 
-    def account(self) -> Account:
+    def summary(self) -> TrainingSummary:
         """What this peer has done; call it after :meth:`run`. Takes :data:`LAST_LOOK_S` or a little longer."""
         counts, folder = self._optimizer.statistics, self._checkpoint_dir
         losses = self._losses if self._last_loss is None else []  # an unfinished step says little beside complete ones
-        return Account(
+        return TrainingSummary(
             run_id=self._run_id,
             seconds=time.monotonic() - self._began,
             step=self._optimizer.global_step,

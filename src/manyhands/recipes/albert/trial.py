@@ -78,15 +78,15 @@ class FittingBatchSize:
         usual_s, self._noted, before = statistics.median(self._noted), [], self.size
         if usual_s > MOST_BATCH_S:
             self.size = max(1, before // 2)
-        elif usual_s < LEAST_BATCH_S and 2 * before <= self._limit and self._fits(2 * before):
+        elif usual_s < LEAST_BATCH_S and 2 * before <= self._limit and self._try_size(2 * before):
             self.size = 2 * before
         if self.size != before:
             batch = counted(before, "sample")
             logger.info("A batch of %s takes %.2f s: the next ones have %d", batch, usual_s, self.size)
         return self.size
 
-    def _fits(self, size: int) -> bool:
-        """Whether a batch of this size fits on the device; if not, no larger one is tried again."""
+    def _try_size(self, size: int) -> bool:
+        """Compute a batch of this size; return whether it fits on the device. If not, no larger one is tried again."""
         try:
             self._seconds_for(size)
         except OutOfMemory:

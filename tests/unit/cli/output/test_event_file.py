@@ -14,27 +14,26 @@ from manyhands.base.errors import ConfigError
 from manyhands.cli import leaving
 from manyhands.cli.first_peer_command import StandingBy
 from manyhands.cli.output.event_file import EventFollower, EventWriter
-from manyhands.monitor.events import Event, Listening
-from manyhands.recipes.albert.events import Counts
-from manyhands.recipes.albert.events import Event as TrainerEvent
+from manyhands.monitor.events import Listening, MonitorEvent
+from manyhands.recipes.albert.events import Counts, TrainerEvent
 
 DOCS = Path(__file__).parents[4] / "docs" / "reference" / "events.md"
 
 
 def test_events_arrive_in_order_and_never_in_halves(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    follower: EventFollower[Event] = EventFollower(path, Event)
-    assert list(follower.new_events()) == []
+    follower: EventFollower[MonitorEvent] = EventFollower(path, MonitorEvent)
+    assert list(follower.read_new()) == []
     write = EventWriter(path)
     write(Listening("A", ["/ip4/127.0.0.1/tcp/1"]))
     write(Listening("B", []))
-    assert [event.peer_id for event in follower.new_events()] == ["A", "B"]
+    assert [event.peer_id for event in follower.read_new()] == ["A", "B"]
     with path.open("ab") as file:
         file.write(b'{"type":"listening","peer_id":"C",')
-    assert list(follower.new_events()) == []
+    assert list(follower.read_new()) == []
     with path.open("ab") as file:
         file.write(b'"addresses":[]}\n')
-    assert [event.peer_id for event in follower.new_events()] == ["C"]
+    assert [event.peer_id for event in follower.read_new()] == ["C"]
     write.close()
 
 
@@ -53,7 +52,7 @@ def test_each_record_says_when_it_was_written_and_in_which_format(tmp_path: Path
 
 def test_all_events_and_their_fields_are_documented() -> None:
     text = DOCS.read_text()
-    kinds = [*get_args(Event), *get_args(TrainerEvent), StandingBy]
+    kinds = [*get_args(MonitorEvent), *get_args(TrainerEvent), StandingBy]
     for kind in kinds:
         row = next((line for line in text.splitlines() if line.startswith(f"| `{kind.__struct_config__.tag}` |")), "")
         missing = [field.name for field in msgspec.structs.fields(kind) if f"`{field.name}`" not in row]
@@ -82,7 +81,7 @@ def test_a_full_disk_is_said_once_and_drops_events(tmp_path: Path, caplog: pytes
     leaving.num_hangups += 1
     write(Listening("B", []))
     assert "is written again; 3 events are missing in it" in caplog.text
-    assert [event.peer_id for event in EventFollower(path, Event).new_events()] == ["B"]
+    assert [event.peer_id for event in EventFollower(path, MonitorEvent).read_new()] == ["B"]
     write.close()
 
 
@@ -106,7 +105,7 @@ def test_a_line_of_which_the_disk_takes_a_part_is_not_left_in_halves(
     write(Listening("B", []))
     monkeypatch.setattr(lines, "_file", whole)
     write(Listening("C", []))
-    assert [event.peer_id for event in EventFollower(path, Event).new_events()] == ["A", "C"]
+    assert [event.peer_id for event in EventFollower(path, MonitorEvent).read_new()] == ["A", "C"]
     write.close()
 
 
@@ -120,7 +119,7 @@ def test_a_file_that_was_moved_away_or_removed_is_begun_anew(tmp_path: Path, rem
         (tmp_path / "events.1").unlink()
     write(Listening("B", []))
     write.close()
-    assert [event.peer_id for event in EventFollower(path, Event).new_events()] == ["B"]
+    assert [event.peer_id for event in EventFollower(path, MonitorEvent).read_new()] == ["B"]
 
 
 def test_a_hangup_opens_the_file_anew(tmp_path: Path) -> None:
@@ -133,7 +132,7 @@ def test_a_hangup_opens_the_file_anew(tmp_path: Path) -> None:
     write(Listening("B", []))
     assert before.closed
     write.close()
-    assert [event.peer_id for event in EventFollower(tmp_path / "events", Event).new_events()] == ["A", "B"]
+    assert [event.peer_id for event in EventFollower(tmp_path / "events", MonitorEvent).read_new()] == ["A", "B"]
 
 
 def test_a_file_whose_folder_is_away_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -147,4 +146,4 @@ def test_a_file_whose_folder_is_away_for_a_while(tmp_path: Path, caplog: pytest.
     (tmp_path / "away").rename(folder)
     write(Listening("B", []))
     write.close()
-    assert [event.peer_id for event in EventFollower(folder / "events", Event).new_events()] == ["B"]
+    assert [event.peer_id for event in EventFollower(folder / "events", MonitorEvent).read_new()] == ["B"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -180,3 +183,62 @@ def test_all_commands_that_stay_take_a_log_file(capsys: pytest.CaptureFixture[st
         said = capsys.readouterr().out
         assert "--log-file" in said
         assert "--log-json" in said
+
+
+def test_what_is_said_at_the_end_goes_to_standard_error_if_nobody_reads_standard_output() -> None:
+    """As with ``| head``, and with ``| tee`` at Ctrl-C, which ends ``tee`` first: there were tracebacks instead."""
+    program = """
+import logging
+from manyhands.cli.leaving import leaving_on_signals
+from manyhands.cli.output.logs import log_to_stdout
+
+log_to_stdout(verbose=False)
+logger = logging.getLogger("manyhands.test")
+with leaving_on_signals():
+    try:
+        logger.info("first")
+        input()
+        logger.info("second")
+        while True:
+            input()
+    except KeyboardInterrupt:
+        logger.info("saving")
+        print("card")
+"""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "first" in process.stdout.readline()
+        process.stdout.close()
+        process.stdin.write("\n")
+        process.stdin.flush()
+        errors = process.stderr.read()
+        assert process.wait() == 0
+    assert [line.split("] ")[-1] for line in errors.splitlines()][-2:] == ["saving", "card"]
+    assert "Traceback" not in errors
+
+
+def test_a_full_disk_under_standard_output_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        log_to(None, is_json=False, verbose=False)
+        logger.info("one")
+        logger.info("two")
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what it still holds
+    assert capsys.readouterr().err == (
+        "manyhands: standard output: No space left on device; log lines are dropped meanwhile\n"
+    )
+
+
+def test_a_command_whose_output_nobody_reads_ends_without_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "manyhands", "notebook", "--run-id", "x", "--initial-peers", "8.8.8.8:31337"]
+    ended = subprocess.run([*command, "--install", "x"], stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, b"")

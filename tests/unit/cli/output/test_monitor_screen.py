@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from manyhands.cli.output.live_view import LogLine
-from manyhands.cli.output.monitor_screen import chart_of, clock, columns_of, screen_of, shown
+from manyhands.cli.output.monitor_screen import card_of, chart_of, clock, columns_of, screen_of, shown
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
 NOW = 1.8e9
@@ -259,3 +259,19 @@ def test_two_thousand_peers_and_a_month_of_points_are_drawn_quickly() -> None:
     begin = time.thread_time()
     rows_of(picture, points, size=(200, 60))
     assert time.thread_time() - begin < 0.5
+
+
+def test_the_summary_at_the_end_of_a_monitor() -> None:
+    heading, lines = card_of(a_picture(a_peer(1), a_peer(2)), POINTS)
+    assert heading == "Run 'albert'"
+    assert lines == [
+        ("step", "1234 global steps of the run"),
+        ("loss", "8.9751 at first, 4.0105 at last, over all peers"),
+        ("held-out loss", "4.5000 at first, 4.5000 at last"),
+        ("samples", "5,123,456 in the steps that this monitor knows"),
+        ("peers", "2 in the run; it goes on without this monitor"),
+    ]
+    _, lines = card_of(a_picture(unit="tokens"), [])
+    assert lines[1:] == [
+        ("tokens", "5,123,456 in the steps that this monitor knows"), ("peers", "0 in the run; nobody goes on with it"),
+    ]  # fmt: skip

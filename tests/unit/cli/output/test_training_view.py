@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from manyhands.cli.output.training_view import card_of, line_of, print_card, run_in_view
-from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
+from manyhands.cli.output.card import print_card
+from manyhands.cli.output.training_view import card_of, line_of, run_in_view
+from manyhands.recipes.albert.summary import HeldoutLosses, Standing, TrainingSummary
 
 STANDING = Standing(
     step=3, samples=128, target_batch_size=256, eta_s=12.3, num_peers=3, is_averaging=False, share=0.333,
     loss=7.1234, samples_per_second=41.27,
 )  # fmt: skip
-ACCOUNT = Account(
+ACCOUNT = TrainingSummary(
     run_id="demo", seconds=723.0, step=318, num_steps=118, samples_used=4096, samples_of_all=16384,
     first_loss=8.321, last_loss=6.51, heldout=HeldoutLosses(before=8.31, after=6.49, num_samples=64),
     folder=Path("my model"), checkpoint=Path("my model/checkpoint-318"), samples_lost=0, is_alone=False,
@@ -111,7 +112,7 @@ def test_samples_of_an_unfinished_step_are_told_apart() -> None:
 
 def test_the_command_of_the_card_can_be_copied_from_a_narrow_terminal() -> None:
     console = Console(width=30, file=io.StringIO())
-    print_card(console, ACCOUNT)
+    print_card(console, card_of(ACCOUNT))
     assert isinstance(console.file, io.StringIO)
     assert "  try it         manyhands fill 'my model' \"The capital of [MASK] is ...\"\n" in console.file.getvalue()
 
@@ -127,7 +128,7 @@ class ATrainer:
     def standing(self) -> Standing:
         return STANDING
 
-    def account(self) -> Account:
+    def summary(self) -> TrainingSummary:
         return ACCOUNT
 
 

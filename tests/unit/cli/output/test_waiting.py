@@ -11,10 +11,11 @@ from manyhands.cli.output.waiting import shown
 def test_it_is_shown_as_it_is_in_a_terminal_only(
     text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook; rich takes it for a terminal
     with shown(text):
         pass
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with shown(text):
         pass
     said = capsys.readouterr()

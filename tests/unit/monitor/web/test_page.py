@@ -106,7 +106,7 @@ def test_curve_grows_outlives_a_reload_and_a_lost_connection(shown: Shown) -> No
     shown.run.advance(STEP_S)
     shown.run.advance(STEP_S)
     shown.serve()
-    expect(page.locator("#connection")).to_have_text("live", timeout=20_000)
+    expect(page.locator("#connection")).to_have_text("live")
     expect(page.locator("#step")).to_have_text("63")
     has_curve(page, 1, 63)
 
@@ -122,7 +122,7 @@ def test_page_that_is_open_over_an_upgrade_reloads_itself_once(shown: Shown, mon
     static = {path.replace(files.version, "newer"): content for path, content in files.static.items()}
     monkeypatch.setattr(server_module, "page_files", lambda **_: PageFiles("newer", index, static))
     shown.serve()
-    expect(page.locator("#run-id[title=newer]")).to_have_text("albert-together", timeout=20_000)
+    expect(page.locator("#run-id[title=newer]")).to_have_text("albert-together")
     expect(page.locator("#connection")).to_have_text("live")
     assert len(loads) == 1
     assert shown.problems == []

@@ -18,10 +18,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from manyhands.base.errors import ConfigError
-from manyhands.monitor.picture import Leader, PeerRow, Point, RunEvent, RunPicture
+from manyhands.monitor.picture import LeaderboardRow, PeerRow, Point, RunEvent, RunPicture
 from manyhands.monitor.web import Filled, Guess, bind
 from manyhands.monitor.web import app as app_module
+from manyhands.monitor.web.page_files import page_files
 from manyhands.monitor.web.server import PageServer
+from tests.machine import Machine
 from tests.synthetic_run import STEP_S, SyntheticRun
 
 LOCAL = "127.0.0.1:0"
@@ -36,7 +38,7 @@ class Served:
 
     def __init__(self) -> None:
         self.run = SyntheticRun(12, time.time(), past_steps=30)
-        self.server = PageServer(self.run, bind(LOCAL), fill)
+        self.server = PageServer(self.run, bind(LOCAL), fill, join="manyhands join <host>:31337")
         self.server.start()
         self.client = httpx.Client(base_url=self.server.url, trust_env=False)
 
@@ -53,7 +55,7 @@ class SseReader:
     """Server-sent events as a browser reads them."""
 
     def __init__(self, client: httpx.Client) -> None:
-        self._context = client.stream("GET", "/events", timeout=10.0)
+        self._context = client.stream("GET", "/events", timeout=60.0)
         answer = self._context.__enter__()
         assert answer.headers["content-type"].startswith("text/event-stream")
         self._lines = answer.iter_lines()
@@ -99,7 +101,7 @@ def test_json_of_the_run_decodes_to_the_picture(served: Served) -> None:
     assert "peers" not in head
     assert msgspec.convert(head, RunPicture).last == picture.last
     assert msgspec.convert(served.get("/api/peers.json")["peers"], list[PeerRow]) == picture.peers
-    assert msgspec.convert(served.get("/api/leaders.json")["leaders"], list[Leader]) == picture.leaders
+    assert msgspec.convert(served.get("/api/leaders.json")["leaders"], list[LeaderboardRow]) == picture.leaders
 
 
 def test_credit_in_the_api_adds_up_to_the_committed_samples(served: Served) -> None:
@@ -203,7 +205,7 @@ def test_what_is_credited_is_said_in_its_unit(served: Served) -> None:
 
 def test_points_of_a_long_history_are_read_when_the_browser_takes_them(served: Served) -> None:
     served.run.repeat_points(100_000)  # 8 MB, more than the system keeps for a connection
-    with served.client.stream("GET", "/api/points.csv", timeout=5.0) as answer:
+    with served.client.stream("GET", "/api/points.csv", timeout=60.0) as answer:
         parts = answer.iter_bytes()
         head = next(parts)
         time.sleep(1.0)
@@ -264,9 +266,11 @@ def test_closing_ends_open_streams_within_a_second(served: Served) -> None:
     streams = [served.events() for _ in range(3)]
     for stream in streams:
         stream.next("run")
-    began = time.monotonic()
-    served.server.close()
-    assert time.monotonic() - began < 1.0
+    with Machine() as machine:
+        began = time.monotonic()
+        served.server.close()
+        took_s = time.monotonic() - began
+    assert took_s < machine.allows(1.0)
     assert all(stream.has_ended() for stream in streams)
     with pytest.raises(httpx.ConnectError):
         served.client.get("/healthz")
@@ -283,7 +287,7 @@ def test_pages_beyond_the_bound_are_refused_and_health_still_answers(
     assert refused.status_code == 503
     assert served.client.get("/healthz").status_code == 200
     streams[0].close()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while served.client.get("/metrics").text.count("open_pages{") and time.monotonic() < deadline:
         if 'open_pages{run_id="albert-together"} 1.0' in served.client.get("/metrics").text:
             break
@@ -296,8 +300,8 @@ def test_pages_beyond_the_bound_are_refused_and_health_still_answers(
 def test_connections_beyond_the_bound_get_503_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.monitor.web.connections.MAX_CONNECTIONS", 2)
     port = int(served.server.url.rpartition(":")[2])
-    silent = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(2)]
-    with socket.create_connection(("127.0.0.1", port), 5.0) as third:
+    silent = [socket.create_connection(("127.0.0.1", port), 60.0) for _ in range(2)]
+    with socket.create_connection(("127.0.0.1", port), 60.0) as third:
         assert third.recv(100).startswith(b"HTTP/1.1 503 ")
     for connection in silent:
         connection.close()
@@ -306,7 +310,7 @@ def test_connections_beyond_the_bound_get_503_at_once(served: Served, monkeypatc
 def test_connection_that_asks_nothing_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.monitor.web.connections.REQUEST_TIMEOUT_S", 0.1)
     port = int(served.server.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), 5.0) as silent:
+    with socket.create_connection(("127.0.0.1", port), 60.0) as silent:
         silent.sendall(b"GET / HTTP/1.1\r\n")  # and never the rest
         assert silent.recv(1) == b""  # its end
 
@@ -318,14 +322,14 @@ def test_connection_that_asks_nothing_is_ended(served: Served, monkeypatch: pyte
 def test_connection_that_asks_slowly_after_an_answer_is_ended(
     served: Served, monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
-    monkeypatch.setattr("manyhands.monitor.web.connections.REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("manyhands.monitor.web.connections.REQUEST_TIMEOUT_S", 1.0)
     port = int(served.server.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), 5.0) as slow:
+    with socket.create_connection(("127.0.0.1", port), 60.0) as slow:
         slow.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200 OK" in slow.recv(4096)
         slow.sendall(head)
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            send_for(slow, 3.0)
+            send_for(slow, 60.0)
 
 
 def test_browser_that_reads_nothing_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +340,7 @@ def test_browser_that_reads_nothing_is_disconnected(served: Served, monkeypatch:
     script = served.client.get("/").text.split('src="')[2].partition('"')[0]
     lazy.sendall(f"GET {script} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode() * 200)
     with lazy, pytest.raises((ConnectionResetError, BrokenPipeError)):
-        send_for(lazy, 10.0)
+        send_for(lazy, 60.0)
 
 
 def send_for(connection: socket.socket, seconds: float) -> None:
@@ -435,3 +439,8 @@ def test_server_that_listens_to_everybody_says_so_and_takes_any_name(caplog: pyt
     server.close()
     assert f"The page of the run: {server.url}" in caplog.text
     assert "Everybody who can reach this machine can read the page" in caplog.text
+
+
+def test_the_page_says_how_to_join_unless_it_is_by_ticket(served: Served) -> None:
+    assert "<code>manyhands join &lt;host&gt;:31337</code>" in served.client.get("/").text
+    assert b'<p id="join" hidden>' in page_files(has_model=False).index

@@ -12,7 +12,7 @@ import pytest
 
 from manyhands.monitor.picture import PeerRow, Point, RunPicture
 from manyhands.monitor.web.source import thinned
-from manyhands.monitor.web.stream import PIECE_BYTES, Stream
+from manyhands.monitor.web.stream import PIECE_BYTES, UpdateStream
 from manyhands.monitor.web.updates import PEER_COLUMNS, PeersPart, parts_of
 from tests.synthetic_run import SyntheticRun
 
@@ -123,7 +123,7 @@ def test_thinned_points_keep_the_newest_and_held_out_losses() -> None:
 
 
 async def test_pages_that_read_slowly_share_what_they_are_sent() -> None:
-    stream = Stream(SyntheticRun(2000, time.time()), "page")
+    stream = UpdateStream(SyntheticRun(2000, time.time()), "page")
     stream.look()
     pages = [stream.messages() for _ in range(20)]
     tracemalloc.start()

@@ -9,6 +9,9 @@ const ANEW_MS = 10000; // between two looks at the history of a run that was beg
 const WHOLE = [1, 10, 100, 1000, 10000].flatMap((ten) => [ten, 2 * ten, 5 * ten]);
 const COLUMNS = ["time", "step", "loss", "heldout_loss", "samples_per_second", "peers"];
 
+// Of a step that the server saw only afterwards, nobody has said the speed: it is 0.
+const valueOf = (point, name) => (name === "samples_per_second" ? point[name] || null : point[name]);
+
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 class Chart {
@@ -143,7 +146,7 @@ export class Charts {
       return; // the stream says that the connection is lost, and asks again once it is back
     }
     if (number !== this.#fetching) return;
-    this.#points = Object.fromEntries(COLUMNS.map((name) => [name, answer.points.map((point) => point[name])]));
+    this.#points = Object.fromEntries(COLUMNS.map((name) => [name, answer.points.map((point) => valueOf(point, name))]));
     this.#add(this.stream.run?.last);
     this.#draw();
   }
@@ -158,7 +161,7 @@ export class Charts {
     }
     const isNew = last < 0 || point.step > points.step[last];
     if (!isNew && point.heldout_loss === points.heldout_loss[last] && point.loss === points.loss[last]) return;
-    for (const name of COLUMNS) points[name][isNew ? last + 1 : last] = point[name];
+    for (const name of COLUMNS) points[name][isNew ? last + 1 : last] = valueOf(point, name);
     const since = this.#since();
     while (points.time.length > 1 && points.time[0] < since) for (const name of COLUMNS) points[name].shift();
     if (points.time.length > 2 * LIMIT) this.fetch(); // thinned

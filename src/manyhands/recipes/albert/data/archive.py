@@ -30,9 +30,9 @@ from manyhands.recipes.albert.data.download import FetchFailed, Watcher, size_of
 from manyhands.recipes.albert.data.fetching import (
     DIGEST,
     START_PATIENCE_S,
+    ExpectedFile,
     Fetcher,
     Patience,
-    Wanted,
     is_archive,
     no_data,
 )
@@ -108,8 +108,8 @@ def _fetch(urls: Sequence[str], folder: Path) -> None:
             sha256 = _digest_beside(urls, folder / "digest", Fetcher(patience=Patience(START_PATIENCE_S / 3)))
             if sha256 is None:
                 logger.info("There is no SHA-256 at %s, so the archive is not compared with it", _digest_url(urls[0]))
-            fetcher = Fetcher(_Progress(path), Patience(START_PATIENCE_S * 2 / 3))
-            fetcher.fetch(urls, Wanted(sha256=sha256), path)
+            fetcher = Fetcher(_DownloadProgress(path), Patience(START_PATIENCE_S * 2 / 3))
+            fetcher.fetch(urls, ExpectedFile(sha256=sha256), path)
         _unpack(urls, path, folder)
     except FetchFailed as error:
         kept = size_of(path.with_name(f"{path.name}.part"))
@@ -138,7 +138,7 @@ def _digest_url(url: str) -> str:
     return urlunsplit(parts._replace(path=f"{parts.path}.sha256"))
 
 
-class _Progress(Watcher):
+class _DownloadProgress(Watcher):
     """Logs the progress of a download, and ends it at once if the disk is too small."""
 
     def __init__(self, path: Path) -> None:
@@ -208,6 +208,8 @@ def _unpack(urls: Sequence[str], path: Path, folder: Path) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = re.sub(r"\s+", " ", str(error))
+        if reason.startswith("file could not be opened"):  # tarfile then lists what each kind of archive lacks
+            reason = "it is not a tar archive, perhaps a page of the host"
         path.unlink()
         raise ConfigError(
             f"the archive {urls[0]} cannot be unpacked ({reason}), and was removed from {folder}; ask the person who "

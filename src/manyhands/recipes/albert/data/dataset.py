@@ -39,7 +39,7 @@ NUM_LOOKED_AT = 64
 """Number of samples to check before training."""
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Description of prepared data.
 
     Attributes:
@@ -135,7 +135,7 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
         raise ConfigError(f"{path} has shards, which are given as an address: --dataset-url {address_of(path)}")
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path} (dataset_path); make the data with: {PREPARE}")
-    about = read_about(path.parent / ABOUT)
+    about = read_dataset_info(path.parent / ABOUT)
     training, validation = (SampleFiles(_files(path / split)) for split in (TRAINING, VALIDATION))
     backend = read_tokenizer(tokenizer) if tokenizer is not None else None
     digest = digest_of_json(backend.to_str()) if backend is not None else None
@@ -189,7 +189,7 @@ def check_samples(prepared: Prepared, vocabulary: Vocabulary) -> None:
                 )
 
 
-def _check_about(path: Path, about: About, splits: Mapping[str, Sequence[StoredSample]]) -> None:
+def _check_about(path: Path, about: DatasetInfo, splits: Mapping[str, Sequence[StoredSample]]) -> None:
     for name, samples in splits.items():
         if len(samples) != about.num_samples.get(name):
             raise ConfigError(
@@ -199,11 +199,11 @@ def _check_about(path: Path, about: About, splits: Mapping[str, Sequence[StoredS
 
 
 def sample_digests(samples: Path) -> dict[str, str]:
-    """The SHA-256 of each file of samples, as :attr:`About.sha256`."""
+    """The SHA-256 of each file of samples, as :attr:`DatasetInfo.sha256`."""
     return {path.relative_to(samples).as_posix(): sha256_of(path) for path in sorted(samples.rglob("*.arrow"))}
 
 
-def read_about(path: Path) -> About | None:
+def read_dataset_info(path: Path) -> DatasetInfo | None:
     """The description of the data; None if there is none.
 
     Raises:
@@ -220,7 +220,7 @@ def read_about(path: Path) -> About | None:
                 f"{path} has format {version}, and this version of manyhands reads format {FORMAT}; "
                 f"update manyhands, or make the data again: {PREPARE}"
             )
-        return msgspec.json.decode(found, type=About)
+        return msgspec.json.decode(found, type=DatasetInfo)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is damaged ({error}); get the archive again") from error
 

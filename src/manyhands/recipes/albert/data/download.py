@@ -39,7 +39,7 @@ class FetchFailed(Unavailable):
     """A file has not arrived completely; a retry may help."""
 
 
-class Limits(NamedTuple):
+class DownloadLimits(NamedTuple):
     """When to give up a download.
 
     Attributes:
@@ -61,7 +61,7 @@ class Watcher:
         """The number of bytes in the file now."""
 
 
-def download(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
+def download(url: str, path: Path, limits: DownloadLimits, watcher: Watcher) -> None:
     """Append the missing part to a file, or write it from the start if the server does not support ranges.
 
     Raises:
@@ -83,7 +83,7 @@ def download(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
         raise FetchFailed(reason_of(error)) from error
 
 
-async def _by_http(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
+async def _by_http(url: str, path: Path, limits: DownloadLimits, watcher: Watcher) -> None:
     timeout = aiohttp.ClientTimeout(total=limits.total_s, connect=limits.silence_s, sock_read=limits.silence_s)
     offset = size_of(path)
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
@@ -109,7 +109,7 @@ async def _by_http(url: str, path: Path, limits: Limits, watcher: Watcher) -> No
                 watcher.have(num_bytes)
 
 
-def _by_fsspec(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
+def _by_fsspec(url: str, path: Path, limits: DownloadLimits, watcher: Watcher) -> None:
     offset = size_of(path)
     deadline = time.monotonic() + limits.total_s if limits.total_s is not None else math.inf
 

@@ -14,7 +14,7 @@ import msgspec
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.data.dataset import FORMAT, INDEX, address_of
-from manyhands.recipes.albert.data.download import FetchFailed, Limits, Watcher, download, size_of
+from manyhands.recipes.albert.data.download import DownloadLimits, FetchFailed, Watcher, download, size_of
 from manyhands.recipes.albert.data.shards import Index, Shard
 
 START_PATIENCE_S = 20.0
@@ -37,7 +37,7 @@ class Stopped(Exception):
     """The file is not needed any more."""
 
 
-class Wanted(NamedTuple):
+class ExpectedFile(NamedTuple):
     """Expected size and digest of a file; None where unknown."""
 
     num_bytes: int | None = None
@@ -102,13 +102,16 @@ class Fetcher:
         scratch.unlink(missing_ok=True)
         try:
             download(
-                urls[number], scratch, Limits(silence_s, silence_s), _Bounds(max_bytes, self.patience, self._watcher)
+                urls[number],
+                scratch,
+                DownloadLimits(silence_s, silence_s),
+                _Bounds(max_bytes, self.patience, self._watcher),
             )
             return scratch.read_bytes()
         finally:
             scratch.unlink(missing_ok=True)
 
-    def fetch(self, urls: Sequence[str], wanted: Wanted, path: Path) -> int:
+    def fetch(self, urls: Sequence[str], wanted: ExpectedFile, path: Path) -> int:
         """Fetch one file. After a failure the part received is kept beside it, and the next call resumes.
 
         Returns:
@@ -123,7 +126,7 @@ class Fetcher:
         reasons, num_bad = [], 0
         for number, url in enumerate(urls):
             try:
-                if self._has_fetched(url, wanted, part, len(urls) - number):
+                if self._fetch_from(url, wanted, part, len(urls) - number):
                     part.replace(path)
                     return number
                 num_bad += 1
@@ -133,15 +136,19 @@ class Fetcher:
         kind = NoGoodCopy if num_bad == len(urls) else FetchFailed
         raise kind("; ".join(reasons))
 
-    def _has_fetched(self, url: str, wanted: Wanted, part: Path, num_left: int) -> bool:
-        """Whether the whole file has arrived and is the right one."""
+    def _fetch_from(self, url: str, wanted: ExpectedFile, part: Path, num_left: int) -> bool:
+        """Download a file from one mirror; return whether it is the right one.
+
+        Raises:
+            FetchFailed: the mirror has not delivered all of it.
+        """
         total_s = SILENCE_S + wanted.num_bytes / MIN_BYTES_PER_S if wanted.num_bytes is not None else None
         bounds = _Bounds(wanted.num_bytes, self.patience, self._watcher)
         for _ in range(MAX_RESUMES):
             before = size_of(part)
             try:
                 if wanted.num_bytes is None or before < wanted.num_bytes:
-                    download(url, part, Limits(self._silence_s(num_left), total_s), bounds)
+                    download(url, part, DownloadLimits(self._silence_s(num_left), total_s), bounds)
             except FetchFailed:
                 if size_of(part) <= before:
                     raise
@@ -196,7 +203,7 @@ class Mirrors:
     def fetch(self, shard: Shard, path: Path) -> None:
         """Fetch one file beside the index; see :meth:`Fetcher.fetch`."""
         urls = [beside(index, shard.name) for index in self._indexes]
-        self._ask_first(self._fetcher.fetch(urls, Wanted(shard.num_bytes, shard.sha256), path))
+        self._ask_first(self._fetcher.fetch(urls, ExpectedFile(shard.num_bytes, shard.sha256), path))
 
     def _ask_first(self, number: int) -> None:
         """Move the mirror that has just delivered to the front, so that a dead one does not delay each download."""

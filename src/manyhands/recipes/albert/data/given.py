@@ -63,7 +63,7 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def check_run(run_id: str, given: Mapping[str, Any], recipe: AlbertRecipe, tokenizer: str) -> None:
+def check_given_data(run_id: str, given: Mapping[str, Any], recipe: AlbertRecipe, tokenizer: str) -> None:
     """Check that the data on this machine fits a run.
 
     Args:
@@ -83,4 +83,4 @@ def check_run(run_id: str, given: Mapping[str, Any], recipe: AlbertRecipe, token
     elif given.get("tokenizer") is not None:
         from manyhands.recipes.albert.data import tokenizer_file
 
-        tokenizer_file.check_run(given["tokenizer"], run_id, tokenizer)
+        tokenizer_file.check_tokenizer(given["tokenizer"], run_id, tokenizer)

@@ -39,7 +39,7 @@ from manyhands.recipes.albert.data.dataset import (
     TOKENIZER,
     TRAINING,
     VALIDATION,
-    About,
+    DatasetInfo,
     sample_digests,
 )
 from manyhands.recipes.albert.data.pair_maker import Chunk, Document, PairMaker, begin_process, make, splitter_named
@@ -68,7 +68,7 @@ class Result:
     """
 
     folder: Path
-    about: About
+    about: DatasetInfo
     sha256: str | None
 
 
@@ -108,7 +108,7 @@ def prepare(settings: Preparation) -> Result:
     return result
 
 
-def _make(settings: Preparation, source: Source, draft: Path, archive: Path | None) -> Result:
+def _make(settings: Preparation, source: DocumentSource, draft: Path, archive: Path | None) -> Result:
     with _progress() as progress:
         tokenizer = _tokenizer_for(settings, source, progress)
         check_tokenizer(tokenizer)
@@ -117,7 +117,7 @@ def _make(settings: Preparation, source: Source, draft: Path, archive: Path | No
         _write_samples(settings, source, text, draft, progress)
         raw = {split: draft / f"{split}.arrow" for split in (TRAINING, VALIDATION)}
         splits = {split: SampleFiles([path]) for split, path in raw.items()}
-        about = About(
+        about = DatasetInfo(
             format=FORMAT,
             tokenizer=tokenizer_digest(tokenizer),
             vocab_size=len(tokenizer),
@@ -147,7 +147,7 @@ def _make(settings: Preparation, source: Source, draft: Path, archive: Path | No
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """A source of documents that can be read several times.
 
     Attributes:
@@ -161,17 +161,17 @@ class Source:
     size_of: Callable[[Document], int]
 
 
-def _text_source(settings: Preparation) -> Source:
+def _text_source(settings: Preparation) -> DocumentSource:
     split = splitter_named(settings.splitter)
 
     def documents() -> Iterator[tuple[str, Document]]:
         return _with_validation(iter_documents(settings.text, split))
 
     total = sum(path.stat().st_size for path in settings.text)
-    return Source(documents, total, lambda document: sum(map(len, document)) + len(document))
+    return DocumentSource(documents, total, lambda document: sum(map(len, document)) + len(document))
 
 
-def _dataset_source(settings: Preparation) -> Source:
+def _dataset_source(settings: Preparation) -> DocumentSource:
     splits = _load_dataset(settings.dataset)
 
     def rows(split: str) -> Iterator[Document]:
@@ -195,7 +195,7 @@ def _dataset_source(settings: Preparation) -> Source:
                 yield split, document
 
     total = sum(len(splits[split]) for split in (TRAINING, VALIDATION) if split in splits)
-    return Source(documents, total, lambda document: settings.rows_per_document)
+    return DocumentSource(documents, total, lambda document: settings.rows_per_document)
 
 
 def _load_dataset(name: str) -> Any:
@@ -225,7 +225,9 @@ def _with_validation(documents: Iterator[Any]) -> Iterator[tuple[str, Document]]
         yield VALIDATION if number % VALIDATION_PERIOD == 1 else TRAINING, document
 
 
-def _tokenizer_for(settings: Preparation, source: Source, progress: Progress) -> transformers.PreTrainedTokenizerFast:
+def _tokenizer_for(
+    settings: Preparation, source: DocumentSource, progress: Progress
+) -> transformers.PreTrainedTokenizerFast:
     if settings.train_tokenizer:
         task = progress.add_task("Training the tokenizer", total=source.total)
         sentences = (
@@ -269,7 +271,9 @@ def check_tokenizer(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
         )
 
 
-def _write_samples(settings: Preparation, source: Source, tokenizer: str, draft: Path, progress: Progress) -> None:
+def _write_samples(
+    settings: Preparation, source: DocumentSource, tokenizer: str, draft: Path, progress: Progress
+) -> None:
     task = progress.add_task("Making samples", total=source.total)
     options = (tokenizer, settings.splitter, settings.seq_length, settings.seed)
     with contextlib.ExitStack() as cleanup:
@@ -339,7 +343,7 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _counted(source: Source, progress: Progress, task: TaskID) -> Iterator[tuple[str, Document]]:
+def _counted(source: DocumentSource, progress: Progress, task: TaskID) -> Iterator[tuple[str, Document]]:
     for split, document in source.documents():
         yield split, document
         progress.advance(task, source.size_of(document))
@@ -349,7 +353,11 @@ def _counted(source: Source, progress: Progress, task: TaskID) -> Iterator[tuple
 def _save_to_disk(files: dict[str, Path], folder: Path) -> None:
     import datasets
 
-    splits = {split: datasets.Dataset.from_file(str(path)) for split, path in files.items()}
+    splits = {}
+    for split, path in files.items():
+        rows = datasets.Dataset.from_file(str(path))
+        # by its content, not its path: the same text then makes the same archive
+        splits[split] = datasets.Dataset(rows.data, rows.info, fingerprint=sha256_of(path)[:16])
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:

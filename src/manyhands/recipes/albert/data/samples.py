@@ -20,7 +20,7 @@ Sample = TextSample | StoredSample
 """A stored sample of prepared data is already cut and swapped."""
 
 
-class Stream(Protocol):
+class SampleStream(Protocol):
     """Samples of which only a part is on this machine at a time."""
 
     def __len__(self) -> int: ...
@@ -47,7 +47,7 @@ class Samples:
         vocabulary: of the tokenizer that made them.
     """
 
-    training: Sequence[Sample] | Stream
+    training: Sequence[Sample] | SampleStream
     heldout: Sequence[Sample]
     vocabulary: Vocabulary
 

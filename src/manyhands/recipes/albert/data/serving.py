@@ -33,8 +33,9 @@ def application(folder: Path) -> web.Application:
     try:
         index = read_index((folder / INDEX).read_bytes())
     except (OSError, ConfigError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{folder / INDEX} cannot be served ({error}); name the folder that manyhands data prepare --shards 8 "
+            f"{folder / INDEX} cannot be served ({reason}); name the folder that manyhands data prepare --shards 8 "
             "made, for example data/shards"
         ) from error
     names = [INDEX, *(shard.name for shard in files_of(index))]

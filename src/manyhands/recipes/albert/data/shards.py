@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from manyhands.base.digests import sha256_of
-from manyhands.recipes.albert.data.dataset import INDEX, TRAINING, VALIDATION, About
+from manyhands.recipes.albert.data.dataset import INDEX, TRAINING, VALIDATION, DatasetInfo
 from manyhands.recipes.albert.data.sample_files import SampleFiles, SampleWriter
 from manyhands.recipes.albert.data.tokenizer_file import FILE
 
@@ -34,13 +34,13 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 class Index(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a folder of shards; ``about`` is the manyhands.json of the data that was split."""
 
-    about: About
+    about: DatasetInfo
     tokenizer: Shard
     train: list[Shard]
     validation: list[Shard]
 
 
-def write_shards(folder: Path, about: About, tokenizer: str, training: SampleFiles, validation: SampleFiles,
+def write_shards(folder: Path, about: DatasetInfo, tokenizer: str, training: SampleFiles, validation: SampleFiles,
                  num_shards: int) -> Index:  # fmt: skip
     """Split the samples into files; samples of one document stay together.
 

@@ -254,7 +254,7 @@ class ShardStream:
     def _run(self) -> None:
         try:
             for position, shard in self._shards():
-                if not self._has_come(shard):
+                if not self._fetch_shard(shard):
                     continue
                 with self._changed:
                     self._next, self._why_not = (position, self._cache.path_of(shard)), None
@@ -292,7 +292,7 @@ class ShardStream:
                 return max(0, int(json.loads(self._position_file.read_text())["shards_begun"]))
         return 0
 
-    def _has_come(self, shard: Shard) -> bool:
+    def _fetch_shard(self, shard: Shard) -> bool:
         """Fetch a shard, with retries until it arrives; False if no mirror has it intact."""
         path, pause_s = self._cache.path_of(shard), 1.0
         while not self._is_stopped.is_set():

@@ -116,7 +116,7 @@ def backend_from_json(text: str) -> tokenizers.Tokenizer:
     return backend
 
 
-def check_run(folder: Path, run_id: str, digest: str) -> None:
+def check_tokenizer(folder: Path, run_id: str, digest: str) -> None:
     """Check that the tokenizer in a folder has the given digest, that of a run.
 
     Raises:

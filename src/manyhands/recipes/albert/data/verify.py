@@ -15,7 +15,7 @@ from manyhands.recipes.albert.data.dataset import (
     SHARDS,
     TOKENIZER,
     open_prepared,
-    read_about,
+    read_dataset_info,
     sample_digests,
 )
 from manyhands.recipes.albert.data.shards import Index
@@ -31,11 +31,11 @@ def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str
     """
     folder = Path(place)
     if "://" in place:
-        yield from _hosted(place, advance)
+        yield from _check_hosted(place, advance)
     elif (folder / INDEX).is_file():
-        yield from _shards(folder, advance)
+        yield from _check_shards(folder, advance)
     elif (folder / ABOUT).is_file():
-        yield from _prepared(folder, advance)
+        yield from _check_prepared(folder, advance)
     else:
         raise ConfigError(
             f"{place} has neither {INDEX} nor {ABOUT}; name a folder that manyhands data prepare made, for example "
@@ -43,11 +43,11 @@ def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str
         )
 
 
-def _prepared(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str]:
+def _check_prepared(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str]:
     """Problems of the samples, and of the shards beside them."""
     try:
         open_prepared(folder / SAMPLES, folder / TOKENIZER)
-        about = read_about(folder / ABOUT)
+        about = read_dataset_info(folder / ABOUT)
     except ConfigError as error:
         yield str(error)
     else:
@@ -58,10 +58,10 @@ def _prepared(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str
             if digest != about.sha256.get(name, digest):
                 yield f"{folder / SAMPLES / name} has another SHA-256 than {ABOUT} says"
     if (folder / SHARDS / INDEX).is_file():
-        yield from _shards(folder / SHARDS, advance)
+        yield from _check_shards(folder / SHARDS, advance)
 
 
-def _shards(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str]:
+def _check_shards(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str]:
     from manyhands.recipes.albert.data.fetching import files_of, read_index
 
     index = _read(read_index, folder / INDEX)
@@ -84,7 +84,7 @@ def _read(read_index: Callable[[bytes], Index], path: Path) -> Index:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _hosted(url: str, advance: Callable[[int, int], None]) -> Iterator[str]:
+def _check_hosted(url: str, advance: Callable[[int, int], None]) -> Iterator[str]:
     from manyhands.recipes.albert.data.download import FetchFailed
     from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, files_of
 

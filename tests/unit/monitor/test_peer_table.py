@@ -7,11 +7,11 @@ import pytest
 
 from manyhands.averaging.messages import Position, short_id
 from manyhands.base.identity import PeerId
-from manyhands.monitor import roster as roster_module
+from manyhands.monitor import peer_table as table_module
 from manyhands.monitor.credit import Credit
-from manyhands.monitor.history import KnownPeer
+from manyhands.monitor.history import SeenPeer
+from manyhands.monitor.peer_table import MAX_ALIKE, SILENT_S, PeerTable
 from manyhands.monitor.picture import RunEvent
-from manyhands.monitor.roster import MAX_ALIKE, SILENT_S, Roster
 from manyhands.optim.account import AccountRecord
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import Observed
@@ -28,17 +28,17 @@ def seen(since: float, step: int = 1, *, began_at: float = 5.0, is_auxiliary: bo
 
 
 class Story:
-    """Looks of a roster, one after the other."""
+    """Looks of a table, one after the other."""
 
-    def __init__(self, known: list[KnownPeer] | None = None) -> None:
+    def __init__(self, known: list[SeenPeer] | None = None) -> None:
         self.credit = Credit()
-        self.roster = Roster({entry.peer: entry for entry in known or []})
-        self.known: list[KnownPeer] = []
+        self.table = PeerTable({entry.peer: entry for entry in known or []})
+        self.known: list[SeenPeer] = []
 
     def look(
         self, now: float, observed: dict[str, Observed], accounts: dict[str, AccountRecord] | None = None
     ) -> list[RunEvent]:
-        events, known = self.roster.look(
+        events, known = self.table.look(
             {PeerId(name): record for name, record in observed.items()},
             {PeerId(name): account for name, account in (accounts or {}).items()},
             now=now, wall_time=WALL_S + now, step=1, credit=self.credit,
@@ -47,7 +47,7 @@ class Story:
         return events
 
     def state(self, name: str) -> str:
-        return next(row.state for row in self.roster.rows(self.credit, is_averaging=False) if row.peer_id == name)
+        return next(row.state for row in self.table.rows(self.credit, is_averaging=False) if row.peer_id == name)
 
 
 def kinds(events: list[RunEvent]) -> list[tuple[str, str]]:
@@ -58,7 +58,7 @@ def test_a_silent_peer_has_died_and_may_come_back() -> None:
     story = Story()
     assert kinds(story.look(0.0, {"a": seen(0.0)})) == [("joined", "a")]
     assert story.look(SILENT_S, {"a": seen(0.0)}) == []
-    assert story.roster.silence_due_s(SILENT_S) == 0.0
+    assert story.table.silence_due_s(SILENT_S) == 0.0
     assert kinds(story.look(SILENT_S + 0.1, {"a": seen(0.0)})) == [("died", "a")]
     assert story.state("a") == "gone"
     assert kinds(story.look(20.0, {"a": seen(19.0)})) == [("joined", "a")]
@@ -80,7 +80,7 @@ def test_a_peer_that_was_there_before_a_restart_of_the_monitor_has_not_joined_ag
     story.look(0.0, {"a": seen(0.0, began_at=77.0)}, {"a": AccountRecord(name="ann")})
     again = Story(story.known)
     assert again.look(100.0, {"a": seen(100.0, began_at=77.0)}) == []
-    (row,) = again.roster.rows(again.credit, is_averaging=False)
+    (row,) = again.table.rows(again.credit, is_averaging=False)
     assert (row.name, row.since) == ("ann", WALL_S)
     assert kinds(Story(story.known).look(100.0, {"a": seen(100.0, began_at=78.0)})) == [("joined", "a")]
 
@@ -130,7 +130,7 @@ def test_a_row_says_why_samples_are_not_in_the_last_step() -> None:
         {"a": seen(1.0, 3), "c": seen(1.0, 2), "d": seen(1.0, 2), "e": seen(1.0, 3), "x": seen(1.0, is_auxiliary=True)},
         {"d": failed, "e": AccountRecord(), "a": AccountRecord()},
     )
-    rows = {row.peer_id: row for row in story.roster.rows(story.credit, is_averaging=False)}
+    rows = {row.peer_id: row for row in story.table.rows(story.credit, is_averaging=False)}
     assert (rows["a"].reason, rows["a"].samples, rows["a"].rounds_committed, rows["a"].rounds_missed) == ("", 24, 2, 0)
     assert rows["a"].share == 0.5
     assert rows["d"].reason == "its link is too slow"
@@ -141,8 +141,8 @@ def test_a_row_says_why_samples_are_not_in_the_last_step() -> None:
 
 
 def test_a_swarm_of_short_lived_ids_is_forgotten_but_not_who_has_credit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster_module, "MAX_GONE", 20)
-    monkeypatch.setattr(roster_module, "MAX_KNOWN", 30)
+    monkeypatch.setattr(table_module, "MAX_GONE", 20)
+    monkeypatch.setattr(table_module, "MAX_KNOWN", 30)
     story, peers, forgotten = Story(), Peers("ab"), list[bytes]()
     story.look(0.0, {"a": seen(0.0), "b": seen(0.0)}, {"a": AccountRecord(name="ann")})
     peers.commit({"a": 8, "b": 8})
@@ -150,11 +150,11 @@ def test_a_swarm_of_short_lived_ids_is_forgotten_but_not_who_has_credit(monkeypa
     for number in range(10):
         now = 1.0 + number
         story.look(now, {f"id {number} {one}": seen(now) for one in range(10)})
-        forgotten += story.roster.forget(story.credit)
-    rows = story.roster.rows(story.credit, is_averaging=False)
+        forgotten += story.table.forget(story.credit)
+    rows = story.table.rows(story.credit, is_averaging=False)
     assert sum(row.state == "gone" or row.state == "left" for row in rows) == 20
     assert {row.peer_id for row in rows if row.state == "training"} == {f"id 9 {one}" for one in range(10)}
-    names = story.roster.names
+    names = story.table.names
     assert len(names) <= 30
     assert names[short_id(PeerId("a"))] == ("a", "ann")
     assert len(forgotten) + len(names) == 102

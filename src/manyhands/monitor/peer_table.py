@@ -12,8 +12,8 @@ from manyhands.averaging.messages import short_id
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.monitor.credit import Credit
-from manyhands.monitor.history import KnownPeer
-from manyhands.monitor.picture import EventKind, PeerRow, PeerState, Reach, RunEvent
+from manyhands.monitor.history import SeenPeer
+from manyhands.monitor.picture import EventKind, PeerRow, PeerState, Reachability, RunEvent
 from manyhands.optim.account import AccountRecord
 from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord
 from manyhands.optim.run.progress_reader import Observed
@@ -73,9 +73,9 @@ class Person:
         """Its name, or the end of its id."""
         return self.name or f"peer ...{self.peer_id[-6:]}"
 
-    def known(self) -> KnownPeer:
+    def known(self) -> SeenPeer:
         """For the history."""
-        return KnownPeer(
+        return SeenPeer(
             short_id(self.peer_id), self.peer_id, self.name, self.since, self.since_step, self.record.began_at,
             self.last_seen,
         )  # fmt: skip
@@ -86,14 +86,14 @@ def longest_silence_s(record: ProgressRecord) -> float:
     return max(SILENT_S, SILENT_SHARE * min(record.ttl_s, MAX_TTL_S))
 
 
-class Roster:
+class PeerTable:
     """The peers of one run.
 
     Args:
         known: those that were seen before this monitor started, by short id.
     """
 
-    def __init__(self, known: Mapping[bytes, KnownPeer] | None = None) -> None:
+    def __init__(self, known: Mapping[bytes, SeenPeer] | None = None) -> None:
         self._people: dict[PeerId, Person] = {}
         self._known = dict(known or {})
         self.version = 0
@@ -109,10 +109,10 @@ class Roster:
         """Peer id and name of all peers that were ever seen, by short id."""
         return {peer: (known.peer_id, known.name) for peer, known in self._known.items()}
 
-    def learn(self, names: Mapping[PeerId, str]) -> list[KnownPeer]:
+    def learn(self, names: Mapping[PeerId, str]) -> list[SeenPeer]:
         """Note the names of peers that were here before this monitor's time; returns those that are new."""
         learnt = [
-            KnownPeer(short_id(peer_id), peer_id, name, 0.0, 0, 0.0, 0.0)
+            SeenPeer(short_id(peer_id), peer_id, name, 0.0, 0, 0.0, 0.0)
             for peer_id, name in names.items()
             if short_id(peer_id) not in self._known
         ]
@@ -130,7 +130,7 @@ class Roster:
         wall_time: float,
         step: int,
         credit: Credit,
-    ) -> tuple[list[RunEvent], list[KnownPeer]]:
+    ) -> tuple[list[RunEvent], list[SeenPeer]]:
         """Take in what was read; returns what has happened, the oldest first, and the peers that have changed.
 
         Args:
@@ -241,7 +241,7 @@ def _row(
     person: Person, credit: Credit, newest: int, last: Mapping[bytes, int], of_all: int, *, is_averaging: bool
 ) -> PeerRow:
     record, account, total = person.record, person.account, credit.total_of(person.peer_id)
-    reach: Reach = "auxiliary" if record.is_auxiliary else "client" if record.is_client else "direct"
+    reach: Reachability = "auxiliary" if record.is_auxiliary else "client" if record.is_client else "direct"
     committed, missed = _counts(person, credit)
     return PeerRow(
         peer_id=person.peer_id,

@@ -41,7 +41,7 @@ class HeldoutLosses:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class TrainingSummary:
     """What one trainer has done from its start to its end.
 
     Attributes:

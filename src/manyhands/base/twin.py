@@ -1,0 +1,72 @@
+"""Notices a copy of this peer's identity, as after a state folder was copied to a second machine.
+
+Each process names itself in the records that it publishes under its peer id. One that another process has signed since
+reveals the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
+
+logger = logging.getLogger(__name__)
+
+EARLIER_LIFE_S = 5.0
+"""A record from before this peer's restart may seem younger than it is, by its travel time."""
+STAY_S = 10.0
+"""How long the process that must go still publishes at each look, so that the other one learns of it."""
+
+
+class Twin:
+    """Finds another process with this peer's identity by its records. The one that began earlier goes on.
+
+    Args:
+        began_at: when this process began, by the wall clock; it names the process in its records.
+        now: the same instant in loop time.
+
+    Attributes:
+        is_older: whether another process with this identity began earlier.
+    """
+
+    def __init__(self, own_id: PeerId, began_at: float, now: float) -> None:
+        self._own_id = own_id
+        self._began_at = began_at
+        self._began = now
+        self._other_began_at: float | None = None
+        self._noticed = -math.inf
+        self.is_older = False
+
+    def is_to_be_told(self, now: float) -> bool:
+        """Whether the other process has just been noticed, and may not know of this one."""
+        return now < self._noticed + STAY_S
+
+    def seen(self, began_at: float, issued: float, now: float) -> None:
+        """A record under this peer's own id has been read, of a process that began at ``began_at``, 0.0 if unknown."""
+        is_own = began_at in (0.0, self._began_at)
+        if is_own or issued < self._began + EARLIER_LIFE_S or began_at == self._other_began_at:
+            return
+        self._other_began_at, self._noticed, self.is_older = began_at, now, began_at < self._began_at
+        logger.error("%s", self._described())
+
+    def check(self, now: float) -> None:
+        """Raises ``ConfigError`` if this process must not go on."""
+        if self.is_older and not self.is_to_be_told(now):
+            raise ConfigError(self._described())
+
+    def _described(self) -> str:
+        assert self._other_began_at is not None
+        since = time.strftime("%b %d %H:%M:%S", time.localtime(self._other_began_at))
+        consequence = (
+            "so this one ends; give it a folder of its own (state_dir=, --state-dir, --checkpoint-dir)"
+            if self.is_older
+            else "so it is to end by itself; this one goes on"
+        )
+        which = "earlier" if self.is_older else "later"
+        return (
+            f"another process has the identity of this peer, {self._own_id}: a folder with it was copied. "
+            f"It began {which}, at {since}, {consequence}"
+        )
