@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
@@ -42,12 +42,3 @@ class Everybody:
 
     def call_to_round(self) -> None:
         """Does nothing: all peers come anyway."""
-
-    def recent_rounds(self) -> list[bytes]:
-        return []
-
-    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
-        return False
-
-    def is_overruled(self) -> bool:
-        return False

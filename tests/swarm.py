@@ -25,8 +25,6 @@ class FixedRoster:
     """A roster whose members are given, for rounds without a DHT.
 
     Attributes:
-        part: of the run; who says that it is of another one is a stranger.
-        is_other_part_better: once the records have been read again.
         unknown: peers of which there is no record; with ``appear`` until the records have been read again.
     """
 
@@ -35,8 +33,6 @@ class FixedRoster:
     missing: list[PeerId] = field(default_factory=list)
     num_calls: int = 0
     num_refreshes: int = 0
-    part: bytes = b""
-    is_other_part_better: bool = False
     unknown: set[PeerId] = field(default_factory=set)
     appear: bool = False
 
@@ -59,15 +55,6 @@ class FixedRoster:
 
     def call_to_round(self) -> None:
         self.num_calls += 1
-
-    def recent_rounds(self) -> list[bytes]:
-        return [self.part] if self.part else []
-
-    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
-        return bool(recent_rounds) and list(recent_rounds) != self.recent_rounds()
-
-    def is_overruled(self) -> bool:
-        return self.is_other_part_better and self.num_refreshes > 0
 
 
 @asynccontextmanager

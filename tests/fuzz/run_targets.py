@@ -20,7 +20,6 @@ from manyhands.averaging.messages import (
     INVITE,
     JOIN,
     LEAVE,
-    NUM_RECENT_STEPS,
     VOTE,
     Group,
     InviteRequest,
@@ -50,7 +49,6 @@ from manyhands.optim.manifest import RunManifest, differences, manifest_key, rea
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, Noted, WhereAreYou
-from manyhands.optim.run.partition_detector import PartitionDetector
 from manyhands.optim.run.progress import ProgressLog, ProgressRecord, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View
 from manyhands.optim.state.download import check_of
@@ -222,12 +220,7 @@ def _run_manifests(data: bytes) -> None:
 
 
 def _state(data: bytes) -> None:
-    header, answer = finish(receive_header(stream_of(data)))
-    recent_rounds = answer.recent_rounds
-    detector = PartitionDetector()
-    detector.follow(recent_rounds)
-    assert len(detector.recent_rounds) <= NUM_RECENT_STEPS
-    detector.strangers({IDS[0]: [b"8 bytes."] * NUM_RECENT_STEPS, IDS[1]: recent_rounds})
+    header = finish(receive_header(stream_of(data)))
     check_header(REMOTE, header, AT, check_of(RUN))
     state = State(header, empty_content(header.tensors))
     assert sum(tensor.numel() for tensor in state.tensors) < 1000
@@ -251,15 +244,14 @@ def _decoder(name: str, kind: type[msgspec.Struct], *seeds: msgspec.Struct) -> T
 
 _VIOLATION = (ProtocolViolation,)
 _VERDICTS = _messages(Verdict(True, MANIFEST), Verdict(True, None, "lost", [IDS[1]]), Verdict(False))
-_SAID = [b"8 bytes." * 2] * NUM_RECENT_STEPS
-_JOINS = _messages(JoinRequest(b"f" * 32, AT, MEMBERS[1]), JoinRequest(b"", AT, MEMBERS[0], recent_rounds=_SAID))
+_JOINS = _messages(JoinRequest(b"f" * 32, AT, MEMBERS[1]), JoinRequest(b"", AT, MEMBERS[0], is_early=True))
 _JOINED = _messages(JoinResponse(GROUP), JoinResponse(None, IDS[0], ["/ip4/10.0.0.1/tcp/1"]))
 _VOTES = _messages(Vote(GROUP.group_id, b"d" * 32), Vote(GROUP.group_id, b"", "no result"))
 
 TARGETS = [
     Target(name=f"{JOIN.name}.request", seeds=_JOINS, run=_join_request, errors=_VIOLATION),
     Target(name=f"{JOIN.name}.response", seeds=_JOINED, run=_join_response, errors=_VIOLATION),
-    _decoder(f"{INVITE.name}.request", InviteRequest, InviteRequest(AT), InviteRequest(AT, recent_rounds=_SAID)),
+    _decoder(f"{INVITE.name}.request", InviteRequest, InviteRequest(AT), InviteRequest(AT, is_early=True)),
     _decoder(f"{INVITE.name}.response", InviteResponse, InviteResponse()),
     _decoder(f"{LEAVE.name}.request", LeaveRequest, LeaveRequest(AT)),
     _decoder(f"{LEAVE.name}.response", LeaveResponse, LeaveResponse(is_too_late=True)),
@@ -305,7 +297,7 @@ TARGETS = [
     _decoder("state.stream-header", StateRequest, StateRequest("run")),
     Target(
         name="state.header",
-        seeds=_messages(StateAnswer(STATE.header, recent_rounds=[b"8 bytes.", b""]), StateAnswer(None, "busy")),
+        seeds=_messages(StateAnswer(STATE.header), StateAnswer(None, "busy")),
         run=_state,
         errors=(ProtocolViolation, Refused, PeerLost),
         is_framed=True,

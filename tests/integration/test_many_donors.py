@@ -178,12 +178,15 @@ async def test_states_that_differ_by_rounding_are_not_mixed() -> None:
         assert set(state.donors) == {donors[0].peer_id, donors[2].peer_id}
 
 
-async def test_when_all_that_hold_one_state_are_gone_another_one_is_taken() -> None:
+async def test_when_all_that_hold_the_chosen_state_are_gone_the_download_fails_and_the_next_one_takes_another() -> None:
     async with endpoints(3) as (one, two, newcomer):
         dying, donor = Donor(one), slowly(Donor(two))
         with torch.no_grad():
             donor.weights[0][0] += 1e-7
         behave(dying, lambda stream: serve(stream, dying, 8, 0.002))
+        with pytest.raises(Unavailable, match="its state differs from the one that is being downloaded"):
+            await download(newcomer, dying, donor)
+        await one.close()
         state = await download(newcomer, dying, donor)
         assert state.digests == donor.state().digests
         assert state.donors == (donor.peer_id,)

@@ -40,7 +40,6 @@ class Seeker:
         gives_up_s: until when it holds it; until it looks, if that is None.
         failures: so many of its rounds fail, and it looks again ``pause_s`` later.
         gather_s: how long it waits for those whom it expects; ``matchmaking_time_s`` if that is None.
-        part, is_other_part_better: of its roster.
         unread: peers whose records it has not read; it reads them when it looks again if ``appear``.
         finding: a further search that a test has begun.
     """
@@ -63,8 +62,6 @@ class Seeker:
     failures: int = 0
     pause_s: float = 0.0
     gather_s: float | None = None
-    part: bytes = b""
-    is_other_part_better: bool = False
     unread: Iterable[str] = ()
     appear: bool = False
     finding: asyncio.Task[None] | None = None
@@ -126,8 +123,6 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
         seeker.roster = FixedRoster(
             {ids[name]: by_name[name].is_client for name in seeker.knows},
             seeker.position,
-            part=seeker.part,
-            is_other_part_better=seeker.is_other_part_better,
             unknown={ids[name] for name in seeker.unread},
             appear=seeker.appear,
         )

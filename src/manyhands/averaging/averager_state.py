@@ -9,7 +9,7 @@ from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.messages import Position
 from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.state.content import LoadedState, State, StateHeader, offsets_of, state_of
-from manyhands.averaging.state.download import download
+from manyhands.averaging.state.download import Download
 from manyhands.averaging.state.server import STREAM_KIND, StateRequest, StateServer
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.deadline import time_limit
@@ -76,10 +76,10 @@ class AveragerState:
         if not donors:
             raise Unavailable(f"no other peer that averages under run id {self._run_id!r} can be asked for its tensors")
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
-        state = await download(
+        state = await Download(
             self._endpoint, StateRequest(self._run_id, is_onlooker=True), donors, position, self._check,
             least_bytes=offsets_of(self._specs)[1], kind=self._kind,
-        )  # fmt: skip
+        ).run()  # fmt: skip
         if not await run_to_end(lambda: all(is_finite(tensor) for tensor in state.tensors)):
             raise Unavailable(f"the tensors of peer {', '.join(state.donors)} have values that are not finite")
         await run_to_end(self._tensors.assign_each, state.tensors)

@@ -31,10 +31,6 @@ MAX_ROUND_S = 1e6
 NAME_BYTES = 16
 """Length of a round's name on a stream."""
 MAX_EXPECTED = 4096
-NUM_RECENT_STEPS = 4
-"""Fewer would show a split sooner; but others' records of this age must not look like one."""
-ROUND_NAME_BYTES = 8
-"""Length of the digest of a round's manifest where it only tells rounds apart."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_SUM_WEIGHT)]
@@ -46,10 +42,10 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 BallotNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
 MAX_PARTS = 4096
 RecentRounds = Annotated[
-    list[Annotated[bytes, msgspec.Meta(max_length=ROUND_NAME_BYTES * MAX_AXES)]],
-    msgspec.Meta(max_length=NUM_RECENT_STEPS),
+    list[Annotated[bytes, msgspec.Meta(max_length=8 * MAX_AXES)]],
+    msgspec.Meta(max_length=4),
 ]
-"""For each of a peer's last steps in a grid, the newest last, the concatenated rounds that committed there."""
+"""Of reserved fields: nothing sends or reads them."""
 
 
 class Position(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -195,7 +191,6 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
         clients: likewise, clients that are connected to it, as only such a peer knows that they are there.
         is_early: only hold a place: another request follows once the values, and so the weight, are there.
         gather_s: how long it waits for a leader that has not come itself; 0 if it does not say.
-        recent_rounds: its last steps, which identify its part of the run.
     """
 
     run_fingerprint: Digest
@@ -206,7 +201,7 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
     is_early: bool = False
     knows_it_stands: bool = False  # reserved
     gather_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
-    recent_rounds: RecentRounds = []
+    recent_rounds: RecentRounds = []  # reserved
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):
@@ -239,13 +234,12 @@ class InviteRequest(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         is_early: the round has not begun, but its group forms.
-        recent_rounds: as in :class:`JoinRequest`.
     """
 
     position: Position
     run_fingerprint: Digest = b""
     is_early: bool = False
-    recent_rounds: RecentRounds = []
+    recent_rounds: RecentRounds = []  # reserved
 
 
 class InviteResponse(msgspec.Struct):

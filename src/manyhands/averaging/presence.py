@@ -23,7 +23,7 @@ import hashlib
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -259,15 +259,6 @@ class PresenceTracker:
 
     def call_to_round(self) -> None:
         self.called.set()
-
-    def recent_rounds(self) -> list[bytes]:
-        return []  # there is no state that could part
-
-    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
-        return False
-
-    def is_overruled(self) -> bool:
-        return False
 
     # this peer's position
 

@@ -18,8 +18,7 @@
     │   └── Refused            it understood the request and refused it
     ├── RoundAborted           carries the reason and the members blamed
     │   ├── NothingToAverage   all members gave a weight of 0
-    │   ├── NobodyThere        all expected peers are gone, or at another round
-    │   └── Overruled          another part of the run continues; this peer must load its state
+    │   └── NobodyThere        all expected peers are gone, or at another round
     └── RankLost               another process of this peer's job is gone or failed: end this one too
 """
 
@@ -185,10 +184,6 @@ class NothingToAverage(RoundAborted):
 
 class NobodyThere(RoundAborted):
     """All expected peers are gone, or at another round."""
-
-
-class Overruled(RoundAborted):
-    """Another part of a split run continues; this peer must load its state."""
 
 
 class RankLost(ManyhandsError):

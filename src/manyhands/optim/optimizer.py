@@ -493,8 +493,7 @@ class Optimizer(OptimizerWrapper):
             self.last_failure = Failure(number, "it lost the result of the round")
             return
         shares = {} if step.refusal else outcome.shares
-        is_grid = outcome.grid_rounds is not None
-        self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=is_grid)
+        self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=outcome.is_in_grid)
         if outcome.is_left_out or step.refusal:
             self.last_failure = Failure(number, step.refusal or "the group made the step without its samples")
         self._was_alone = outcome.manifest is None

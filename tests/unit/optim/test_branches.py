@@ -117,7 +117,7 @@ def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
     choice.belief.record_step([ANN, BOB])
     for step in range(5, 20):
         others = at(min(step, 9))
-        choice.look(at(step), {ANN: others, BOB: others}, {}, now=OUTVOTED_S * step)
+        choice.look(at(step), {ANN: others, BOB: others}, now=OUTVOTED_S * step)
         assert choice.leading(()).position == at(step).position
 
 

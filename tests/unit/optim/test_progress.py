@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.averaging.messages import NUM_RECENT_STEPS, Position
+from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import leading_branch
@@ -35,21 +34,10 @@ def record(
     speed: float = 0.0,
     lineage_samples: int = 0,
     is_client: bool = False,
-    recent_rounds: Sequence[bytes] = (),
     is_auxiliary: bool = False,
 ) -> ProgressRecord:
     position = Position(step, lineage)
-    return ProgressRecord(
-        position,
-        samples,
-        speed,
-        lineage_samples,
-        is_client,
-        [],
-        30.0,
-        recent_rounds=list(recent_rounds),
-        is_auxiliary=is_auxiliary,
-    )
+    return ProgressRecord(position, samples, speed, lineage_samples, is_client, [], 30.0, is_auxiliary=is_auxiliary)
 
 
 def named(**records: ProgressRecord) -> dict[PeerId, ProgressRecord]:
@@ -148,24 +136,6 @@ def test_at_step_0_the_lowest_peer_id_wins_whatever_it_has() -> None:
     assert leading_branch(named(a=low), PeerId("z"), high).position == low.position
     beyond = record(step=1, lineage=b"m")
     assert leading_branch(named(a=low, m=beyond), PeerId("z"), high).position == beyond.position
-
-
-def test_of_parts_of_a_grid_at_one_position_the_one_with_more_peers_wins_then_the_lowest_peer_id() -> None:
-    rounds = [b"a round."] * NUM_RECENT_STEPS
-    here, own = record(step=3, recent_rounds=rounds), PeerId("m")
-    far = {PeerId(name): b"far" for name in "xy"}
-    both = leading_branch(named(n=here, x=here, y=here), own, here, far)
-    assert (both.holders, both.is_foreign) == (("m", "n"), False), "of equally many"
-    both = leading_branch(named(x=here, y=here), own, here, far)
-    assert (both.holders, both.is_foreign, both.position) == (("x", "y"), True, here.position)
-    client = record(step=3, is_client=True, recent_rounds=rounds)
-    assert leading_branch(named(n=client, x=here, y=here), own, here, far).holders == ("m", "n")
-    three = leading_branch(named(x=here, y=here, a=here), own, here, {**far, PeerId("a"): b"other"})
-    assert three.holders == ("x", "y")
-    newcomers = named(b=record(step=3), c=record(step=3), x=here, y=here)
-    assert leading_branch(newcomers, own, here, far).holders == ("x", "y"), "who belongs to no part counts for none"
-    beyond = leading_branch(named(n=here, x=record(step=4)), own, here, {PeerId("x"): b"far"})
-    assert (beyond.holders, beyond.is_foreign) == (("x",), True), "the step comes first"
 
 
 def test_a_branch_of_peers_in_client_mode_counts_as_any_other() -> None:

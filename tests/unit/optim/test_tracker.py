@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from manyhands.averaging.messages import ROUND_NAME_BYTES, Position
+from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
@@ -483,84 +482,6 @@ async def test_a_round_that_commits_during_a_read_is_not_undone_by_it() -> None:
         run.dht.gate.set()
         await reading
         assert run.position_of(BOB) == NEXT
-
-
-# parts of a grid
-
-
-def rounds_of(*names: str) -> list[bytes]:
-    """Of one step each."""
-    return [hashlib.sha256(name.encode()).digest() for name in names]
-
-
-def make_steps(run: Run, names: str) -> None:
-    """One step for each name, each with one round."""
-    for name in names:
-        here = run.tracker.own.position
-        run.tracker.move(Position(here.step + 1, name.encode()), 20, [], grid_rounds=rounds_of(name))
-
-
-def published(names: str) -> list[bytes]:
-    return [fingerprint[:ROUND_NAME_BYTES] for fingerprint in rounds_of(*names)]
-
-
-async def test_those_at_its_position_who_made_their_last_steps_elsewhere_are_strangers() -> None:
-    async with run_of_one() as run:
-        make_steps(run, "abcd")
-        here = run.tracker.own.position
-        await run.hears(BOB, here, samples=5, lineage_samples=20, recent_rounds=published("bcde"))
-        assert list(run.tracker.view.expected) == [BOB]
-        await run.hears(CAROL, here, samples=5, lineage_samples=20, recent_rounds=published("wxyz"))
-        assert list(run.tracker.view.expected) == [BOB], "it is not waited for"
-        assert (run.tracker.progress.samples, run.tracker.num_peers_here()) == (5, 2), "nor does it count"
-        assert run.tracker.is_on_best_branch(), "two are more than one"
-        assert not run.tracker.should_load_state()
-        await run.hears(BOB, here, lineage_samples=20, recent_rounds=published("uvwx"))
-        assert not run.tracker.is_on_best_branch()
-        assert run.tracker.should_load_state()
-        assert (run.tracker.leading_branch().is_foreign, run.tracker.leading_branch().position) == (True, here)
-
-
-async def test_one_that_asks_for_a_place_is_judged_by_what_it_says_then() -> None:
-    """Its record may be older, or not have been read."""
-    async with run_of_one() as run:
-        make_steps(run, "abcd")
-        reader, here = run.tracker.reader, run.tracker.own.position
-        await run.hears(BOB, here, lineage_samples=20, recent_rounds=published("bcde"))
-        await run.hears(CAROL, here, lineage_samples=20, recent_rounds=published("wxyz"))
-        assert not reader.is_stranger(CAROL, published("defg")), "it has loaded the state of this part"
-        assert not reader.is_stranger(CAROL, published("efgh")), "which Bob connects"
-        assert reader.is_stranger(BOB, published("wxyz"))
-        assert reader.is_stranger(PeerId("unheard of"), published("uvwx"))
-        assert not reader.is_stranger(CAROL, published("xyz")), "too few steps to tell"
-        assert not reader.is_stranger(CAROL, []), "nor does an older version say"
-        assert list(run.tracker.view.expected) == [BOB], "records are judged as before"
-
-
-async def test_who_loads_the_state_of_strangers_is_one_of_them_though_its_position_has_the_same_name() -> None:
-    async with run_of_one() as run:
-        make_steps(run, "abcd")
-        here = run.tracker.own.position
-        for peer_id in (BOB, CAROL):
-            await run.hears(peer_id, here, lineage_samples=20, recent_rounds=published("wxyz"))
-        run.tracker.load(here, 20, published("wxyz"))
-        assert not run.tracker.should_load_state()
-        assert sorted(run.tracker.view.expected) == [BOB, CAROL]
-        assert run.tracker.own.recent_rounds == published("wxyz"), "and says so"
-        make_steps(run, "!")
-        assert run.tracker.own.recent_rounds == published("xyz!")
-
-
-async def test_who_makes_a_step_in_one_group_or_goes_elsewhere_says_nothing_of_rounds() -> None:
-    async with run_of_one() as run:
-        make_steps(run, "abcd")
-        run.tracker.move(run.tracker.own.position, 20, [])  # told again
-        assert run.tracker.own.recent_rounds == published("abcd")
-        run.tracker.move(Position(HERE.step + 5, b"one group"), 20, [])
-        assert run.tracker.own.recent_rounds == []
-        make_steps(run, "ef")
-        run.tracker.load(Position(40, b"checkpoint"), 20)
-        assert run.tracker.own.recent_rounds == []
 
 
 # peers that cannot be dialled, and those that have no data

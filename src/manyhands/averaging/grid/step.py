@@ -23,7 +23,7 @@ from manyhands.averaging.matchmaking.candidates import Roster
 from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
 from manyhands.base.deadline import wait_at_most
-from manyhands.base.errors import NobodyThere, NothingToAverage, Overruled, RoundAborted, Unavailable
+from manyhands.base.errors import NobodyThere, NothingToAverage, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class GridSteps:
                         meter=outcome.meter,
                         part=self._part,
                     )
-                except (NothingToAverage, Overruled):
+                except NothingToAverage:
                     raise
                 except NobodyThere as error:
                     reason = error.reason

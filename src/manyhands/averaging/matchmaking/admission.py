@@ -20,8 +20,6 @@ OTHER_MANIFEST = "other_manifest"
 """The asking peer has another model or other settings."""
 OTHER_POSITION = "other_position"
 """The asking peer is at another position in the run."""
-OTHER_PART = "other_part"
-"""The position has the same name, but the two peers made their last steps apart."""
 UNKNOWN = "unknown"
 """There is no record of the asking peer."""
 REFUSED = "refused"
@@ -53,11 +51,6 @@ def check_ahead(me: PeerId, here: Position, position: Position) -> None:
 def _name_of(position: Position) -> str:
     """A position in words: in a grid it has the number of a round."""
     return f"round {position.step} of the grid" if position.group_key else f"step {position.step}"
-
-
-def strange_part(me: PeerId) -> Refused:
-    """The refusal for a peer of another part of the run."""
-    return Refused(me, OTHER_PART, "this peer is of another part of the run; the better one of the two goes on")
 
 
 def check_join(

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from manyhands.averaging.messages import SHORT_ID_BYTES, Position, short_id
@@ -77,15 +77,6 @@ class Roster(Protocol):
 
     def call_to_round(self) -> None:
         """Another peer has begun a round at this position; the training loop should come as soon as it can."""
-
-    def recent_rounds(self) -> list[bytes]:
-        """Fingerprints of this peer's last steps, in a run whose parts are told apart by them."""
-
-    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
-        """Whether a peer with these last steps is of another part of the run."""
-
-    def is_overruled(self) -> bool:
-        """Whether another part of the run is known to go on, so that this peer should load its state."""
 
 
 class Candidates:

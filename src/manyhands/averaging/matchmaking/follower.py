@@ -30,7 +30,6 @@ from manyhands.averaging.matchmaking.admission import (
     BUSY,
     FULL,
     OTHER_MANIFEST,
-    OTHER_PART,
     TOLD_BEHIND,
     fault_of,
 )
@@ -233,7 +232,7 @@ class Matchmaker:
             return await self._group_leader.lead(own, self._gather_s, self._ends_at)
         except (Unavailable, PeerError) as error:
             is_gone = isinstance(error, Unavailable)
-            if is_early and not is_gone and not (isinstance(error, Refused) and error.code == OTHER_PART):
+            if is_early and not is_gone:
                 raise  # there may be a place later
             reason = error.message if isinstance(error, Refused) else error  # which names the peer already
             logger.info("peer %s cannot lead this round: %s", leader, reason)
@@ -242,13 +241,13 @@ class Matchmaker:
             if leader != own.peer_id and not is_early and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
                 self.candidates.note_in_vain([leader])
             if isinstance(error, Refused):
-                await self._refused(leader, error)
+                self._refused(leader, error)
             elif is_gone:
                 self.candidates.report_missing(leader)
                 await self._try_the_others(unreachable, leader)
             return None
 
-    async def _refused(self, leader: PeerId, refusal: Refused) -> None:
+    def _refused(self, leader: PeerId, refusal: Refused) -> None:
         """Handle a leader's refusal, or why this peer cannot lead.
 
         Raises:
@@ -256,8 +255,6 @@ class Matchmaker:
         """
         if refusal.code == OTHER_MANIFEST:
             self.candidates.note_refusal(leader, refusal)
-        elif refusal.code == OTHER_PART:
-            await self._group_leader.told_apart(leader)
         elif refusal.code == BUSY:
             self.candidates.report_missing(leader)
         elif refusal.code == FULL:
@@ -321,7 +318,6 @@ class Matchmaker:
             short_ids(clients)[: SHORT_ID_BYTES * MAX_EXPECTED],
             is_early,
             gather_s=0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
-            recent_rounds=self._roster.recent_rounds(),
         )
         better = self._state.follow(leader)
         self._group_leader.send_to(leader)

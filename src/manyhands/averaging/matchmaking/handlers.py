@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
@@ -15,7 +15,6 @@ from manyhands.averaging.matchmaking.admission import (
     check_ahead,
     check_join,
     is_later_round,
-    strange_part,
 )
 from manyhands.averaging.matchmaking.candidates import Candidates
 from manyhands.averaging.matchmaking.leader import GroupLeader
@@ -136,7 +135,6 @@ class MatchmakingHandlers:
         if request.position != here:
             return InviteResponse()
         await self._check_known(remote)
-        await self._check_part(remote, request.recent_rounds)
         if request.position != self._roster.position():
             return InviteResponse()
         if not self._candidates.is_heeded(remote):
@@ -163,16 +161,9 @@ class MatchmakingHandlers:
         if self._candidates.is_refused(remote):
             raise Refused(me, REFUSED, "your values were too large in three rounds; you get no place for a while")
         if not self._roster.is_known(remote):
-            await self._group_leader.look_again(is_due=True)
+            await self._group_leader.look_again()
             if not self._roster.is_known(remote):
                 raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
-
-    async def _check_part(self, remote: PeerId, recent_rounds: Sequence[bytes]) -> None:
-        """Refuse a peer of another part of the run, after another look, as the records read here may be late."""
-        if self._roster.is_stranger(remote, recent_rounds):
-            await self._group_leader.look_again()
-            if self._roster.is_stranger(remote, recent_rounds):
-                raise strange_part(self._endpoint.peer_id)
 
     def _answer_as_follower(self, remote: PeerId, position: Position) -> InviteResponse:
         """Answer an invitation while this peer follows a leader: the lower of the two leaders wins."""
@@ -219,7 +210,6 @@ class MatchmakingHandlers:
                 self._candidates.note_refusal(remote, refusal)  # it cannot come
             raise
         await self._check_known(remote)
-        await self._check_part(remote, request.recent_rounds)
         if self._roster.position() != here:  # it took a while
             check_join(me, is_client, self._run_fingerprint, self._roster.position(), remote, request)
 

@@ -15,10 +15,8 @@ from manyhands.averaging.matchmaking.admission import (
     BUSY,
     FULL,
     OTHER_MANIFEST,
-    OTHER_PART,
     TOLD_BEHIND,
     chosen_codec,
-    strange_part,
 )
 from manyhands.averaging.matchmaking.candidates import Candidates, split_ids
 from manyhands.averaging.messages import (
@@ -40,7 +38,6 @@ from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import (
     ManyhandsError,
     NobodyThere,
-    Overruled,
     PeerError,
     Refused,
     RoundAborted,
@@ -54,7 +51,6 @@ logger = logging.getLogger(__name__)
 ROSTER_POLL_S = 0.2
 ASK_AGAIN_S = 1.0
 LOOK_TIMEOUT_S = 1.0
-LOOK_AGAIN_S = 2.0
 LOOK_FOR_NEWCOMER_S = 0.5
 """Seconds between two reads of the DHT for records of unknown peers; their requests wait for it."""
 HEARSAY_S = 2.0
@@ -303,13 +299,10 @@ class GroupLeader:
         except ManyhandsError as error:
             logger.info("cannot read the records, so this peer leads with those that it has: %s", error)
 
-    async def look_again(self, *, is_due: bool = False) -> None:
-        """Like :meth:`_look_around`, but rate-limited; with ``is_due`` wait until it is allowed, all in one look."""
+    async def look_again(self) -> None:
+        """Like :meth:`_look_around`, but rate-limited: all that ask meanwhile wait for one look."""
         if self._looking is None:
-            pause_s = LOOK_FOR_NEWCOMER_S if is_due else LOOK_AGAIN_S
-            left_s = self._looked_again_at + pause_s - asyncio.get_running_loop().time()
-            if left_s > 0 and not is_due:
-                return
+            left_s = self._looked_again_at + LOOK_FOR_NEWCOMER_S - asyncio.get_running_loop().time()
             self._looking = self._tasks.spawn(self._look_when_due(left_s), name="looking who asks")
         await asyncio.wait([self._looking])
 
@@ -320,17 +313,6 @@ class GroupLeader:
             await self._look_around()
         finally:
             self._looking = None
-
-    async def told_apart(self, peer_id: PeerId) -> None:
-        """A peer says that it is of another part of the run: find out which part goes on.
-
-        Raises:
-            Overruled: the other one.
-        """
-        self._candidates.report_missing(peer_id)
-        await self.look_again()
-        if self._roster.is_overruled():
-            raise Overruled("another part of the run goes on, whose state this peer has to load")
 
     def _outcome(self, pending: PendingGroup) -> JoinResponse | Exception:
         """The answer to the peers that came: their group, or why there is none."""
@@ -436,7 +418,7 @@ class GroupLeader:
             pending.ask_again_at[peer_id] = now + ASK_AGAIN_S
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
-            request = InviteRequest(pending.position, self._run_fingerprint, is_early, self._roster.recent_rounds())
+            request = InviteRequest(pending.position, self._run_fingerprint, is_early)
             invitation = self._invite(peer_id, request, pending)
             invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
 
@@ -448,21 +430,16 @@ class GroupLeader:
             self._candidates.report_missing(peer_id)
         except Refused as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error.message)
-            await self._refused(peer_id, error, pending)
+            self._refused(peer_id, error, pending)
         except PeerError as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
         else:
             self._heard(peer_id, response, pending)
         pending.changed.set()
 
-    async def _refused(self, peer_id: PeerId, refusal: Refused, pending: PendingGroup) -> None:
+    def _refused(self, peer_id: PeerId, refusal: Refused, pending: PendingGroup) -> None:
         if refusal.code == OTHER_MANIFEST:
             self._candidates.note_refusal(peer_id, refusal)
-        elif refusal.code == OTHER_PART:
-            try:
-                await self.told_apart(peer_id)
-            except Overruled:  # tell the peers that came here; they look for themselves
-                pending.close(strange_part(self._endpoint.peer_id))
         elif refusal.code == AVOIDED:
             self._does_not_come(peer_id, pending)
         elif refusal.code == BEHIND and pending.position.group_key:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -78,7 +78,6 @@ class State:
     Attributes:
         content: all bytes of the tensors, of shape [bytes]; see :func:`offsets_of`.
         digests: BLAKE3 of each chunk; empty while they are not known.
-        recent_rounds: in a grid, of the steps that led there; see :mod:`manyhands.optim.run.partition_detector`.
         donors: the peers that sent it, the one that described it first.
         num_bytes: received for it.
     """
@@ -86,7 +85,6 @@ class State:
     header: StateHeader
     content: torch.Tensor
     digests: Sequence[bytes] = ()
-    recent_rounds: list[bytes] = field(default_factory=list)
     donors: Sequence[PeerId] = ()
     num_bytes: int = 0
 
@@ -154,11 +152,6 @@ def with_digests(state: State, digests: Sequence[bytes]) -> State:
     """The same state with the given digests of its chunks."""
     header = msgspec.structs.replace(state.header, digest=root_of(state.header, digests))
     return replace(state, header=header, digests=tuple(digests))
-
-
-def without_origin(state: State) -> State:
-    """The same state with unknown origin."""
-    return replace(state, header=msgspec.structs.replace(state.header, origin=None))
 
 
 def root_of(header: StateHeader, digests: Sequence[bytes]) -> bytes:

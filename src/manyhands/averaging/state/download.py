@@ -3,7 +3,7 @@
 Each donor announces the digests of its chunks. Donors whose announcements agree hold the same state, bit by bit, and
 share the work: a fast one is asked for more. A chunk counts once its bytes match its digest, whoever sent it, so
 nothing is lost with a donor. Of donors that differ, as machines of unlike kinds do by rounding, the larger group is
-asked; the others are kept for the case that all of these fail.
+asked; if all of these fail, so does the download.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import msgspec
 
@@ -80,38 +80,6 @@ BALLOT_S = 0.3
 FULL = "full"
 
 
-async def download(
-    endpoint: Endpoint,
-    request: StateRequest,
-    donors: Sequence[PeerId],
-    wanted: Position,
-    check: Callable[[StateHeader], None],
-    *,
-    least_bytes: int,
-    held: State | None = None,
-    num_tensors: int | None = None,
-    on_violation: Callable[[PeerId], None] = lambda donor: None,
-    kind: str = STREAM_KIND,
-) -> State:
-    """Download a state.
-
-    Args:
-        donors: peers to ask, the best ones first.
-        wanted: states of earlier steps are refused.
-        check: raises ValueError if a state does not fit; called before a byte of its tensors is received.
-        least_bytes: about; a large state is asked of several donors from the begin.
-        held: an earlier state, or its beginning; chunks that have not changed since are taken from it.
-        num_tensors: download no more than the first tensors; the others, and the digest, are left out.
-        on_violation: called with each donor that sent what the protocol does not allow, such as a wrong chunk.
-        kind: of the streams, as of the donors' servers.
-    Raises:
-        Unavailable: no donor could send it; names each with its reason.
-    """
-    return await _Download(
-        endpoint, request, donors, wanted, check, least_bytes, held, num_tensors, on_violation, kind
-    ).run()
-
-
 @dataclass(eq=False)
 class _Source:
     """A donor that sends.
@@ -127,7 +95,6 @@ class _Source:
     donor: PeerId
     stream: Stream
     header: StateHeader
-    answer: StateAnswer
     moved_at: float
     digests: list[bytes] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
@@ -152,38 +119,37 @@ class _Differs(Refused):
         super().__init__(donor, "differs", "its state differs from the one that is being downloaded")
 
 
-class _Download:
-    """One download. Lives on the network thread.
+@dataclass(eq=False)
+class Download:
+    """Downloads one state: the one that most of the first donors announce. Lives on the network thread.
 
-    What is downloaded is the state that most of the first donors announce, until none that holds it is left.
+    Args:
+        donors: peers to ask, the best ones first.
+        wanted: states of earlier steps are refused.
+        check: raises ValueError if a state does not fit; called before a byte of its tensors is received.
+        least_bytes: about; a large state is asked of several donors from the begin.
+        held: an earlier state, or its beginning; chunks that have not changed since are taken from it.
+        num_tensors: download no more than the first tensors; the others, and the digest, are left out.
+        on_violation: called with each donor that sent what the protocol does not allow, such as a wrong chunk.
+        kind: of the streams, as of the donors' servers.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        request: StateRequest,
-        donors: Sequence[PeerId],
-        wanted: Position,
-        check: Callable[[StateHeader], None],
-        least_bytes: int,
-        held: State | None,
-        num_tensors: int | None,
-        on_violation: Callable[[PeerId], None],
-        kind: str,
-    ) -> None:
-        self._endpoint = endpoint
-        self._wanted = wanted
-        self._check = check
-        self._request = request
-        self._held = held
-        self._num_tensors = num_tensors
-        self._on_violation = on_violation
-        self._kind = kind
-        self._least_bytes = least_bytes
+    endpoint: Endpoint
+    request: StateRequest
+    donors: Sequence[PeerId]
+    wanted: Position
+    check: Callable[[StateHeader], None]
+    _: KW_ONLY
+    least_bytes: int
+    held: State | None = None
+    num_tensors: int | None = None
+    on_violation: Callable[[PeerId], None] = lambda donor: None
+    kind: str = STREAM_KIND
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting = list(dict.fromkeys(donors))
+        self._waiting = list(dict.fromkeys(self.donors))
         self._full: list[PeerId] = []
-        self._differing: list[PeerId] = []
         self._overtaken: list[PeerId] = []
         self._num_losses: Counter[PeerId] = Counter()
         self._failures: dict[PeerId, str] = {}
@@ -193,21 +159,22 @@ class _Download:
         self._chosen = asyncio.Event()
         self._changed = asyncio.Event()  # chunks may be asked for that could not before
         self._news = asyncio.Event()  # a donor has answered or ended, or all is there
-        self._forget()
-
-    def _forget(self) -> None:
         self._ballot_until = math.inf  # loop time; then the state of most is chosen
-        self._chosen.clear()
         self._state: State | None = None
         self._num_chunks = 0  # the first ones of the state, which are downloaded
         self._digests: list[bytes] = []  # of the first chunks; none before a state is chosen
         self._missing: set[int] = set()
         self._arriving: dict[int, PeerId] = {}  # chunks that are received to their places, and from whom
         self._free: list[int] = []  # a heap of the chunks that nobody was asked for, and of some that are here
-        self._answers: dict[PeerId, StateAnswer] = {}  # of the donors whose chunks are here
+        self._headers: dict[PeerId, StateHeader] = {}  # of the donors whose chunks are here
         self._num_bytes = 0
 
     async def run(self) -> State:
+        """Returns the state.
+
+        Raises:
+            Unavailable: no donor could send it, or all that hold the chosen one failed; names each with its reason.
+        """
         full_until, tell_at = self._loop.time() + MAX_FULL_S, self._loop.time() + TELL_PERIOD_S
         try:
             while not self._is_complete:
@@ -231,12 +198,10 @@ class _Download:
         finally:
             await self._stop(*self._drawing)
         assert self._state is not None
-        state = replace(self._state, donors=tuple(self._answers), num_bytes=self._num_bytes)
-        for answer in list(self._answers.values())[:1]:
-            assert answer.header is not None
-            state = replace(state, header=answer.header, recent_rounds=answer.recent_rounds)
-        if self._num_tensors is not None:
-            return first_of(state, self._num_tensors)
+        header = next(iter(self._headers.values()), self._state.header)
+        state = replace(self._state, header=header, donors=tuple(self._headers), num_bytes=self._num_bytes)
+        if self.num_tensors is not None:
+            return first_of(state, self.num_tensors)
         return with_digests(state, self._digests)
 
     @property
@@ -256,16 +221,13 @@ class _Download:
         """Begin with further donors, if fewer than needed are sending."""
         if not self._drawing and not self._waiting:
             self._waiting, self._overtaken = self._overtaken, []
-        if not self._drawing and not self._waiting and self._differing:  # nobody holds that state any more
-            self._waiting, self._differing = self._differing, []
-            self._forget()
         now = self._loop.time()
         for source in self._sources:
             if source.num_bytes != source.stream.bytes_received or source.is_idle:
                 source.num_bytes, source.moved_at = source.stream.bytes_received, now
         num_moving = sum(now < source.moved_at + PATIENCE_S for source in self._sources)
         num_moving += sum(now < opened_at + PATIENCE_S for opened_at in self._opened_at.values())
-        is_large = max(self._num_chunks, num_chunks_of(self._least_bytes)) > CHUNKS_OF_ONE
+        is_large = max(self._num_chunks, num_chunks_of(self.least_bytes)) > CHUNKS_OF_ONE
         num_needed = MAX_SOURCES if is_large else 1
         while self._waiting and num_moving < num_needed and len(self._drawing) < 2 * MAX_SOURCES:
             donor = self._waiting.pop(0)
@@ -286,20 +248,16 @@ class _Download:
         votes = [(_content_of(source.header), source.digests[:common]) for source in voters]
         most = max(votes, key=votes.count)
         header = voters[votes.index(most)].header
-        self._num_chunks = num_chunks_of(offsets_of(header.tensors[: self._num_tensors])[1])
+        self._num_chunks = num_chunks_of(offsets_of(header.tensors[: self.num_tensors])[1])
         self._state = State.to_receive(header, self._num_chunks)
         self._missing, self._free = set(range(self._num_chunks)), list(range(self._num_chunks))
         self._digests, self._ballot_until = list(most[1]), math.inf
         for source in [source for source, vote in zip(voters, votes, strict=True) if vote != most]:
             await self._stop(source.donor)
             del self._drawing[source.donor]
-            self._put_aside(source.donor, _Differs(source.donor))
+            self._failures[source.donor] = _Differs(source.donor).message
         await self._copy_held(0)
         self._chosen.set()
-
-    def _put_aside(self, donor: PeerId, error: _Differs) -> None:
-        self._failures[donor] = error.message
-        self._differing.append(donor)
 
     def _ended(self, donor: PeerId, task: asyncio.Task[None]) -> None:
         """Decide what becomes of a donor that sends no more."""
@@ -307,7 +265,7 @@ class _Download:
         if task.cancelled():
             self._overtaken.append(donor)
         elif isinstance(error, _Differs):
-            self._put_aside(donor, error)
+            self._failures[donor] = error.message
         elif isinstance(error, Refused) and error.code == FULL:
             self._failures[donor] = error.message
             self._full.append(donor)
@@ -316,8 +274,8 @@ class _Download:
             self._failures[donor] = str(error)
             self._num_losses[donor] += 1
             if isinstance(error, ProtocolViolation):
-                self._on_violation(donor)
-            if isinstance(error, PeerLost) and donor in self._answers and self._num_losses[donor] < MAX_LOSSES:
+                self.on_violation(donor)
+            if isinstance(error, PeerLost) and donor in self._headers and self._num_losses[donor] < MAX_LOSSES:
                 self._waiting.append(donor)
         elif error is not None:
             raise error
@@ -336,25 +294,24 @@ class _Download:
             stream = await self._open(donor)
             try:
                 async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
-                    header, answer = await receive_header(stream)
-                check_header(donor, header, self._wanted, self._check)
+                    header = await receive_header(stream)
+                check_header(donor, header, self.wanted, self.check)
                 self._compare(donor, header)
                 self._opened_at.pop(donor)
                 self._news.set()
                 async with time_limit(longest_s(header), f"the state of peer {donor}"):
-                    await self._take_chunks(_Source(donor, stream, header, answer, self._loop.time()))
+                    await self._take_chunks(_Source(donor, stream, header, self._loop.time()))
             finally:
-                self._endpoint.release(stream)
+                self.endpoint.release(stream)
         finally:
             self._opened_at.pop(donor, None)
 
     async def _open(self, donor: PeerId) -> Stream:
-        endpoint, run_id = self._endpoint, self._request.run_id
-        request = msgspec.msgpack.encode(self._request)
-        return await RunGate(endpoint, run_id, for_observers=True).through(
+        request = msgspec.msgpack.encode(self.request)
+        return await RunGate(self.endpoint, self.request.run_id, for_observers=True).through(
             donor,
             OPENING_S,
-            lambda left_s: endpoint.open_bulk(donor, self._kind, request, left_s, size_bytes=self._least_bytes),
+            lambda left_s: self.endpoint.open_bulk(donor, self.kind, request, left_s, size_bytes=self.least_bytes),
         )
 
     def _compare(self, donor: PeerId, header: StateHeader) -> None:
@@ -440,7 +397,7 @@ class _Download:
 
     async def _copy_held(self, first: int) -> None:
         """Take chunks that have not changed from the earlier state."""
-        state, held = self._state, self._held
+        state, held = self._state, self.held
         assert state is not None
         for index in range(first, min(len(self._digests), len(held.digests) if held is not None else 0)):
             assert held is not None
@@ -473,7 +430,7 @@ class _Download:
         source.asked.remove(index)
         if index in self._missing:
             self._missing.discard(index)
-            self._answers[source.donor] = source.answer
+            self._headers[source.donor] = source.header
             self._num_bytes += len(place)
             self._changed.set()
 
@@ -492,12 +449,12 @@ def _content_of(header: StateHeader) -> StateHeader:
     return msgspec.structs.replace(header, digest=b"", origin=None)
 
 
-async def receive_header(stream: Stream) -> tuple[StateHeader, StateAnswer]:
+async def receive_header(stream: Stream) -> StateHeader:
     """Receive what a donor sends first."""
     answer = await receive_framed(stream.receive_into, stream.remote, StateAnswer, MAX_HEADER_BYTES, "its state")
     if answer.header is None:
         raise Refused(stream.remote, FULL if answer.is_full else "no_state", readable(answer.reason))
-    return answer.header, answer
+    return answer.header
 
 
 def check_header(donor: PeerId, header: StateHeader, wanted: Position, check: Callable[[StateHeader], None]) -> None:

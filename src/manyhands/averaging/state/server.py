@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -81,12 +80,11 @@ class StateAnswer(msgspec.Struct):
 
     Attributes:
         is_full: without a header, as this peer serves many others now; asking again later may help.
-        recent_rounds: in a grid, of the steps that led to the state; see :mod:`manyhands.optim.run.partition_detector`.
     """
 
     header: StateHeader | None = None
     reason: str = ""
-    recent_rounds: RecentRounds = []
+    recent_rounds: RecentRounds = []  # reserved
     is_full: bool = False
 
 
@@ -131,7 +129,6 @@ class StateServer:
     Args:
         capture: copies the current state, on an executor thread; newcomers are told if it raises ``ConfigError``.
         position: of this peer.
-        recent_rounds: of its last steps in a grid.
         kind: of the streams; a peer has one server for each.
 
     Attributes:
@@ -144,7 +141,6 @@ class StateServer:
         run_id: str,
         capture: Callable[[], State],
         position: Callable[[], Position],
-        recent_rounds: Callable[[], list[bytes]] = list,
         *,
         kind: str = STREAM_KIND,
     ) -> None:
@@ -152,7 +148,6 @@ class StateServer:
         self._run_id = run_id
         self._capture = capture
         self._position = position
-        self._recent_rounds = recent_rounds
         self.state_bytes = 0
         self._snapshot: weakref.ref[Snapshot] | None = None  # lives as long as a peer downloads it
         self._capturing = asyncio.Lock()
@@ -212,7 +207,7 @@ class StateServer:
         """Send what the newcomer asks for until it closes the stream, or asks for nothing for long."""
         state, wanted, news = snapshot.state, deque[int](), asyncio.Event()
         logger.info("peer %s downloads the state of step %d", stream.remote, state.header.position.step)
-        await send_moving(stream, framed(StateAnswer(state.header, recent_rounds=state.recent_rounds)))
+        await send_moving(stream, framed(StateAnswer(state.header)))
         reading = asyncio.get_running_loop().create_task(_take_requests(stream, snapshot, wanted, news))
         reading.add_done_callback(lambda _: news.set())
         num_announced = 0
@@ -238,12 +233,8 @@ class StateServer:
     async def _current(self) -> Snapshot:
         async with self._capturing:  # newcomers at the same step share one copy
             snapshot = self._snapshot() if self._snapshot is not None else None
-            rounds = self._recent_rounds()
-            if snapshot is None or (snapshot.state.header.position, snapshot.state.recent_rounds) != (
-                self._position(),
-                rounds,
-            ):
-                snapshot = Snapshot(replace(await run_to_end(self._capture), recent_rounds=rounds))
+            if snapshot is None or snapshot.state.header.position != self._position():
+                snapshot = Snapshot(await run_to_end(self._capture))
                 self._snapshot, self.state_bytes = weakref.ref(snapshot), snapshot.state.content.numel()
                 self._tasks.spawn(snapshot.hash(), name="hashing the state")
             return snapshot

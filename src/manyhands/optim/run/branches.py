@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manyhands.averaging.messages import NUM_RECENT_STEPS, Position, readable_addresses
+from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
 from manyhands.optim.run.progress import ProgressRecord, branch_order
@@ -54,32 +54,17 @@ Records = Mapping[PeerId, ProgressRecord]
 
 @dataclass(frozen=True)
 class Branch:
-    """A position of the run, and the holders of its state.
-
-    Attributes:
-        is_foreign: this peer and the holders made their last steps apart, whatever their positions are.
-    """
+    """A position of the run, and the holders of its state."""
 
     position: Position
     holders: tuple[PeerId, ...]
-    is_foreign: bool = False
-
-    def is_elsewhere(self, position: Position) -> bool:
-        """Whether a peer at a position has to load a state to be on this branch."""
-        return self.is_foreign or self.position != position
 
 
-def leading_branch(
-    others: Records, own_id: PeerId, own: ProgressRecord, strangers: Mapping[PeerId, bytes] = {}
-) -> Branch:
+def leading_branch(others: Records, own_id: PeerId, own: ProgressRecord) -> Branch:
     """The branch that all peers should be on: the one with the highest (global step, samples in its lineage, digest).
 
-    Parts of a grid may be equal in these: then the part with more peers wins, then the one with the lowest peer id. At
-    step 0 nothing has been learnt yet, and the initial parameters of the lowest peer id win: of the trainers that can
-    be dialled, so that all can follow; without any, of the auxiliary peers; without these, of all.
-
-    Args:
-        strangers: in a grid, peers of other parts, each with its part (:mod:`manyhands.optim.run.partition_detector`).
+    At step 0 nothing has been learnt yet, and the initial parameters of the lowest peer id win: of the trainers that
+    can be dialled, so that all can follow; without any, of the auxiliary peers; without these, of all.
     """
     candidates = {**others, own_id: own}
     last_step = max(record.position.step for record in candidates.values())
@@ -87,24 +72,9 @@ def leading_branch(
         hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
-    first = max(map(branch_order, candidates.values()))
-    sizes = Counter(  # all peers with the same records count alike
-        strangers.get(peer_id, b"")
-        for peer_id, record in candidates.items()
-        if len(record.recent_rounds) == NUM_RECENT_STEPS and branch_order(record) == first
-    )
-    ordered = sorted(candidates)
-    best_id = ordered[0]
-    if last_step > 0:  # of equal ones the first
-        best_id = max(
-            ordered, key=lambda peer_id: (branch_order(candidates[peer_id]), sizes[strangers.get(peer_id, b"")])
-        )
-    best, part = candidates[best_id], strangers.get(best_id, b"")
-    holders = [
-        peer_id for peer_id in ordered
-        if candidates[peer_id].position == best.position and strangers.get(peer_id, b"") == part
-    ]  # fmt: skip
-    return Branch(best.position, tuple(holders), is_foreign=part != b"")
+    best = max(candidates.values(), key=branch_order) if last_step > 0 else candidates[min(candidates)]
+    holders = [peer_id for peer_id in sorted(candidates) if candidates[peer_id].position == best.position]
+    return Branch(best.position, tuple(holders))
 
 
 class _Electorate(NamedTuple):
@@ -278,16 +248,15 @@ class BranchChoice:
         self._own = own
         self._is_connected = is_connected
         self._records: Records = {}
-        self._strangers: Mapping[PeerId, bytes] = {}
         self._doubted_since: dict[PeerId, float] = {}  # infinite once logged
         self._shunned: dict[PeerId, float] = {}  # until when
         self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
         self._waits_since = math.inf  # for clients with the state to connect
         self._has_waited = self.waits_for_clients = False
 
-    def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
+    def look(self, own: ProgressRecord, records: Records, now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
-        old, self._own, self._records, self._strangers = self._records, own, records, strangers
+        old, self._own, self._records = self._records, own, records
         if own.position not in self.belief.been_at:
             self.belief.been_at.append(own.position)
         self._majority = self.belief.other_majority(own, records, now)
@@ -339,7 +308,7 @@ class BranchChoice:
         ]  # fmt: skip
         if self._majority is not None and holders:
             return Branch(self._majority, tuple(holders))
-        return leading_branch(others, self._own_id, self._own, self._strangers)
+        return leading_branch(others, self._own_id, self._own)
 
     def _within_reach(self) -> Records:
         """The believed records, without peers on other branches whose state is not available."""
@@ -354,5 +323,5 @@ class BranchChoice:
         reachable = self._within_reach()
         if self._own.is_client or len(reachable) == len(self.believed):
             return False
-        best = leading_branch(self.believed, self._own_id, self._own, self._strangers)
-        return best.is_elsewhere(self._own.position) and reachable.keys().isdisjoint(best.holders)
+        best = leading_branch(self.believed, self._own_id, self._own)
+        return best.position != self._own.position and reachable.keys().isdisjoint(best.holders)

@@ -21,7 +21,7 @@ from manyhands.averaging.commit.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.averaging.state.content import State, without_origin
+from manyhands.averaging.state.content import State
 from manyhands.averaging.state.server import StateServer
 from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
@@ -153,9 +153,8 @@ class Collaboration:
             parts.callback(self.step_rounds.close)
             try:
                 self._server = StateServer(
-                    presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position,
-                    lambda: self.tracker.reader.partition_detector.recent_rounds,
-                )  # fmt: skip
+                    presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position
+                )
             except ConfigError as error:
                 raise ConfigError(
                     "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
@@ -370,19 +369,18 @@ class Collaboration:
         if outcome.members:
             self._num_vain_loads = 0
         self._courtesy.note_step(outcome.members, asyncio.get_running_loop().time())
-        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.grid_rounds or ())
-        self._drift.moved(position, sketch, is_in_grid=outcome.grid_rounds is not None)
+        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums)
+        self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:
         """Record that this peer begins at a position, or has loaded a state, of another peer or a checkpoint."""
         self._rounds.forget_errors(keeps_unsent=state is not None)  # its former gradients are useless there
-        recent_rounds, donor = (state.recent_rounds, state.donors[0]) if state is not None else ([], None)
-        self.tracker.load(position, lineage_samples, recent_rounds, donor)
+        self.tracker.load(position, lineage_samples, state.donors[0] if state is not None else None)
         self._drift.loaded()
 
     def replayed(self, position: Position, lineage_samples: int, sketch: Sketch) -> None:
         """Record that this peer has made steps of the others on its own; its parameters are compared like theirs."""
-        self.tracker.load(position, lineage_samples, donor=self._state_donors[0])
+        self.tracker.load(position, lineage_samples, self._state_donors[0])
         self._drift.moved(position, sketch, is_in_grid=False)
 
     def must_be_called_on(self) -> bool:
@@ -424,8 +422,6 @@ class Collaboration:
             for donor in donors:
                 self.tracker.report_without_state(donor)
             raise
-        if branch.is_foreign:
-            state = without_origin(state)  # whatever its position is called, this peer was never there
         self._num_vain_loads += 1
         self._state_donors = state.donors
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:

@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -204,7 +204,8 @@ class Drift:
 
     def _warn_without_majority(self, here: Position) -> None:
         """Warn once if the peers differ and no majority tells which is right, as with two peers."""
-        num_others, apart = len(self._others()), self.disagreement()  # of two peers half of what is between them
+        num_others = len(self._reader.observed())
+        apart = self.disagreement()  # of two peers half of what is between them
         if self._has_warned or apart is None or apart <= self._bound or len(self._published_at(here)) < num_others:
             return
         self._has_warned = True
@@ -237,15 +238,11 @@ class Drift:
         sketches = self._published_at(position)
         if own.sums:
             sketches[self._own_id] = own.sums
-        return distances(sketches, len(self._others()) + 1, self._bound, own.size)
-
-    def _others(self) -> Set[PeerId]:
-        return self._reader.observed().keys() - self._reader.strangers().keys()
+        return distances(sketches, len(self._reader.observed()) + 1, self._bound, own.size)
 
     def _published_at(self, position: Position) -> dict[PeerId, bytes]:
-        observed = self._reader.observed()
         return {
-            peer_id: observed[peer_id].record.sketch
-            for peer_id in self._others()
-            if observed[peer_id].said == position and observed[peer_id].record.sketch_step == position.step
+            peer_id: seen.record.sketch
+            for peer_id, seen in self._reader.observed().items()
+            if seen.said == position and seen.record.sketch_step == position.step
         }

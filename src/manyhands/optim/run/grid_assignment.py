@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from manyhands.averaging.grid.seats import (
     MAX_ROUNDS_AGO,
@@ -95,18 +95,6 @@ class GridAssignment:
         self.called.set()
         if self._stepping_from is None:  # else it is a later round of the step
             self._tracker.call_to_round()
-
-    def recent_rounds(self) -> list[bytes]:
-        """The rounds of this peer's last steps in a grid."""
-        return self._tracker.reader.partition_detector.recent_rounds
-
-    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
-        """Whether a peer at this position with these last steps has made them apart."""
-        return self._tracker.reader.is_stranger(peer_id, recent_rounds)
-
-    def is_overruled(self) -> bool:
-        """Whether another part goes on. A peer that is only ahead, as others of a grid may be, is no such part."""
-        return self._tracker.leading_branch().is_foreign
 
     # a step
 

@@ -65,7 +65,6 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
         sketch: sums of its parameters after its last step, as float32; see :mod:`manyhands.optim.run.drift`.
         sketch_step: the global step that this led to; 0 without one.
-        recent_rounds: of its last steps, if they were made in a grid (:mod:`manyhands.optim.run.partition_detector`).
         is_auxiliary: it has no data; it is expected in a round only if no other peer can be dialled.
         began_at: start of its process, by its own wall clock, which tells two processes with one identity apart.
     """
@@ -83,7 +82,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     seat_round: Count = 0
     sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""
     sketch_step: Count = 0
-    recent_rounds: RecentRounds = []
+    recent_rounds: RecentRounds = []  # reserved
     is_auxiliary: bool = False
     began_at: float = 0.0
 
@@ -150,8 +149,8 @@ def is_news(
     Args:
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch) != (
-        published.position, published.seat, published.seat_round, published.recent_rounds, published.sketch
+    is_moved = (own.position, own.seat, own.seat_round, own.sketch) != (
+        published.position, published.seat, published.seat_round, published.sketch
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True

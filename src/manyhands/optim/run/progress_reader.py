@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from typing import Literal
 
 import msgspec
 
-from manyhands.averaging.messages import NUM_RECENT_STEPS, Position
+from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import RecordReader, SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode, Schema, StoredValue
-from manyhands.optim.run.partition_detector import PartitionDetector
 from manyhands.optim.run.progress import MAX_TTL_S, Progress, ProgressRecord, busy_s, reckoned_samples
 from manyhands.rpc import Endpoint
 
@@ -55,15 +54,12 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
     """The progress records of a run, as last read; sufficient for a peer that only watches.
 
     Attributes:
-        partition_detector: the rounds of this peer's last steps in a grid.
         twin: checks records under this peer's own id; None for a peer that does not publish.
     """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
         super().__init__(endpoint, dht, progress_key(run_id), PROGRESS)
         self.twin: Twin | None = None
-        self.partition_detector = PartitionDetector()
-        self._step = 0  # this peer's step
 
     def _seen_as(
         self, known: Observed | None, record: ProgressRecord, stored: StoredValue, now: float
@@ -110,29 +106,9 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         """Whether others train, and no peer can be dialled."""
         return bool(self.trainers()) and all(record.is_client for record in self.records().values())
 
-    # parts of a grid
-
-    def go_to(self, step: int) -> None:
-        """This peer is at another step, or has come there in other rounds."""
-        self._step = step
+    def note_move(self) -> None:
+        """This peer is at another position, so that what it concludes from the records changes."""
         self._note_change()
-
-    def strangers(self) -> Mapping[PeerId, bytes]:
-        """In a grid, the peers whose last steps were made apart from this peer's part, each with its part."""
-        detector = self.partition_detector
-        return detector.strangers(self._published_rounds()) if detector.recent_rounds else {}
-
-    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
-        """Whether a peer at this peer's step is a stranger by its current list of steps; its record may be late."""
-        return peer_id in self.partition_detector.strangers({**self._published_rounds(), peer_id: recent_rounds})
-
-    def _published_rounds(self) -> dict[PeerId, Sequence[bytes]]:
-        """The last steps that others have published, where these concern this peer's."""
-        return {
-            peer_id: seen.record.recent_rounds
-            for peer_id, seen in self.observed().items()
-            if abs(seen.said.step - self._step) < NUM_RECENT_STEPS
-        }
 
 
 class View:
@@ -140,7 +116,6 @@ class View:
 
     Args:
         observed: the records of all other peers.
-        left_out: peers that do not count at the position: strangers.
         missing: peers that came to no round since their last record. They count, but are not expected.
         needs_host: auxiliary peers are expected too, if no trainer can be dialled.
 
@@ -157,13 +132,11 @@ class View:
         self,
         observed: Mapping[PeerId, Observed],
         position: Position,
-        left_out: Container[PeerId] = (),
         missing: Container[PeerId] = (),
         *,
         needs_host: bool = False,
     ) -> None:
-        here = {peer_id: seen for peer_id, seen in observed.items()
-                if seen.record.position == position and peer_id not in left_out}  # fmt: skip
+        here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
         self.observed = observed
         self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
         self.longest_batch_s = max([seen.record.batch_s for seen in self.trainers.values()], default=0.0)

@@ -88,7 +88,7 @@ class Averaged:
         samples: of the step, by all peers together: equal on all peers that make it, as it counts for the lineage.
         manifest: of the round, in a grid of the last one that committed here; None for a step alone.
         members: the peers that make the same step.
-        grid_rounds: the fingerprints of the rounds of a grid that committed here; None in one group.
+        is_in_grid: the step was made in several groups.
         shares: samples of each contributor that this peer knows of; in a grid those of its first group, or none.
         averaging_s: seconds of the round, without the search for the group.
         parameters_N: averaged parameters to make the step from, in a grid every ``PARAMETERS_EVERY`` steps.
@@ -103,7 +103,7 @@ class Averaged:
     samples: int
     manifest: RoundManifest | None = None
     members: Sequence[PeerId] = ()
-    grid_rounds: list[bytes] | None = None
+    is_in_grid: bool = False
     shares: Mapping[PeerId, float] = field(default_factory=dict)
     averaging_s: float = 0.0
     parameters_N: torch.Tensor | None = None
@@ -306,7 +306,7 @@ class StepRounds:
             self._tracker.target_batch_size,
             outcome.committed.manifest,
             [self._own_id, *self._tracker.view.expected],
-            grid_rounds=[manifest.fingerprint() for manifest in outcome.manifests],
+            is_in_grid=True,
             shares=first[0].contributors() if first else {},
             averaging_s=outcome.meter.averaging_s + outcome.meter.vote_s,
             parameters_N=averaged_N[numel:] if averaged_N.numel() > numel else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -149,41 +149,29 @@ class ProgressTracker:
         return peer_id == self._donor or self.branches.belief.has_met(peer_id)
 
     def move(
-        self,
-        position: Position,
-        lineage_samples: int,
-        together_with: Sequence[PeerId],
-        sketch: bytes = b"",
-        grid_rounds: Iterable[bytes] = (),
+        self, position: Position, lineage_samples: int, together_with: Sequence[PeerId], sketch: bytes = b""
     ) -> None:
         """This peer has made a step to ``position``.
 
         Args:
             together_with: the members of the round, also this one; none after a step alone.
-            grid_rounds: in a grid, the fingerprints of its rounds that committed.
         """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
-        if position != self.own.position:
-            self.reader.partition_detector.record_rounds(grid_rounds)
         self._note_round(position, lineage_samples, together_with)
         self._go_to(position, lineage_samples, sketch)
 
-    def load(
-        self, position: Position, lineage_samples: int, recent_rounds: Sequence[bytes] = (), donor: PeerId | None = None
-    ) -> None:
-        """This peer has loaded the state of ``position`` from a donor, with its recent rounds; or begins there."""
+    def load(self, position: Position, lineage_samples: int, donor: PeerId | None = None) -> None:
+        """This peer has loaded the state of ``position`` from a donor, or begins there."""
         self.num_together, self._donor = 0, donor
-        self.reader.partition_detector.follow(recent_rounds)
         self._go_to(position, lineage_samples, b"")  # others' sketches predate changes by their own code: a clamp, say
 
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
         self.is_called = self.is_called and position == self.own.position  # a reload answers no call
         self.is_moving = False
-        self.reader.go_to(position.step)
+        self.reader.note_move()
         self._set_own(
-            position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step,
-            recent_rounds=self.reader.partition_detector.recent_rounds,
-        )  # fmt: skip
+            position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step
+        )
         self._judge()
         self._publish_news(urgently=True)
 
@@ -291,7 +279,7 @@ class ProgressTracker:
     def _judge(self) -> None:
         """Update the conclusions after a change of the others' records or this peer's position."""
         now = asyncio.get_running_loop().time()
-        self.branches.look(self.own, self.reader.records(), self.reader.strangers(), now)
+        self.branches.look(self.own, self.reader.records(), now)
         self._update_progress()
 
     def _update_progress(self) -> None:
@@ -310,7 +298,7 @@ class ProgressTracker:
         if self._view is None or self._view.observed is not observed:
             own, missing = self.own, self._missing.peers()
             needs_host = own.is_client or own.is_auxiliary
-            self._view = View(observed, own.position, self.reader.strangers(), missing, needs_host=needs_host)
+            self._view = View(observed, own.position, missing, needs_host=needs_host)
         return self._view
 
     # peers at this position, and whether a step is due
@@ -394,11 +382,11 @@ class ProgressTracker:
 
     def should_load_state(self) -> bool:
         """Whether there is a better branch than this peer's whose state is available."""
-        return self.leading_branch().is_elsewhere(self.own.position)
+        return self.leading_branch().position != self.own.position
 
     def is_on_best_branch(self) -> bool:
         """Whether no better branch than this peer's is known, with or without an available state."""
-        return not self.branches.best().is_elsewhere(self.own.position)
+        return self.branches.best().position == self.own.position
 
     # when to read
 

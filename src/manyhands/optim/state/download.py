@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import State, StateHeader
-from manyhands.averaging.state.download import download
+from manyhands.averaging.state.download import Download
 from manyhands.averaging.state.server import StateRequest
 from manyhands.base.identity import PeerId
 from manyhands.optim.manifest import RunManifest
@@ -31,17 +31,17 @@ async def download_state(
 
     Args:
         manifest: of the run; the state must fit it.
-        donors, wanted, held, num_tensors, on_violation: as of :func:`manyhands.averaging.state.download.download`.
+        donors, wanted, held, num_tensors, on_violation: as of :class:`manyhands.averaging.state.download.Download`.
         is_late: this peer's last downloaded state was out of date on arrival.
         is_onlooker: this peer will not train from the state, so no donor need wait for it.
     Raises:
-        Unavailable: no donor could send it; names each with its reason.
+        Unavailable: no donor could send it, or all that hold the chosen one failed; names each with its reason.
     """
-    return await download(
+    return await Download(
         endpoint, StateRequest(manifest.run_id, is_late, is_onlooker), donors, wanted, check_of(manifest),
         least_bytes=sum(4 * math.prod(spec.shape) for spec in manifest.tensors),  # more with statistics
         held=held, num_tensors=num_tensors, on_violation=on_violation,
-    )  # fmt: skip
+    ).run()  # fmt: skip
 
 
 def check_of(manifest: RunManifest) -> Callable[[StateHeader], None]:

@@ -145,8 +145,8 @@ class Replica:
                 self._advance_schedule(has_stepped=not reason)
             finally:  # the parameters have moved, also if it raises
                 self.lineage_samples = sum_of_samples([self.lineage_samples, outcome.samples])
-                is_known = outcome.grid_rounds is None  # no peer of a grid knows the contributors of all groups
-                self.origin = Origin(self.position, list(outcome.shares) if is_known else None)
+                shares = None if outcome.is_in_grid else list(outcome.shares)  # no peer there knows all contributors
+                self.origin = Origin(self.position, shares)
                 self.position = Position(self.position.step + 1, outcome.lineage)
                 self.options = options_of(self.wrapped.param_groups)
         return reason
