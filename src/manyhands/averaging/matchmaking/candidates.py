@@ -17,7 +17,9 @@ which this one avoids. It blames such a peer only if the answer comes late. So h
 turn.
 
 The first penalty begins with the time that the peer has cost here, because it may be innocent: a broken link between
-two honest peers looks the same at both ends. So after a short fault both go on together after a short time.
+two honest peers looks the same at both ends. So after a short fault both go on together after a short time. While a
+penalty lasts there is no further one, and after it a peer that gives no cause for as long as the next one would be
+begins with the first one again.
 """
 
 from __future__ import annotations
@@ -218,10 +220,12 @@ class _Penalties:
         self.known: dict[PeerId, tuple[int, float]] = {}
 
     def add(self, peer_id: PeerId, num_free: int = 0) -> float:
-        """Begin the next one, without effect for the first ``num_free``; returns its length in seconds."""
+        """Begin the next one, without effect for the first ``num_free``; returns for how many seconds one is on."""
         num_before, until = self.known.get(peer_id, (0, 0.0))
         now = asyncio.get_running_loop().time()
-        if now - until > self._length_s(num_before - 1 - num_free):
+        if until > now:
+            return until - now
+        if now - until > self._length_s(num_before - num_free):
             num_before = min(num_before, num_free)
         length_s = self._length_s(num_before - num_free)
         _set(self.known, peer_id, (num_before + 1, now + length_s))
