@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -246,29 +244,6 @@ def test_a_leader_that_does_not_come_is_given_up_with_the_most_patient_one() -> 
         assert world.members(name) == set("bcde"), world[name].reasons
         assert world[name].reasons == []
     assert world["e"].took_s < AT_ONCE_S, "it hears at once that a was given up"
-
-
-@pytest.mark.parametrize("again_s", [15.9, 20.0])
-def test_a_leader_has_its_whole_time_again_once_those_who_called_it_have_given_up(again_s: float) -> None:
-    """b calls a at 1 s and is interrupted at 2 s; later b comes 0.3 s before a, which would have had until 16 s."""
-    world = search(everybody("ab", a={"begins_s": again_s + 0.3}, b={"begins_s": None}))
-    groups: list[Group] = []
-
-    async def call_twice() -> None:
-        caller, loop = world["b"].matchmaker, world.world.loop
-        assert caller is not None
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(caller.find_group(1.0, 0), 1.0)
-        await asyncio.sleep(again_s - loop.time())
-        groups.append(await caller.find_group(1.0, 0))
-
-    def begin() -> None:
-        world["b"].finding = world.world.loop.create_task(call_twice())
-
-    world.world.loop.call_at(1.0, begin)
-    world.run()
-    assert groups == [world["a"].group], world["a"].reasons
-    assert world.members("a") == set("ab")
 
 
 def avoid(world: Search, name: str, avoided: str) -> None:

@@ -55,6 +55,26 @@ def test_a_known_peer_may_be_late_once_and_is_then_waited_for_less_and_less() ->
     run(story())
 
 
+def test_a_penalty_is_no_longer_for_what_happens_while_it_lasts_and_lapses_as_long_after_it_as_the_next_would_be() -> (
+    None
+):
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        for _ in range(3):
+            view.note_in_vain([BAD])
+        await asyncio.sleep(WAIT_S)
+        assert view.is_heeded(BAD)
+        view.note_in_vain([BAD])
+        await asyncio.sleep(4 * WAIT_S - 0.1)
+        assert not view.is_heeded(BAD)
+        await asyncio.sleep(0.1 + 16 * WAIT_S + 0.1)
+        view.note_in_vain([BAD])
+        await asyncio.sleep(WAIT_S)
+        assert view.is_heeded(BAD), "the first one again"
+
+    run(story())
+
+
 def test_who_spoils_one_round_after_the_other_is_expected_only_after_a_fresh_record_and_then_later() -> None:
     async def story() -> None:
         view, roster = after_a_good_round()

@@ -17,7 +17,9 @@ which this one avoids. It blames such a peer only if the answer comes late. So h
 turn.
 
 The first penalty begins with the time that the peer has cost here, because it may be innocent: a broken link between
-two honest peers looks the same at both ends. So after a short fault both go on together after a short time.
+two honest peers looks the same at both ends. So after a short fault both go on together after a short time. While a
+penalty lasts there is no further one, and after it a peer that gives no cause for as long as the next one would be
+begins with the first one again.
 """
 
 from __future__ import annotations
@@ -218,12 +220,20 @@ class _Penalties:
         self.known: dict[PeerId, tuple[int, float]] = {}
 
     def add(self, peer_id: PeerId, num_free: int = 0) -> float:
-        """Begin the next one, without effect for the first ``num_free``; returns its length in seconds."""
-        num_before, _ = self.known.get(peer_id, (0, 0.0))
-        is_free = num_before < num_free
-        length_s = 0.0 if is_free else min(self._first_s * self._factor ** (num_before - num_free), self._max_s)
-        _set(self.known, peer_id, (num_before + 1, asyncio.get_running_loop().time() + length_s))
+        """Begin the next one, without effect for the first ``num_free``; returns for how many seconds one is on."""
+        num_before, until = self.known.get(peer_id, (0, 0.0))
+        now = asyncio.get_running_loop().time()
+        if until > now:
+            return until - now
+        if now - until > self._length_s(num_before - num_free):
+            num_before = min(num_before, num_free)
+        length_s = self._length_s(num_before - num_free)
+        _set(self.known, peer_id, (num_before + 1, now + length_s))
         return length_s
+
+    def _length_s(self, number: int) -> float:
+        """Of a penalty, counted from 0; those below 0 have no effect."""
+        return min(self._first_s * self._factor**number, self._max_s) if number >= 0 else 0.0
 
     def is_on(self, peer_id: PeerId) -> bool:
         return peer_id in self.known and self.known[peer_id][1] > asyncio.get_running_loop().time()

@@ -114,9 +114,6 @@ class PendingGroup:
     def _let_out(self, peer_id: PeerId) -> None:
         del self.joined[peer_id]
         self.ask_again_at.pop(peer_id, None)
-        if not self.joined:
-            self.deadline = self.due_since = math.inf
-            self.leader_due = None
         self.changed.set()
 
     def let_go(self, peer_id: PeerId) -> bool:
@@ -320,8 +317,7 @@ class GroupLeader:
         if pending.position != self._roster.position():
             return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
         if pending.deadline == math.inf:
-            self._called = None
-            return RoundAborted("all peers that came or held places have gone")
+            return RoundAborted("all peers that held places have gone")
         if own_id not in pending.joined:
             return self._not_here()
         late = self._candidates.expected().keys() - pending.joined.keys() - pending.absent - pending.elsewhere
