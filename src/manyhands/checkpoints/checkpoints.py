@@ -147,19 +147,21 @@ class Checkpoints:
             ConfigError: :meth:`resume` was not called, and a checkpoint in the folder is of a later step.
         """
         if self._must_check:
-            self._must_check, newest = False, self._folder.newest_step()
+            newest = self._folder.newest_step()
             if newest > self._optimizer.global_step:
                 raise ConfigError(
                     f"{self._folder.of_step(newest)} is of a later step than this peer, which would begin anew beside "
                     "it: call checkpoints.resume() once, before the loop, or give another checkpoint folder"
                 )
+            self._must_check = False
         if self._optimizer.global_step >= self._tried_step + self._every:
             self._save()
 
     def close(self) -> None:
         """Save if the run is further than the last checkpoint, and unlock the folder. Close the peer after it."""
         try:
-            self._save()
+            if not self._must_check or self._folder.newest_step() <= self._optimizer.global_step:
+                self._save()
         finally:
             self._folder.close()
 

@@ -46,7 +46,10 @@ def doctor(
     client_mode: Annotated[bool, Parameter(help="Your peer only dials out: skip the dial-back check.")] = False,
     run_id: Annotated[
         str | None,
-        Parameter(help="The run that your peer joins, by default that of a ticket: checks whether any peer is in it."),
+        Parameter(
+            help="The run that your peer joins: checks whether any peer is in it. The run of a ticket is the default, "
+            "unless it has a charter."
+        ),
     ] = None,
     identity: Annotated[Path | None, Parameter(help="File with the private key to use; else a new identity.")] = None,
     state_dir: Annotated[

@@ -67,6 +67,7 @@ def wait_for_trainers(peer: Peer, run_id: str | None, *, may_be_mistyped: bool =
         if len(trained) > 1:
             raise ConfigError(f"{len(trained)} runs are there: {listed(trained)}; choose one of them with --run-id")
         if trained and run_id is not None:
+            _check_access(peer, run_id)  # its charter may not have been there at first
             return trained[0]
         if trained:  # look again: if it has a charter, only what its owner signed counts
             run_id = trained[0].run_id

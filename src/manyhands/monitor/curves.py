@@ -75,8 +75,8 @@ class Sink(Protocol):
 class Curves:
     """Sends each point to all sinks, each in its own thread.
 
-    A sink that fails lacks one point, and is opened again every :data:`REOPEN_S`; the next points wait for it. One that
-    falls too far behind is dropped. One warning says either.
+    A sink that fails lacks one point, and is opened again every :data:`REOPEN_S`. The newest :data:`MAX_WAITING` points
+    wait for it. One that falls so far behind while it works is dropped. One warning says either.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
@@ -113,6 +113,8 @@ class _Writer:
         if self._is_left_behind:
             return
         try:
+            if self._has_failed and self._points.full():
+                self._points.get_nowait()
             self._points.put_nowait(point)
         except queue.Full:
             self._leave_behind(f"it is {MAX_WAITING} points behind")

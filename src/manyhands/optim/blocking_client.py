@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -30,8 +31,8 @@ TELL_TIMEOUT_S = 60.0
 BLOCKED_S = 5.0
 """For a blocked network thread, beyond the limit of what it does."""
 JOIN_PATIENCE_S = 40.0
-"""A newcomer asks for the state again within this time: its link may be down, or a client with the state has yet to
-connect to it.
+"""How long a newcomer asks for the state again after a failure: its link may be down, or a client with the state has
+yet to connect to it.
 
 Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which a trainer goes on without the state.
 """
@@ -73,7 +74,7 @@ class BlockingRunClient:
         """Load the state of the best branch, and make the steps since; returns whether a state was loaded."""
         failures: list[Unavailable] = []
         has_loaded = False
-        give_up_at, phase, collaboration = self._peer.time() + JOIN_PATIENCE_S, "joining the run", self._collaboration
+        give_up_at, phase, collaboration = math.inf, "joining the run", self._collaboration
         while not self._call(phase, collaboration.tracker.is_on_best_branch):
             if self._call(phase, collaboration.must_be_called_on):
                 self._call(phase, collaboration.tracker.start)  # the record says where
@@ -88,6 +89,7 @@ class BlockingRunClient:
                     self.replay(step)
             except Unavailable as error:
                 failures.append(error)
+                give_up_at = min(give_up_at, self._peer.time() + JOIN_PATIENCE_S)
             else:
                 return True
             if self._peer.time() >= give_up_at:
@@ -108,12 +110,17 @@ class BlockingRunClient:
         """Wait until all peers have reached this step; returns whether they have in time."""
         self.tell()
         deadline, num_looks = self._peer.time() + timeout_s, 0  # in a row at which no peer behind answered
-        while num_looks < 2:
-            is_waited_for = self._run(self._collaboration.is_waited_for(), "looking at the others")
-            num_looks = 0 if is_waited_for else num_looks + 1
-            if is_waited_for and self._peer.time() > deadline:
-                return False
-            self._peer.sleep(WAIT_PERIOD_S)
+        tracker = self._collaboration.tracker
+        tracker.is_busy = True
+        try:
+            while num_looks < 2:
+                is_waited_for = self._run(self._collaboration.is_waited_for(), "looking at the others")
+                num_looks = 0 if is_waited_for else num_looks + 1
+                if is_waited_for and self._peer.time() > deadline:
+                    return False
+                self._peer.sleep(WAIT_PERIOD_S)
+        finally:
+            tracker.is_busy = False
         return True
 
     # after a micro-batch; a machine that was blocked goes on with the next one

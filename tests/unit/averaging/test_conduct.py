@@ -55,6 +55,18 @@ def test_a_known_peer_may_be_late_once_and_is_then_waited_for_less_and_less() ->
     run(story())
 
 
+def test_a_refusal_does_not_lapse() -> None:
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        for number in range(3):
+            for _ in range(STRIKES - 1):
+                view.strike(BAD)
+            assert view.strike(BAD) == pytest.approx(REFUSED_S * 2**number)
+            await asyncio.sleep(REFUSED_S * 2 ** (number + 2))
+
+    run(story())
+
+
 def test_a_penalty_is_no_longer_for_what_happens_while_it_lasts_and_lapses_as_long_after_it_as_the_next_would_be() -> (
     None
 ):

@@ -181,6 +181,12 @@ def test_an_optimizer_of_an_unknown_kind_may_have_numbers_of_its_own_and_no_more
     assert here.optimizer.param_groups[0]["k"] == 0
 
 
+def test_an_optimizer_of_torch_has_no_numbers_of_its_own() -> None:
+    there, here = replica_of("RMSprop", num_steps=3), replica_of("RMSprop", num_steps=0)
+    with pytest.raises(ValueError, match="its option 'alpha' is"):
+        here.restore(spoilt(there, with_option("alpha", 0.5)))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_one_changes_nothing_and_is_said(fault: str) -> None:
     spoil, words = FAULTS[fault]

@@ -73,6 +73,21 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.001)
 
 
+async def test_a_trainer_without_a_new_sample_for_long_is_idle_unless_it_is_busy_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("manyhands.optim.run.tracker.IDLE_S", 0.1)
+    async with run_of_one() as run:
+        run.tracker.start()
+        await until(lambda: run.tracker.is_idle)
+        assert run.tracker._record_to_publish() is None
+        run.tracker.is_busy = True
+        assert run.tracker._record_to_publish() is not None
+        run.tracker.is_busy = False
+        run.tracker.report(4, 1.0)
+        assert not run.tracker.is_idle
+
+
 async def test_a_goodbye_counts_however_it_was_encoded() -> None:
     async with run_of_one() as run:
         await run.hears(BOB)

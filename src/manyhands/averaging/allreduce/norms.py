@@ -2,8 +2,8 @@
 
 The pass that averages a chunk also measures a sample of each member's values, in the same places for all members. That
 misses a few very large values, but these show in the mean: its norm is at most the mean of the members' norms. If it
-is far above what the samples allow, all values of the chunk are measured. So they are in a chunk that also has numbers
-which do not count, such as integers of buffers: these would hide the size of small gradients.
+is far above what the samples allow, all values of the chunk are measured. All values are also measured in a chunk with
+numbers that do not count (:class:`Uncompared`), such as integers of buffers: these would hide small gradients.
 """
 
 from __future__ import annotations

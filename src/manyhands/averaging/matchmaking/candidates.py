@@ -18,8 +18,8 @@ turn.
 
 The first penalty begins with the time that the peer has cost here, because it may be innocent: a broken link between
 two honest peers looks the same at both ends. So after a short fault both go on together after a short time. While a
-penalty lasts there is no further one, and after it a peer that gives no cause for as long as the next one would be
-begins with the first one again.
+penalty lasts, no further one is added. If a peer then behaves for as long as its next first penalty would last, these
+begin again with the shortest.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Candidates:
     def __init__(self, roster: Roster, longest_wait_s: float) -> None:
         self.roster = roster
         self.refusals: dict[PeerId, str] = {}
-        self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0)
-        self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S, factor=2.0)
+        self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
+        self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S, factor=2.0, lapses=False)
         self._strikes: dict[PeerId, float] = {}
         self._ahead: dict[PeerId, tuple[Position, float]] = {}  # where it said that, and when (loop time)
         self._met: set[bytes] = set()
@@ -213,10 +213,11 @@ class _Penalties:
         known: the number in a row, and until when the last one lasts (loop time).
     """
 
-    def __init__(self, first_s: float, max_s: float, factor: float) -> None:
+    def __init__(self, first_s: float, max_s: float, factor: float, *, lapses: bool) -> None:
         self._first_s = first_s
         self._max_s = max_s
         self._factor = factor
+        self._lapses = lapses  # after as long as the next one would be
         self.known: dict[PeerId, tuple[int, float]] = {}
 
     def add(self, peer_id: PeerId, num_free: int = 0) -> float:
@@ -225,7 +226,7 @@ class _Penalties:
         now = asyncio.get_running_loop().time()
         if until > now:
             return until - now
-        if now - until > self._length_s(num_before - num_free):
+        if self._lapses and now - until > self._length_s(num_before - num_free):
             num_before = min(num_before, num_free)
         length_s = self._length_s(num_before - num_free)
         _set(self.known, peer_id, (num_before + 1, now + length_s))

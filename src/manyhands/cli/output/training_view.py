@@ -15,7 +15,7 @@ from manyhands.cli.output.live_view import LiveLine
 from manyhands.recipes.albert.summary import Standing, TrainingSummary
 from manyhands.runtime.exit_delay import delay_exit
 
-ACCOUNT_TIMEOUT_S = 4.0
+SUMMARY_TIMEOUT_S = 4.0
 """Time that a trainer has for its summary after it was told to leave."""
 SAMPLE_TEXT = "The capital of [MASK] is ..."
 MAX_BAR, MIN_BAR = 24, 6
@@ -39,7 +39,7 @@ def run_in_view(trainer: Trainer) -> None:
         with live_line if live_line.is_possible else nullcontext():
             trainer.run()
     except KeyboardInterrupt:
-        with delay_exit(ACCOUNT_TIMEOUT_S):
+        with delay_exit(SUMMARY_TIMEOUT_S):
             print_card(console, card_of(trainer.summary()))
         raise
     print_card(console, card_of(trainer.summary()))

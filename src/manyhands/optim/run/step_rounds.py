@@ -232,6 +232,7 @@ class StepRounds:
         mean_N, weight = contribution.mean_N, contribution.weight
         position, tracker, self._attempt = self._local.position, self._tracker, asyncio.current_task()
         tracker.is_called = tracker.is_moving = False  # a peer that begins another round calls again
+        tracker.is_busy = True
         try:
             async with time_limit(longest_attempt_s(self._config), "averaging with the others"):
                 await self._look_ahead.end()
@@ -255,6 +256,7 @@ class StepRounds:
                 raise RoundAborted(LEAVING) from None
             raise
         finally:
+            tracker.is_busy = False
             self._attempt = None
             self._rounds.memory.free_idle()  # the update needs memory now
         tracker.is_moving = averaged.mean_N is not None

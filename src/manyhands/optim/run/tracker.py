@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 5.0
 WHOLE_READ_PERIOD_S = 5.0
-IDLE_S = 300.0
-"""Without a new sample for so long, and for ``IDLE_BATCHES`` batches, a trainer's record is published no more."""
-IDLE_BATCHES = 5
 """Period of reads from most holders of the records."""
+IDLE_S = 300.0
+"""A trainer's record is no longer published after this long, and ``IDLE_BATCHES`` batches, without a new sample."""
+IDLE_BATCHES = 5
 MAX_IN_NEED = 2
 """Peers that are behind, and that a client calls so that they can ask it for its state."""
 CALLED_SHARE = 0.5
@@ -62,6 +62,7 @@ class ProgressTracker:
         own: what this peer would publish now.
         is_called: whether another peer has begun a round here, and this one has not come to it yet.
         is_moving: a round committed, and its result is being applied: the old position is published no more.
+        is_busy: this peer averages, or waits for others to finish, however long it makes no sample.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
@@ -79,7 +80,7 @@ class ProgressTracker:
     ) -> None:
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None
-        self.is_called = self.is_moving = False
+        self.is_called = self.is_moving = self.is_busy = False
         self.num_together = 0
         self.reader = ProgressReader(endpoint, dht, run_id)
         self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
@@ -137,7 +138,8 @@ class ProgressTracker:
     def is_idle(self) -> bool:
         """Whether this peer's program seems to train no more, such as a notebook whose cell was interrupted."""
         idle_s = max(IDLE_S, IDLE_BATCHES * self.own.batch_s)
-        return not self.own.is_auxiliary and asyncio.get_running_loop().time() - self._counted_at > idle_s
+        is_trainer = not self.own.is_auxiliary and not self.is_busy
+        return is_trainer and asyncio.get_running_loop().time() - self._counted_at > idle_s
 
     def sit(self, round_number: int, seat: Seat) -> None:
         """Take a place among the groups of a large run, from a round on."""

@@ -47,8 +47,8 @@ def fault_of(
     """Why a state must not be loaded, in words; empty if it may.
 
     An optimizer of an unknown kind makes a step on a copy, which takes as much memory as its parameters and statistics
-    for that time. It may keep numbers of its own among its options, as Prodigy and schedule-free optimizers do: only
-    those in ``_CHANGED_BY_NONE`` and what is not a number are compared.
+    for that time. One that is not torch's may keep numbers of its own among its options, as Prodigy and schedule-free
+    optimizers do: only those in ``_CHANGED_BY_NONE`` and what is not a number are compared.
 
     Args:
         optimizer: of this peer; not changed.
@@ -61,7 +61,8 @@ def fault_of(
     if header.position.step > MAX_STEP or header.lineage_samples > MAX_LINEAGE_SAMPLES:
         return f"global step {header.position.step} with {header.lineage_samples} samples cannot be"
     scalars = checked_scalars(header, specs_of(optimizer), len(optimizer.param_groups), extra)
-    if fault := _fault_of_options(scalars.groups, options, has_own=type(optimizer) not in _STATISTICS):
+    has_own = type(optimizer) not in _STATISTICS and not type(optimizer).__module__.startswith("torch.optim")
+    if fault := _fault_of_options(scalars.groups, options, has_own=has_own):
         return fault
     if not are_finite([tensor for tensor in state.tensors if tensor.is_floating_point()]):
         return "it has values that are not finite"
