@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
                     "ConfigError: rank 1 has other parameters",
                     "ConfigError: on rank 0: parameter 0 is a DTensor",
                     f"{start or 'ManifestMismatch: '}this peer does not fit run 'shapes'",
-                    f"{start or 'ConfigError: '}batch_size=None",
+                    f"{start or 'ConfigError: '}step() needs to know how many samples",
                     f"{start or 'ConfigError: '}weight was given on 1 of 2 ranks",
                     f"{start or 'ConfigError: '}all ranks must make the same calls; here: rank 0 state_digest, rank 1",
                 ]
