@@ -48,7 +48,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import RunManifest, differences, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.branches import leading_branch
-from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, Noted, WhereAreYou
+from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, TellResponse, WhereAreYou
 from manyhands.optim.run.progress import ProgressLog, ProgressRecord, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View
 from manyhands.optim.state.download import check_of
@@ -262,7 +262,7 @@ TARGETS = [
     _decoder(f"{WHERE.name}.request", WhereAreYou, WhereAreYou()),
     _decoder(f"{WHERE.name}.response", HereIAm, HereIAm(ProgressRecord(AT, 8, 1.0, 64, False, [], 30.0))),
     _decoder(f"{TELL.name}.request", HereIAm, HereIAm(ProgressRecord(AT, 8, 1.0, 64, False, [], 30.0))),
-    _decoder(f"{TELL.name}.response", Noted, Noted()),
+    _decoder(f"{TELL.name}.response", TellResponse, TellResponse()),
     _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id, GROUP.leader)),
     _decoder(f"{ASK_MOVED.name}.response", Moved, Moved(3), Moved(is_gone=True)),
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),

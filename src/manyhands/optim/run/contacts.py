@@ -50,12 +50,12 @@ class HereIAm(msgspec.Struct):
     record: ProgressRecord
 
 
-class Noted(msgspec.Struct):
+class TellResponse(msgspec.Struct):
     """The answer to a peer that sends its progress."""
 
 
 WHERE = Method("optim.where", WhereAreYou, HereIAm)
-TELL = Method("optim.tell", HereIAm, Noted)
+TELL = Method("optim.tell", HereIAm, TellResponse)
 
 
 class Contacts:
@@ -96,10 +96,10 @@ class Contacts:
             logger.debug("peer %s does not answer: %s", peer_id, error)
             return None
 
-    def _on_told(self, remote: PeerId, news: HereIAm) -> Noted:
+    def _on_told(self, remote: PeerId, news: HereIAm) -> TellResponse:
         if remote in self._tracker.reader.observed():  # the DHT alone bounds the number of records
             self._tracker.heard(remote, news.record)
-        return Noted()
+        return TellResponse()
 
     async def anyone_answers(self) -> bool:
         """Whether a peer of earlier rounds is still in the run; its answer counts as if the DHT had shown it."""
