@@ -28,6 +28,7 @@ from manyhands.access.messages import (
     RunMethods,
     charter_key,
 )
+from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId, public_key_of
 from manyhands.base.twin import Twin
@@ -206,34 +207,43 @@ class Coordinator:
 
     async def _publish_forever(self) -> None:
         loop = self._loop
-        published_at, bans, addresses = loop.time(), dict(self._ledger.bans.banned_at), self._endpoint.addresses
-        looked_at = loop.time()
-        vouched = self.seen.vouched
+        bans, addresses, vouched = self._to_tell()
+        published_at = looked_at = loop.time()
+        has_failed = False
         while True:
             await asyncio.sleep(BANS_PERIOD_S)
             try:
                 self._ledger.read_bans()
-                is_news = self._ledger.bans.banned_at != bans or self._endpoint.addresses != addresses
+                to_tell = self._to_tell()
+                is_news = to_tell[:2] != (bans, addresses)
                 if loop.time() >= looked_at + TWIN_PERIOD_S:
                     looked_at = loop.time()
                     is_news |= await self._is_replaced()
                 if self._twin.is_older and not self._twin.is_to_be_told(loop.time()):
                     return
-                period_s = PUBLISH_PERIOD_S if self.seen.vouched == vouched else VOUCH_PERIOD_S
+                period_s = PUBLISH_PERIOD_S if to_tell[2] == vouched else VOUCH_PERIOD_S
                 if not is_news and loop.time() < published_at + period_s:
                     continue
-                for peer_id in self._ledger.bans.banned_at.keys() - bans.keys():
-                    logger.warning("Peer %s is banned from run %s", peer_id, self._charter.run_id)
-                bans, addresses = dict(self._ledger.bans.banned_at), self._endpoint.addresses
-                vouched = self.seen.vouched
                 await self._publish()
-                published_at = loop.time()
+                for peer_id in to_tell[0].keys() - bans.keys():
+                    logger.warning("Peer %s is banned from run %s", peer_id, self._charter.run_id)
+                (bans, addresses, vouched), published_at, has_failed = to_tell, loop.time(), False
             except ManyhandsError as error:
-                logger.warning("the charter and the bans were not published: %s", error)
+                if not has_failed:
+                    logger.warning("the charter and the bans were not published: %s; trying again", error)
+                has_failed = True
+
+    def _to_tell(self) -> tuple[dict[str, float], list[Address], list[str]]:
+        """What the record is about: bans, addresses, and the peers that this one vouches for."""
+        return dict(self._ledger.bans.banned_at), self._endpoint.addresses, self.seen.vouched
 
     async def _is_replaced(self) -> bool:
         """Whether the record under this peer's id is of another process: a copy, or an earlier life."""
-        stored = (await self._dht.get(charter_key(self._charter.run_id))).get(self._endpoint.peer_id)
+        try:
+            stored = (await self._dht.get(charter_key(self._charter.run_id))).get(self._endpoint.peer_id)
+        except ManyhandsError as error:
+            logger.debug("the charter's records cannot be read: %s", error)
+            return False
         if stored is None:
             return False
         record: CharterRecord = CHARTER_RECORDS.decode(stored.raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,11 +14,12 @@ from manyhands.access.charters import Published, read_charters
 from manyhands.access.ledger import Ledger
 from manyhands.access.managing import manage
 from manyhands.access.messages import MAX_BANS, VOUCHED_S, charter_key
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.ticket import Ticket
 from manyhands.peer import Presence
-from tests.network import identity_of
+from tests.network import PATIENCE_S, identity_of
 from tests.unit.access.world import (
     CHARTER,
     COORDINATOR,
@@ -162,6 +164,33 @@ async def test_the_oldest_ban_stays_when_there_are_too_many() -> None:
             await manage(owner.endpoint, owner.dht, CHARTER, banned[-1:])
         (published,) = await read_charters(owner.dht, CHARTER.run_id)
         assert set(published.record.bans) == set(banned[:MAX_BANS])
+
+
+async def test_a_ban_whose_record_nobody_took_is_published_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("manyhands.access.coordinator.BANS_PERIOD_S", 0.01)
+    async with new_world() as world:
+        first = await world.peer(2, folder=tmp_path)
+        await first.serve_charter(CHARTER)
+        store, num_failed = first.dht.store, 0
+
+        async def fail_first(*arguments: Any, **options: Any) -> Any:
+            nonlocal num_failed
+            num_failed += 1
+            if num_failed <= 3:
+                raise Unavailable("nobody takes it")
+            return await store(*arguments, **options)
+
+        monkeypatch.setattr(first.dht, "store", fail_first)
+        bad = identity_of(50).peer_id
+        Ledger(tmp_path).ban(bad, START_S)
+        async with time_limit(PATIENCE_S, "waiting for the ban"):
+            while bad not in [
+                peer_id for entry in await read_charters(first.dht, RUN) for peer_id in entry.record.bans
+            ]:
+                await asyncio.sleep(0.01)
+    assert sum("were not published" in record.message for record in caplog.records) == 1
 
 
 async def test_a_ban_that_was_written_beside_the_coordinator_is_published_by_it(tmp_path: Path) -> None:
