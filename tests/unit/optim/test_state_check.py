@@ -35,7 +35,7 @@ class Counting(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            group.update(k=group["k"] + 1, d=group["d"] * 2, d_denom=0.5)  # the last one is not there at the begin
+            group.update(k=group["k"] + 1, d=group["d"] * 2)
         return super().step(closure)
 
 
@@ -179,6 +179,14 @@ def test_an_optimizer_of_an_unknown_kind_may_have_numbers_of_its_own_and_no_more
     with pytest.raises(ValueError, match=re.escape(words)):
         here.restore(spoilt(there, option))
     assert here.optimizer.param_groups[0]["k"] == 0
+
+
+def test_a_number_that_appears_in_a_step_is_no_reason_to_refuse_and_not_taken_over() -> None:
+    """As Prodigy's ``d_denom``, which it computes anew in each step."""
+    there, here = replica_of("one that counts", num_steps=3), replica_of("one that counts", num_steps=0)
+    here.restore(spoilt(there, with_option("d_denom", 0.5), position=there.position))
+    assert here.optimizer.param_groups[0]["k"] == 3
+    assert "d_denom" not in here.optimizer.param_groups[0]
 
 
 def test_an_optimizer_of_torch_has_no_numbers_of_its_own() -> None:

@@ -240,7 +240,10 @@ def restore(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[Para
     statistics = {int(index): values for index, values in scalars.statistics.items()}
     for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
         statistics.setdefault(_owner_of(spec), {})[_statistic_of(spec)] = tensor.clone()
-    groups = [_merged_group(group, sent) for group, sent in zip(own["param_groups"], scalars.groups, strict=True)]
+    groups = [
+        {name: _merged_option(name, value, sent) for name, value in group.items()}
+        for group, sent in zip(own["param_groups"], scalars.groups, strict=True)
+    ]
     try:
         optimizer.load_state_dict({"state": statistics, "param_groups": groups})
     except _MISFITS as error:  # a statistic is missing or of another type
@@ -256,7 +259,7 @@ def take_options(state: State, optimizer: torch.optim.Optimizer) -> None:
     """Write the options of a state's groups, such as the learning rate, into an optimizer; they must be checked."""
     scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
     for group, sent in zip(optimizer.param_groups, scalars.groups, strict=True):
-        group.update(_merged_group(group, sent))
+        group.update({name: _merged_option(name, value, sent) for name, value in group.items()})
 
 
 def _owner_of(spec: ParameterSpec) -> int:
@@ -287,13 +290,6 @@ def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.
 def _number(value: Any) -> Any:
     """A tensor's value as a number, as for a learning rate; other values unchanged."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
-def _merged_group(own: Mapping[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group with another peer's values, and numbers that appear with an optimizer's first step."""
-    new = {name: value for name, value in sent.items() if name not in own and isinstance(value, (int, float))}
-    new.pop("initial_lr", None)  # a schedule's, which each peer has or has not
-    return new | {name: _merged_option(name, value, sent) for name, value in own.items()}
 
 
 def _merged_option(name: str, own: Any, sent: dict[str, Any]) -> Any:
