@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import faulthandler
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from tests.simulation.scenarios import SCENARIOS
 from tests.simulation.seed_processes import Job, SeedProcesses
 
 LOG_DIR = Path("build/sim")
-MAX_WORKERS = 2
+MAX_WORKERS = os.cpu_count() or 1
 SHOWN_LINES = 30
 SEED_TIMEOUT_S = 300.0
 """Of real time: seeds take seconds."""
@@ -206,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=200, help="how many, of each scenario")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="replay this one, with its event log")
-    parser.add_argument("--workers", type=int, choices=range(1, MAX_WORKERS + 1), default=MAX_WORKERS)
+    parser.add_argument("--workers", type=int, choices=range(1, MAX_WORKERS + 1), default=min(2, MAX_WORKERS))
     parser.add_argument(
         "--seed-timeout", type=_seconds, metavar="SECONDS", default=SEED_TIMEOUT_S,
         help=f"real time for one seed (default {SEED_TIMEOUT_S:g}); one that takes longer has failed",
