@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from manyhands.averaging.commit.limits import MemberLimits, capped_weights, limited, outsized, witnessed
+from manyhands.averaging.commit.limits import MemberLimits, capped_weights, limited, outsized, usual_norm, witnessed
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import group_of
 
@@ -78,6 +78,17 @@ def test_one_sample_beside_large_batches_is_not_too_large() -> None:
 def test_a_member_whose_values_never_came_says_nothing_about_those_of_others() -> None:
     assert outsized([50.0, 0.0, 2.5], [1.0] * 3, LIMITS) == set(), "two are left, and neither has a majority"
     assert outsized([50.0, 0.0, 2.5, 2.5], [1.0] * 4, LIMITS) == {0}
+
+
+def test_means_that_cancelled_are_compared_with_what_went_into_them() -> None:
+    norms, weights = [0.01, 1.0, 0.01, 11.0], [1.0] * 4
+    assert outsized(norms, weights, LIMITS) == {3}
+    assert outsized([0.01, 1.0, 0.01], weights[:3], LIMITS) == {1}
+    assert outsized(norms, weights, LIMITS, at_least=1.0) == {3}
+    assert outsized(norms[:3], weights[:3], LIMITS, at_least=1.0) == set()
+    assert outsized([math.inf, 1.0, 0.01], weights[:3], LIMITS, at_least=1.0) == {0}
+    assert usual_norm([0.01, math.inf, 3.0, 0.0], [1.0, 0.0, 1.0, 1.0]) == pytest.approx(1.505)
+    assert usual_norm([0.0], [1.0]) == 0.0
 
 
 def test_with_local_steps_a_fast_peer_comes_further() -> None:

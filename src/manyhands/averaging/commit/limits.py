@@ -1,7 +1,8 @@
 """Bounds what one member can do to the mean of its group. Pure.
 
 All members compute the limits from the same numbers, in the group and in the records sent with the means, so all get
-the same. Groups of two have no majority: there, neither member is bounded.
+the same. Only in the later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018). Groups
+of two have no majority: there, neither member is bounded.
 """
 
 from __future__ import annotations
@@ -75,7 +76,15 @@ def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float
     return [min(weight, cap) for weight in weights]
 
 
-def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLimits) -> set[int]:
+def usual_norm(norms: Sequence[float], weights: Sequence[float]) -> float:
+    """The median norm of the members whose values have come; 0 if there are none."""
+    given = [norm for norm, weight in zip(norms, weights, strict=True) if weight > 0 and norm > 0]
+    return statistics.median(given) if given else 0.0
+
+
+def outsized(
+    norms: Sequence[float], weights: Sequence[float], limits: MemberLimits, *, at_least: float = 0.0
+) -> set[int]:
     """Ranks whose values are not finite, or too large beside those of the others.
 
     The gradient of a small batch is noisier than that of a large one: its norm is larger by up to the root of the ratio
@@ -84,11 +93,12 @@ def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLim
     Args:
         norms: of the values of each member; infinite for those that are not finite, 0 for those that have not come.
         weights: 0 for members without values.
+        at_least: the smallest norm that is taken for the usual one.
     """
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
     if len(ranks) < 3:
         return set()
-    usual = statistics.median(norms[rank] for rank in ranks)
+    usual = max(usual_norm(norms, weights), at_least)
     usual_weight = statistics.median(weights[rank] for rank in ranks)
     if usual == math.inf:  # most have nothing to compare with
         return set()
@@ -101,23 +111,24 @@ def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLim
 
 
 def witnessed(
-    told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits
+    told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits, *, at_least: float = 0.0
 ) -> tuple[set[int], set[int]]:
     """Outsized ranks, and those of them that at least two reducers find outsized.
 
     Args:
         told: by each reducer, the norms of the values of all members in its span.
+        at_least: see :func:`outsized`.
     """
     everything = range(len(told))
-    found = outsized(_joined(told, everything), weights, limits)
+    found = outsized(joined(told, everything), weights, limits, at_least=at_least)
     certain = set(found)
     if len(told) > 1:
         for left_out in everything if found else ():
             others = [number for number in everything if number != left_out]
-            certain &= outsized(_joined(told, others), weights, limits)
+            certain &= outsized(joined(told, others), weights, limits, at_least=at_least)
     return found, certain
 
 
-def _joined(told: Sequence[Sequence[float]], of: Sequence[int]) -> list[float]:
+def joined(told: Sequence[Sequence[float]], of: Sequence[int]) -> list[float]:
     """The norms over several spans."""
     return [math.hypot(*(told[number][rank] for number in of)) for rank in range(len(told[0]) if told else 0)]
