@@ -106,6 +106,17 @@ def test_what_only_one_reducer_says_leaves_a_member_out_but_is_no_proof() -> Non
     assert witnessed([*told, [1.0, 1.0, 1e20, 1.0]], [1.0] * 4, LIMITS) == ({2}, set())
     assert witnessed([[1.0, 1.0, 100.0, 1.0]] * 4, [1.0] * 4, LIMITS) == ({2}, {2})
     assert witnessed([[1.0, 1.0, 100.0, 1.0]], [1.0] * 4, LIMITS) == ({2}, {2}), "there is no other one"
+    assert witnessed([[1.0, 1.0, math.inf, 1.0]] * 4, [1.0] * 4, LIMITS) == ({2}, {2})
+
+
+def test_a_large_norm_is_no_proof_where_the_norms_of_all_lie_far_apart() -> None:
+    assert witnessed([[1.0, 1.2, 100.0, 0.8]] * 4, [1.0] * 4, LIMITS) == ({2}, {2})
+    assert witnessed([[1.0, 3.0, 100.0, 0.2]] * 4, [1.0] * 4, LIMITS) == ({2}, set())
+    assert witnessed([[1.0, 3.0, 3e38, 0.2]] * 4, [1.0] * 4, LIMITS) == ({2}, {2})
+    assert witnessed([[1e-45, 3e38, math.inf, 1.0, 3.0]], [1.0] * 5, LIMITS) == ({1, 2}, {2})
+    cancelled = [[0.01, 0.2, 0.0001, 100.0]] * 2
+    assert witnessed(cancelled, [1.0] * 4, LIMITS, at_least=0.5) == ({3}, {3}), "not where means have cancelled"
+    assert witnessed([[math.inf, math.inf, 1.0]] * 2, [1.0] * 3, LIMITS) == (set(), set())
 
 
 @pytest.mark.parametrize(

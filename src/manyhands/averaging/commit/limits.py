@@ -1,8 +1,8 @@
 """Bounds what one member can do to the mean of its group. Pure.
 
 All members compute the limits from the same numbers, in the group and in the records sent with the means, so all get
-the same. Only in the later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018). Groups
-of two have no majority: there, neither member is bounded.
+the same. Only in the later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018).
+Groups of two have no majority: there, neither member is bounded.
 """
 
 from __future__ import annotations
@@ -46,6 +46,14 @@ class MemberLimits:
 
 OPEN_LIMITS = MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
 """For runs without an owner: a GPU beside laptops counts for all that it computes (docs/adr/0018)."""
+
+
+SPREADS = 6.0
+"""A norm counts against a member if its logarithm is this many times as far from the usual one as those of half of all.
+
+The norms of honest members lie orders of magnitude apart once a model fits its data: one batch has a sample that the
+model gets wrong, the others have none (``benchmarks/unlike_data.py``).
+"""
 
 
 def limited(group: Group, limits: MemberLimits) -> Group:
@@ -113,17 +121,25 @@ def outsized(
 def witnessed(
     told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits, *, at_least: float = 0.0
 ) -> tuple[set[int], set[int]]:
-    """Outsized ranks, and those of them that at least two reducers find outsized.
+    """Outsized ranks, and those of them that are surely at fault.
+
+    At least two reducers find these outsized, and their norms are far from those of all others (:data:`SPREADS`).
 
     Args:
         told: by each reducer, the norms of the values of all members in its span.
         at_least: see :func:`outsized`.
     """
     everything = range(len(told))
-    found = outsized(joined(told, everything), weights, limits, at_least=at_least)
-    certain = set(found)
+    norms = joined(told, everything)
+    found = outsized(norms, weights, limits, at_least=at_least)
+    if not found:
+        return set(), set()
+    sizes = [max(norm, at_least) if norm > 0 else 0.0 for norm in norms]  # small means show nothing of the spread
+    usual = usual_norm(sizes, weights)
+    away = {rank: abs(math.log(size / usual)) for rank, size in enumerate(sizes) if weights[rank] > 0 and size > 0}
+    certain = {rank for rank in found if away[rank] > SPREADS * statistics.median(away.values())}
     if len(told) > 1:
-        for left_out in everything if found else ():
+        for left_out in everything:
             others = [number for number in everything if number != left_out]
             certain &= outsized(joined(told, others), weights, limits, at_least=at_least)
     return found, certain
