@@ -24,17 +24,22 @@ def values_of(rank: int) -> torch.Tensor:
 
 
 async def round_of(
-    vectors: Sequence[torch.Tensor], weights: Sequence[float] | None = None, codec: str = "none"
+    vectors: Sequence[torch.Tensor],
+    weights: Sequence[float] | None = None,
+    codec: str = "none",
+    norms_before: Sequence[float | None] | None = None,
 ) -> list[CommittedRound]:
     config = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=30.0, chunk_bytes=400_000, codec=codec)
     async with averagers(len(vectors), config=config, limits=MemberLimits()) as members:
         peers = sorted(members, key=lambda member: member[2].peer_id)
-        weights = weights or [1.0] * len(vectors)
+        weights, norms_before = weights or [1.0] * len(vectors), norms_before or [None] * len(vectors)
         async with time_limit(PATIENCE_S, "waiting for the round"):
             return await asyncio.gather(
                 *(
-                    runner.average(vector_N, weight, shapes=[SHAPE])
-                    for (runner, _, _), vector_N, weight in zip(peers, vectors, weights, strict=True)
+                    runner.average(vector_N, weight, shapes=[SHAPE], norm_before=norm)
+                    for (runner, _, _), vector_N, weight, norm in zip(
+                        peers, vectors, weights, norms_before, strict=True
+                    )
                 )
             )
 
@@ -90,6 +95,15 @@ async def test_a_noisy_small_batch_and_a_large_value_that_all_have_are_in_the_me
         vector[77] = 1e4
     results = await round_of(vectors, [32.0, 1.0, 32.0, 64.0], codec)
     assert all(result.blamed == () for result in results)
+
+
+async def test_means_are_compared_with_the_norm_of_what_went_into_them() -> None:
+    """Three means are nearly 0, as their values have cancelled each other; the largest has a norm of 548."""
+    vectors = [1e-4 * values_of(0), values_of(1), 1e-4 * values_of(2), 1e-4 * values_of(3)]
+    for norms_before, blamed in ([1000.0] * 4, ()), ([1000.0, 0.0, 1000.0, 1000.0], ()), ([50.0] * 4, (1,)):
+        results = await round_of(vectors, norms_before=norms_before)
+        for result in results:
+            assert result.blamed == tuple(result.manifest.members[rank] for rank in blamed)
 
 
 async def test_of_two_members_neither_is_bounded() -> None:

@@ -298,6 +298,18 @@ def test_a_peer_that_lets_the_leader_wait_and_then_says_that_it_avoids_it_is_to_
     assert matchmaker.candidates._avoided.known.get(world.ids["c"], (0, 0.0))[0] == num_in_vain
 
 
+@pytest.mark.parametrize("others", ["bc", "b"])
+def test_a_peer_that_has_lost_all_its_connections_was_cut_off_itself_and_avoids_nobody_any_more(others: str) -> None:
+    early: dict[str, object] = {"holds_s": 1.0, "begins_s": 40.0}
+    world = search(everybody("abc", a=early, b=early, c=early))
+    world.world.loop.call_at(5.0, avoid, world, "a", "b")
+    world.world.schedule(between(6.0, 20.0).partition(["a"], list(others)))
+    world.run()
+    matchmaker = world["a"].matchmaker
+    assert matchmaker is not None
+    assert set(matchmaker.candidates._avoided.known) == (set() if others == "bc" else {world.ids["b"]})
+
+
 def test_a_peer_that_no_longer_avoids_the_leader_is_waited_for_by_the_group_that_forms() -> None:
     """a and b hold places while c avoids a, and until long after."""
     now_s = 0.8 + CONFIG.matchmaking_time_s + 5.0

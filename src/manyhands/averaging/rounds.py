@@ -70,6 +70,7 @@ class CommittedRound:
         averaging_s: seconds from when the group had formed until this member held the mean, or knew that it does not.
         reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
         is_outsized: the others left out this peer's values, as they were too large beside theirs.
+        usual_norm: of the members' values; 0 without limits.
     """
 
     averaged_N: torch.Tensor | None
@@ -78,6 +79,7 @@ class CommittedRound:
     reason: str = ""
     blamed: tuple[PeerId, ...] = ()
     is_outsized: bool = False
+    usual_norm: float = 0.0
 
 
 class RoundRunner:
@@ -166,6 +168,7 @@ class RoundRunner:
         meter: RoundMeter | None = None,
         refill: Refill | None = None,
         part: int = 0,
+        norm_before: float | None = None,
     ) -> CommittedRound:
         """Average ``flat_N`` over the group of the next round.
 
@@ -182,6 +185,8 @@ class RoundRunner:
                 aborted; a second vector is allocated only after a member was lost. An exception from it ends the round
                 for this peer.
             part: which of several vectors this is, if they take turns: each has an error feedback of its own.
+            norm_before: the usual norm of the values whose means are averaged here, 0 if this peer does not know it;
+                None if the members bring values of their own.
         Raises:
             RoundAborted: no value was changed; the vector counts in the next attempt.
             NothingToAverage: likewise, because all members gave a weight of 0.
@@ -193,7 +198,7 @@ class RoundRunner:
         self._deadline = self._loop.time() + min(timeout_s, self._config.averaging_timeout_s)
         group = await self._find_group(weight, gather_s)
         formed_at = self._loop.time()
-        recovery = self._new_recovery(group, flat_N, shapes, refill, part)
+        recovery = self._new_recovery(group, flat_N, shapes, refill, part, norm_before)
         try:
             committed = await self._commit(recovery, formed_at)
             if recovery.feedbacks is not None:
@@ -266,7 +271,9 @@ class RoundRunner:
                     await tell(manifest, means)
             averaged_N = means.averaged_N if means is not None else None
             averaging_s, blamed = self._loop.time() - formed_at, tuple(verdict.blamed)
-            return CommittedRound(averaged_N, manifest, averaging_s, verdict.reason, blamed, is_outsized)
+            return CommittedRound(
+                averaged_N, manifest, averaging_s, verdict.reason, blamed, is_outsized, recovery.usual_norm
+            )
 
     async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
         """Average until done or until the round is decided; a decided round needs no further values."""
@@ -300,6 +307,7 @@ class RoundRunner:
         shapes: Sequence[Sequence[int]] | None,
         refill: Refill | None,
         part: int,
+        norm_before: float | None,
     ) -> Recovery:
         rank = group.rank_of(self._endpoint.peer_id)
         assert rank is not None
@@ -315,7 +323,7 @@ class RoundRunner:
                 feedbacks.sent.share = weight / sum(member.weight for member in group.members)
         return Recovery(
             group, rank, flat_N, plan, self._exchange,
-            refill=refill, memory=self.memory, feedbacks=feedbacks, limits=self._limits,
+            refill=refill, memory=self.memory, feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
         )  # fmt: skip
 
     def _left_s(self) -> float:

@@ -47,6 +47,11 @@ class RunEndpoint:
         return self._endpoint.client_mode
 
     @property
+    def num_connected_peers(self) -> int:
+        """Peers of all runs, and those outside any run."""
+        return self._endpoint.num_connected_peers
+
+    @property
     def addresses(self) -> list[Address]:
         """Where this peer can be dialled."""
         return self._endpoint.addresses

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from manyhands.averaging.commit.limits import MemberLimits, capped_weights, limited, outsized, witnessed
+from manyhands.averaging.commit.limits import MemberLimits, capped_weights, limited, outsized, usual_norm, witnessed
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import group_of
 
@@ -80,6 +80,17 @@ def test_a_member_whose_values_never_came_says_nothing_about_those_of_others() -
     assert outsized([50.0, 0.0, 2.5, 2.5], [1.0] * 4, LIMITS) == {0}
 
 
+def test_means_that_cancelled_are_compared_with_what_went_into_them() -> None:
+    norms, weights = [0.01, 1.0, 0.01, 11.0], [1.0] * 4
+    assert outsized(norms, weights, LIMITS) == {3}
+    assert outsized([0.01, 1.0, 0.01], weights[:3], LIMITS) == {1}
+    assert outsized(norms, weights, LIMITS, at_least=1.0) == {3}
+    assert outsized(norms[:3], weights[:3], LIMITS, at_least=1.0) == set()
+    assert outsized([math.inf, 1.0, 0.01], weights[:3], LIMITS, at_least=1.0) == {0}
+    assert usual_norm([0.01, math.inf, 3.0, 0.0], [1.0, 0.0, 1.0, 1.0]) == pytest.approx(1.505)
+    assert usual_norm([0.0], [1.0]) == 0.0
+
+
 def test_with_local_steps_a_fast_peer_comes_further() -> None:
     local = MemberLimits(norm_grows=True)
     assert outsized([40.0, 1.0, 1.0], [40.0, 1.0, 1.0], LIMITS) == {0}
@@ -95,6 +106,17 @@ def test_what_only_one_reducer_says_leaves_a_member_out_but_is_no_proof() -> Non
     assert witnessed([*told, [1.0, 1.0, 1e20, 1.0]], [1.0] * 4, LIMITS) == ({2}, set())
     assert witnessed([[1.0, 1.0, 100.0, 1.0]] * 4, [1.0] * 4, LIMITS) == ({2}, {2})
     assert witnessed([[1.0, 1.0, 100.0, 1.0]], [1.0] * 4, LIMITS) == ({2}, {2}), "there is no other one"
+    assert witnessed([[1.0, 1.0, math.inf, 1.0]] * 4, [1.0] * 4, LIMITS) == ({2}, {2})
+
+
+def test_a_large_norm_is_no_proof_where_the_norms_of_all_lie_far_apart() -> None:
+    assert witnessed([[1.0, 1.2, 100.0, 0.8]] * 4, [1.0] * 4, LIMITS) == ({2}, {2})
+    assert witnessed([[1.0, 3.0, 100.0, 0.2]] * 4, [1.0] * 4, LIMITS) == ({2}, set())
+    assert witnessed([[1.0, 3.0, 3e38, 0.2]] * 4, [1.0] * 4, LIMITS) == ({2}, {2})
+    assert witnessed([[1e-45, 3e38, math.inf, 1.0, 3.0]], [1.0] * 5, LIMITS) == ({1, 2}, {2})
+    cancelled = [[0.01, 0.2, 0.0001, 100.0]] * 2
+    assert witnessed(cancelled, [1.0] * 4, LIMITS, at_least=0.5) == ({3}, {3}), "not where means have cancelled"
+    assert witnessed([[math.inf, math.inf, 1.0]] * 2, [1.0] * 3, LIMITS) == (set(), set())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Bounds what one member can do to the mean of its group. Pure.
 
 All members compute the limits from the same numbers, in the group and in the records sent with the means, so all get
-the same. Groups of two have no majority: there, neither member is bounded.
+the same. Only in the later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018).
+Groups of two have no majority: there, neither member is bounded.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ OPEN_LIMITS = MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
 """For runs without an owner: a GPU beside laptops counts for all that it computes (docs/adr/0018)."""
 
 
+SPREADS = 6.0
+"""A norm counts against a member if its logarithm is this many times as far from the usual one as those of half of all.
+
+The norms of honest members lie orders of magnitude apart once a model fits its data: one batch has a sample that the
+model gets wrong, the others have none (``benchmarks/unlike_data.py``).
+"""
+
+
 def limited(group: Group, limits: MemberLimits) -> Group:
     """The group with weights that are within the limits."""
     weights = capped_weights([member.weight for member in group.members], limits)
@@ -75,7 +84,15 @@ def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float
     return [min(weight, cap) for weight in weights]
 
 
-def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLimits) -> set[int]:
+def usual_norm(norms: Sequence[float], weights: Sequence[float]) -> float:
+    """The median norm of the members whose values have come; 0 if there are none."""
+    given = [norm for norm, weight in zip(norms, weights, strict=True) if weight > 0 and norm > 0]
+    return statistics.median(given) if given else 0.0
+
+
+def outsized(
+    norms: Sequence[float], weights: Sequence[float], limits: MemberLimits, *, at_least: float = 0.0
+) -> set[int]:
     """Ranks whose values are not finite, or too large beside those of the others.
 
     The gradient of a small batch is noisier than that of a large one: its norm is larger by up to the root of the ratio
@@ -84,11 +101,12 @@ def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLim
     Args:
         norms: of the values of each member; infinite for those that are not finite, 0 for those that have not come.
         weights: 0 for members without values.
+        at_least: the smallest norm that is taken for the usual one.
     """
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
     if len(ranks) < 3:
         return set()
-    usual = statistics.median(norms[rank] for rank in ranks)
+    usual = max(usual_norm(norms, weights), at_least)
     usual_weight = statistics.median(weights[rank] for rank in ranks)
     if usual == math.inf:  # most have nothing to compare with
         return set()
@@ -101,23 +119,32 @@ def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLim
 
 
 def witnessed(
-    told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits
+    told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits, *, at_least: float = 0.0
 ) -> tuple[set[int], set[int]]:
-    """Outsized ranks, and those of them that at least two reducers find outsized.
+    """Outsized ranks, and those of them that are surely at fault.
+
+    At least two reducers find these outsized, and their norms are far from those of all others (:data:`SPREADS`).
 
     Args:
         told: by each reducer, the norms of the values of all members in its span.
+        at_least: see :func:`outsized`.
     """
     everything = range(len(told))
-    found = outsized(_joined(told, everything), weights, limits)
-    certain = set(found)
+    norms = joined(told, everything)
+    found = outsized(norms, weights, limits, at_least=at_least)
+    if not found:
+        return set(), set()
+    sizes = [max(norm, at_least) if norm > 0 else 0.0 for norm in norms]  # small means show nothing of the spread
+    usual = usual_norm(sizes, weights)
+    away = {rank: abs(math.log(size / usual)) for rank, size in enumerate(sizes) if weights[rank] > 0 and size > 0}
+    certain = {rank for rank in found if away[rank] > SPREADS * statistics.median(away.values())}
     if len(told) > 1:
-        for left_out in everything if found else ():
+        for left_out in everything:
             others = [number for number in everything if number != left_out]
-            certain &= outsized(_joined(told, others), weights, limits)
+            certain &= outsized(joined(told, others), weights, limits, at_least=at_least)
     return found, certain
 
 
-def _joined(told: Sequence[Sequence[float]], of: Sequence[int]) -> list[float]:
+def joined(told: Sequence[Sequence[float]], of: Sequence[int]) -> list[float]:
     """The norms over several spans."""
     return [math.hypot(*(told[number][rank] for number in of)) for rank in range(len(told[0]) if told else 0)]

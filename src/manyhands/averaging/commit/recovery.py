@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,7 +28,7 @@ from blake3 import blake3
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
 from manyhands.averaging.allreduce.means import Contributions, Means, across_ballots, digest_of, digest_of_all
 from manyhands.averaging.codecs import Feedbacks, Plan
-from manyhands.averaging.commit.limits import MemberLimits, witnessed
+from manyhands.averaging.commit.limits import MemberLimits, joined, usual_norm, witnessed
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import Memory, bytes_of, empty_vector
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Digest, Group, Order, RoundManifest, Vote
@@ -65,6 +66,8 @@ class Recovery:
         rank: of this member, whose values are ``flat_N``.
         refill: returns the values again, if the means may overwrite them; without it they are never written.
         limits: members that exceed them are left out; None for no limits.
+        norm_before: the usual norm of the values that these are means of, 0 if it is not known; None if each member
+            brings values of its own.
 
     Attributes:
         feedbacks: the codec error of earlier rounds; None for no error feedback.
@@ -72,6 +75,7 @@ class Recovery:
         results: what this member holds as a whole, by digest.
         outsized: ranks of members whose values are too large beside those of the others.
         struck: those of them that at least two reducers have found too large.
+        usual_norm: of the members' values; 0 if they were not measured.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Recovery:
         refill: Refill | None,
         feedbacks: Feedbacks | None,
         limits: MemberLimits | None,
+        norm_before: float | None,
     ) -> None:
         self.group = group
         self.rank = rank
@@ -96,9 +101,11 @@ class Recovery:
         self._mean_N = flat_N if refill is not None else empty_vector(flat_N.numel(), flat_N.dtype)
         self._memory = memory
         self._limits = limits
+        self._norm_before = norm_before
         self.feedbacks = feedbacks
         self.outsized: set[int] = set()
         self.struck: set[int] = set()
+        self.usual_norm = 0.0
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
         self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
         self._first: Means | None = None
@@ -155,7 +162,12 @@ class Recovery:
         if self._limits is None or not told:
             return []
         weights = [member.weight if rank in here else 0.0 for rank, member in enumerate(members)]
-        found, certain = witnessed(told, weights, self._limits)
+        norms, at_least = joined(told, range(len(told))), 0.0
+        if (usual := usual_norm(norms, weights)) < math.inf:
+            self.usual_norm = max(self.usual_norm, usual)
+        if self._norm_before is not None:  # means may be as good as 0 where values cancel each other
+            at_least = self._norm_before or norms[self.rank]
+        found, certain = witnessed(told, weights, self._limits, at_least=at_least)
         self.outsized |= found
         self.struck |= certain
         return [

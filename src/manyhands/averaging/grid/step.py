@@ -72,6 +72,7 @@ class StepOutcome:
         num_rounds, num_rounds_committed: of the step; above 1 in a grid.
         meter: what the rounds cost.
         weight: behind the mean, in a grid.
+        usual_norm: of the values in this peer's first group of a grid; 0 if none committed here, or without limits.
         manifests: of all rounds of a grid that committed here.
         is_left_out: a group of the grid has committed without this peer's values.
         disagreement: in a grid, of the step before; see
@@ -84,6 +85,7 @@ class StepOutcome:
     num_rounds_committed: int = 0
     meter: RoundMeter = field(default_factory=RoundMeter)
     weight: float = 0.0
+    usual_norm: float = 0.0
     manifests: list[RoundManifest] = field(default_factory=list)
     is_left_out: bool = False
     disagreement: float | None = None
@@ -127,7 +129,7 @@ class GridSteps:
         place, loop = self._place, asyncio.get_running_loop()
         mean_N, num_empty = flat_N, 0
         outcome.num_rounds, outcome.num_rounds_committed = place.num_rounds, 0
-        outcome.reason, outcome.weight = "", weight
+        outcome.reason, outcome.weight, outcome.usual_norm = "", weight, 0.0
         try:
             while num_left := place.num_rounds_left:
                 round_deadline = loop.time() + (deadline - loop.time()) / num_left
@@ -137,6 +139,8 @@ class GridSteps:
                     outcome.reason = f"a round did not commit here: {error.reason}"
                     result, num_empty = None, num_empty + 1
                 place.next_round()
+                if result is not None and num_left == outcome.num_rounds:
+                    outcome.usual_norm = result.usual_norm
                 if result is not None and result.averaged_N is not None:
                     mean_N = result.averaged_N
                     self._count(outcome, result)
@@ -161,7 +165,7 @@ class GridSteps:
             NothingToAverage: no member has any samples.
         """
         place, loop = self._place, asyncio.get_running_loop()
-        number = place.position().step
+        number, is_first = place.position().step, place.num_rounds_left == place.num_rounds
         alone_until = min(loop.time() + ALONE_S, deadline)
         elsewhere: set[PeerId] = set()  # peers that are done with this round, perhaps without this peer
         reason = "nobody else was there"
@@ -178,6 +182,7 @@ class GridSteps:
                         gather_s=min(self._patience_s(), left_s * GATHER_SHARE),
                         meter=outcome.meter,
                         part=self._part,
+                        norm_before=None if is_first else outcome.usual_norm,
                     )
                 except NothingToAverage:
                     raise

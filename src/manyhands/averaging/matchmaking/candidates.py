@@ -19,7 +19,7 @@ turn.
 The first penalty begins with the time that the peer has cost here, because it may be innocent: a broken link between
 two honest peers looks the same at both ends. So after a short fault both go on together after a short time. While a
 penalty lasts, no further one is added. If a peer then behaves for as long as its next first penalty would last, these
-begin again with the shortest.
+begin again with the shortest. A peer that loses all its connections was cut off itself, and ends all first penalties.
 """
 
 from __future__ import annotations
@@ -165,6 +165,10 @@ class Candidates:
         for peer_id in peer_ids:
             logger.info("peer %s did not come to the round in time", peer_id)
             self._avoided.add(peer_id, num_free=1)
+
+    def forgive(self) -> None:
+        """This peer itself was cut off: the others did not keep it waiting."""
+        self._avoided.known.clear()
 
     def strike(self, peer_id: PeerId) -> float:
         """At least two other members found a peer's values too large; returns how many seconds it is now refused."""

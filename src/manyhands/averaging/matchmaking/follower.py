@@ -116,6 +116,8 @@ class Matchmaker:
         """Stop waiting for a peer whose connection broke, even if it accepted an invitation."""
         if peer_id in self._roster.expected():
             self.candidates.report_missing(peer_id)
+        if self._endpoint.num_connected_peers == 0:
+            self.candidates.forgive()
         self._group_leader.lose(peer_id)
 
     @contextmanager

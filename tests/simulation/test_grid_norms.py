@@ -1,0 +1,101 @@
+"""Limits of norms in the rounds of a grid, whose later ones average means: honest gradients may cancel there."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
+from tests.simulation.test_broken_members import rounds_of
+from tests.simulation.test_grid_steps import in_grid
+from tests.sweeps import few_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_PEERS = 12
+NUM_ROUNDS = 2  # of a step, in 4x3 cells
+BATCH_SIZE = 4
+TARGET = 6 * BATCH_SIZE * NUM_PEERS
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("manyhands").setLevel(logging.CRITICAL)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values_N = torch.nn.Parameter(torch.zeros(32))
+
+
+Lie = Callable[[torch.Tensor], torch.Tensor]
+
+
+def run_of_two_goals(seed: int, num_steps: int, lie: Lie | None = None) -> tuple[Swarm, set[str]]:
+    """Twelve peers in a grid; those with even numbers pull against the others.
+
+    Args:
+        lie: what p0 brings to each later round in place of a mean.
+    Returns:
+        The peers, and the ids of those that another one refuses in the end.
+    """
+    swarm = Swarm(seed)
+
+    def train(member: Member) -> None:
+        number, rng, rounds = int(member.name[1:]), random.Random(member.name), rounds_of(member)
+        is_liar, average = lie is not None and number == 0, rounds.average
+
+        async def lying(flat_N: torch.Tensor, weight: float, **options: Any) -> Any:
+            position = rounds.matchmaker.candidates.roster.position()
+            if lie is not None and position.group_key and position.step % NUM_ROUNDS > 0:
+                flat_N = lie(flat_N)
+            return await average(flat_N, weight, **options)
+
+        in_grid(member, NUM_PEERS)
+        if is_liar:
+            rounds.average = lying  # type: ignore[method-assign]
+        while member.optimizer.global_step < num_steps and not (is_liar and swarm.done):
+            goal = 1.0 if number % 2 else -1.0
+            loss = (member.model.values_N - goal).square().sum() / 2  # type: ignore[operator, union-attr]
+            member.step(loss, rng.uniform(0.4, 0.6))
+
+    for number in range(NUM_PEERS):
+        swarm.start(
+            f"p{number}", Model, lambda model: torch.optim.SGD(model.parameters(), lr=0.05), train,
+            target_batch_size=TARGET, batch_size_per_step=BATCH_SIZE, averaging=replace(PLAIN, max_group_size=4),
+        )  # fmt: skip
+    swarm.run(900.0)
+    refused = (rounds_of(member).matchmaker.candidates._refused.known for member in swarm.members.values())
+    return swarm, {peer_id for known in refused for peer_id in known}
+
+
+@pytest.mark.parametrize("seed", few_of([1, 3, 6, 8, 10]))
+def test_means_of_gradients_that_cancel_in_some_groups_leave_nobody_out(seed: int) -> None:
+    """The mean of one group may be a hundred times as large as that of others."""
+    swarm, refused = run_of_two_goals(seed, 12)
+    for member in swarm.members.values():
+        counts = member.optimizer.statistics
+        assert (counts.samples_dropped, counts.states_loaded) == (0, 0), counts
+        assert not rounds_of(member).matchmaker.candidates._strikes
+    assert not refused
+
+
+@pytest.mark.parametrize("kind", few_of(["reversed", "3e38"]))
+def test_a_member_that_spoils_the_mean_of_its_first_group_is_left_out_of_the_next_and_refused(kind: str) -> None:
+    spoil: dict[str, Lie] = {
+        "reversed": lambda mean_N: -100.0 * mean_N,
+        "3e38": lambda mean_N: torch.full_like(mean_N, 3e38),
+    }
+    swarm, refused = run_of_two_goals(3, 16, spoil[kind])
+    assert refused == {swarm.members["p0"].peer.peer_id}
+    for name in swarm.members.keys() - {"p0"}:
+        member = swarm.members[name]
+        assert member.model.values_N.abs().max() < 0.5, name  # type: ignore[operator, union-attr]
+        assert member.optimizer.statistics.updates_refused == 0
