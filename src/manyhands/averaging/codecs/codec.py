@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from manyhands.averaging.codecs.kernels import kernel
-from manyhands.base.errors import ConfigError, ManyhandsError
+from manyhands.base.errors import ManyhandsError
 
 FLOAT_BYTES = 4
 PRODUCT_NUMEL = 4096
@@ -77,15 +77,9 @@ class Codec(abc.ABC):
         Raises:
             NotFinite: a value is NaN, infinite, or too large for the codec's dtype; ``out`` is then undefined, and must
                 not be sent.
-            ConfigError: a shape or a dtype is wrong.
         """
-        if values_N.dim() != 1 or not values_N.is_floating_point():
-            raise ConfigError(f"values are {_named(values_N)}, but have to be floats in one dimension")
-        if not _is_bytes(out, self.num_bytes(values_N.numel())):
-            raise ConfigError(
-                f"the place for {values_N.numel()} values in {self.name} is {_named(out)}, but has to be uint8 of "
-                f"shape [{self.num_bytes(values_N.numel())}], contiguous"
-            )
+        assert (values_N.dim(), values_N.is_floating_point()) == (1, True)
+        assert _is_bytes(out, self.num_bytes(values_N.numel())), "a compiled kernel does not look at bounds"
         values_N, out = self._after_kernel("encode", values_N, out)
         if not values_N.numel():
             return
@@ -101,13 +95,8 @@ class Codec(abc.ABC):
         Raises:
             BadEncoding: the length is not ``num_bytes(N)``, or a value would not be finite; ``out_N`` is then
                 undefined, and must not be used.
-            ConfigError: the shape or the dtype of ``out_N`` is wrong.
         """
-        if out_N.dim() != 1 or out_N.dtype != self.dtype or not out_N.is_contiguous():
-            raise ConfigError(
-                f"the place for values of {self.name} is {_named(out_N)}, but has to be {self.dtype} in one dimension, "
-                "contiguous"
-            )
+        assert (out_N.dim(), out_N.dtype, out_N.is_contiguous()) == (1, self.dtype, True)
         if not _is_bytes(encoded, self.num_bytes(out_N.numel())):
             raise BadEncoding(
                 f"{out_N.numel()} values in {self.name} are {self.num_bytes(out_N.numel())} bytes, but there are "
@@ -277,7 +266,3 @@ def _is_aligned(data: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _is_bytes(tensor: torch.Tensor, num_bytes: int) -> bool:
     return tensor.dtype == torch.uint8 and tensor.shape == (num_bytes,) and tensor.is_contiguous()
-
-
-def _named(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of shape {list(tensor.shape)}" + ("" if tensor.is_contiguous() else ", not contiguous")
