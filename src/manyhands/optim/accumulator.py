@@ -39,8 +39,6 @@ class Accumulator(ABC):
     """What one peer has computed since the last global step. Belongs to the training thread.
 
     Attributes:
-        samples: added so far.
-        since_step: the global step of the parameters behind the oldest samples.
         was_out: some of them were handed out before, for a step that failed.
     """
 
@@ -89,9 +87,6 @@ class GradientAccumulator(Accumulator):
 
     Memory: one float32 vector of the size of the parameters, on their device. A second one, on the host, is needed when
     more is added while a contribution is out, so with a delay there are two.
-
-    Attributes:
-        weight: added so far.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], extra: ExtraTensors) -> None:

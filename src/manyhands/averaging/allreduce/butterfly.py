@@ -63,9 +63,7 @@ class Butterfly:
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
         rank: of this member, whose values are ``flat_N``, of the plan's dtype, on the CPU.
-        plan: how the vector is encoded; the same on all members.
         members: ranks that take part.
-        region: the part to average.
         averaged_N: receives the means; only ``region`` is written. If it is ``flat_N``, the means of a chunk overwrite
             the values once its reducer has these.
         feedbacks: the codec error of earlier rounds; None for no error feedback.
@@ -73,7 +71,6 @@ class Butterfly:
 
     Attributes:
         faults: what each lost member did wrong, by rank.
-        partition: the spans of the members.
         partners: ranks with which values are exchanged; two members without spans exchange nothing.
         wanted: what is still to come, by rank.
         done_with: members with which all was exchanged; nothing more travels on their streams.
@@ -155,7 +152,6 @@ class Butterfly:
 
     @property
     def num_averaged(self) -> int:
-        """Number of chunks that this member has averaged."""
         return len(self._reducer.presents)
 
     def num_bytes_with(self, rank: int) -> int:

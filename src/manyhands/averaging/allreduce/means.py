@@ -26,7 +26,6 @@ class Means:
     """A result, or the part of it that a member has.
 
     Attributes:
-        averaged_N: the vector.
         spans_ballots: whether parts of it came in different ballots. Then a piece is a plain part of the vector, else
             the means of one reducer as sent.
         pieces: their memory, uint8.
@@ -87,8 +86,6 @@ class Contributions:
     """The parts of the averaged vector that a member holds.
 
     Args:
-        numel: of the vector.
-        num_members: of the formed group.
         contributors: ranks with a weight above 0.
 
     Attributes:

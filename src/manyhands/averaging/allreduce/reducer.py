@@ -37,7 +37,6 @@ class SpanReducer:
     Args:
         averaged_N: receives the means; may be the memory of ``flat_N``, this member's values.
         encoded: memory for the means as sent, uint8; with an exact codec that of the means themselves.
-        feedbacks: the codec error of earlier rounds; None for no error feedback.
         norms: measures the members' values as they arrive; None if they are not measured.
 
     Attributes:

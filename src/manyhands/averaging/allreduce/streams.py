@@ -50,7 +50,6 @@ class RoundStream(PassingStream):
         before: bytes that were sent and received on it before.
 
     Attributes:
-        stream: the stream itself.
         kept: if the partner has dialled it, the future to resolve so that another round may follow on it; else None.
     """
 

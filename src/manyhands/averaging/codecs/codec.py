@@ -146,7 +146,6 @@ class Codec(abc.ABC):
             kept_N: if not empty, receives a copy of the own values that were averaged.
             rooms: the others' encoded values, uint8, shape [rooms, bytes of a room], of which only the first are used.
             which: in the order of addition, the room of each contribution, or -1 for ``own_N``.
-            weights: of each.
             mean_N: as the argument of :meth:`requantize`.
             out: likewise.
             squares: float64, shape [contributions + 1]; to it are added an estimate of the sum of the squares of each

@@ -53,9 +53,6 @@ class Plan:
     Args:
         segments: the first one starts at 0.
         uncompared: the parts of the vector that do not count in the norms of members' values.
-    Attributes:
-        decay: factor of an error feedback, from round to round.
-        passes_on: a reducer sends the contributions to a mean in place of it (:class:`Gathered`).
     """
 
     def __init__(self, segments: Sequence[Segment], uncompared: Sequence[slice] = ()) -> None:

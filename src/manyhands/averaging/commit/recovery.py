@@ -67,7 +67,6 @@ class Recovery:
         limits: members that exceed them are left out; None for no limits.
 
     Attributes:
-        feedbacks: the codec error of earlier rounds; None for no error feedback.
         everything: the first ballot's order: all members average the whole vector.
         results: what this member holds as a whole, by digest.
         outsized: ranks of members whose values are too large beside those of the others.

@@ -119,11 +119,7 @@ def _shifted(layout: Layout, cell: int, round_number: int, times: int) -> int:
 
 
 def layout_for(num_peers: int, max_group_size: int) -> Layout:
-    """The smallest layout with a cell for each peer: as few rounds as possible, and rows of similar length.
-
-    Args:
-        max_group_size: at least 2.
-    """
+    """The smallest layout with a cell for each peer: as few rounds as possible, and rows of similar length."""
     if num_peers <= max_group_size:
         return ONE_GROUP
     num_peers = min(num_peers, MAX_CELLS)

@@ -70,7 +70,6 @@ class StepOutcome:
         committed: the last round that committed, with the mean that this peer now holds; None if none did.
         reason: why a round did not commit; empty if all did.
         num_rounds, num_rounds_committed: of the step; above 1 in a grid.
-        meter: what the rounds cost.
         weight: behind the mean, in a grid.
         manifests: of all rounds of a grid that committed here.
         is_left_out: a group of the grid has committed without this peer's values.
@@ -94,7 +93,6 @@ class GridSteps:
 
     Args:
         look: reads the records of the others.
-        shapes: of the tensors in the vector.
         part: as for :meth:`manyhands.averaging.rounds.RoundRunner.average`.
     """
 

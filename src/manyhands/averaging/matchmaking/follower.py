@@ -138,7 +138,6 @@ class Matchmaker:
         """Wait for the group of the next round at this peer's position.
 
         Args:
-            weight: samples behind this peer's vector.
             bandwidth: this peer's uplink in bytes per second; 0 if unknown.
             gather_s: how long to wait for the expected peers, instead of ``matchmaking_time_s``.
             timeout_s: this peer's time for the round, including this search.

@@ -70,7 +70,6 @@ class PendingGroup:
     """A group that is still forming, at its leader. All times are those of the loop.
 
     Attributes:
-        joined: the peers that have come.
         reserved: peers that hold places until their values are there, and until when.
         absent: peers that said last that they are at a later round of the grid.
         elsewhere: peers that said last that they avoid this one, or follow a leader that this one avoids.

@@ -128,7 +128,6 @@ class StateServer:
 
     Args:
         capture: copies the current state, on an executor thread; newcomers are told if it raises ``ConfigError``.
-        position: of this peer.
         kind: of the streams; a peer has one server for each.
 
     Attributes:

@@ -100,7 +100,6 @@ class StepKeeper:
     Args:
         server: knows who downloads the state, and how large that is: all kept steps together take no more memory. If
             the steps that are made during a download are more than that, the newcomer could never catch up.
-        position: of this peer.
     """
 
     def __init__(self, endpoint: Endpoint, run_id: str, server: StateServer, position: Callable[[], Position]) -> None:
@@ -198,10 +197,6 @@ class MissedStep:
     Args:
         pieces: of the averaged vector as it travelled; uint8.
         chunks: of each piece, the parts of the vector that were encoded one by one; none if the pieces are plain.
-
-    Attributes:
-        manifest: what the group has committed.
-        num_bytes: of all pieces.
     """
 
     def __init__(

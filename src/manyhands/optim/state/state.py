@@ -192,7 +192,6 @@ def checked_scalars(
 
     Args:
         parameters: of the optimizer, in order.
-        num_groups: its parameter groups.
         extra: tensors beside the parameters.
     Raises:
         ValueError: it does not fit; says where.
