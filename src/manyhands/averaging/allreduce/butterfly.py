@@ -190,9 +190,9 @@ class Butterfly:
         """Lose a member whose values cannot be averaged."""
         self.lose(rank, self._invalid(rank, how).reason, is_violation=True)
 
-    def _invalid(self, rank: int, how: str) -> InvalidContribution:
+    def _invalid(self, rank: int, how: str, what: str = "the values of ") -> InvalidContribution:
         peer_id = self._members[rank].peer_id
-        return InvalidContribution(f"the values of peer {peer_id} {how}", [peer_id])
+        return InvalidContribution(f"{what}peer {peer_id} {how}", [peer_id])
 
     async def _converse(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
         """Exchange all values and means with a partner; it is lost if it does not keep up its part."""
@@ -360,34 +360,25 @@ class Butterfly:
 
     def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
         numel, num_bytes = _LABEL.unpack(label)
-        peer_id = self._members[rank].peer_id
         if numel != self._flat_N.numel():
-            raise InvalidContribution(
-                f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id]
-            )
+            raise self._invalid(rank, f"has {numel} values, not {self._flat_N.numel()}", "the vector of ")
         is_of_means = wanted is Wanted.MEANS
         due = (self.partition.mean_bytes if is_of_means else self.partition.num_bytes)[reducer]
         if num_bytes != due:
-            raise InvalidContribution(
-                f"peer {peer_id} sends {num_bytes} bytes of {wanted.value}, and {due} are due", [peer_id]
-            )
+            raise self._invalid(rank, f"sends {num_bytes} bytes of {wanted.value}, and {due} are due", "")
 
     def _read_record(self, record: bytes | bytearray, rank: int) -> None:
         try:
             self._told[rank] = self._records.read_record(bytes(record))
         except BadContribution as error:
-            peer_id = self._members[rank].peer_id
-            raise InvalidContribution(f"the record of peer {peer_id} is invalid: {error}", [peer_id]) from error
+            raise self._invalid(rank, f"is invalid: {error}", "the record of ") from error
         if self._plan.passes_on and self._told[rank] != self._passed_on.get(rank, []):
             raise self._invalid(rank, "are not of the members in its record")
 
     def _read_norms(self, record: bytes | bytearray, rank: int) -> None:
         norms = list(self._norms_record.unpack(record))
         if not all(norm >= 0.0 for norm in norms):
-            peer_id = self._members[rank].peer_id
-            raise InvalidContribution(
-                f"the record of peer {peer_id} is invalid: a norm is negative, or not a number", [peer_id]
-            )
+            raise self._invalid(rank, "is invalid: a norm is negative, or not a number", "the record of ")
         self._told_norms[rank] = norms
 
     # memory

@@ -42,11 +42,6 @@ class Means:
     codec: int = 0
     chunks: Sequence[Sequence[slice]] = ()
 
-    def copy(self) -> Means:
-        """A copy of the pieces, to send from."""
-        pieces = [torch.empty_like(piece).copy_(piece) for piece in self.pieces]
-        return Means(torch.empty(0), self.spans_ballots, pieces, lambda: None)
-
     def lasting(self) -> Means:
         """The same pieces, which nobody changes any more: those in the memory of the vector are copied."""
         own = self.averaged_N.untyped_storage().data_ptr()

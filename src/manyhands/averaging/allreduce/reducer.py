@@ -257,13 +257,14 @@ class SpanReducer:
         The mean may overwrite ``own``, which is saved to ``kept`` first, unless that is empty.
         """
         plan, num_done, squares = self._plan, 0, np.zeros(len(present) + 1)
-        if not self._is_exact and self._feedback is None and received and present:  # in one pass, as far as possible
+        parts = plan.cut(chunk.start, chunk.stop) if not self._is_exact and self._feedback is None else []
+        if len(parts) == 1 and not parts[0].is_chosen and received and present:  # in one pass, as far as possible
             memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
             which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
             weights = [self._weights[rank] for rank in present]
             shares = [weight / sum(weights) for weight in weights]
             mean = self._averaged_N[chunk]
-            num_done = plan.average(own, kept, self._rooms, which, shares, chunk.start, mean, encoded, squares)
+            num_done = parts[0].codec.average(own, kept, self._rooms, which, shares, mean, encoded, squares)
         *given, self._square = squares.tolist()
         self._squares = dict(zip(present, given, strict=True))
         if num_done == _numel(chunk):
@@ -278,7 +279,8 @@ class SpanReducer:
             if self._feedback is not None:
                 mean.copy_(self._feedback.encode(mean, rest.start, encoded[at:]))
             else:
-                plan.requantize(mean, rest.start, encoded[at:])
+                plan.encode(mean, rest.start, encoded[at:])
+                plan.decode(encoded[at:], rest.start, mean)
             if self._norms is not None:
                 self._square += square_of(mean)
         return fault

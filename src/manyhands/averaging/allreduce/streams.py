@@ -20,12 +20,11 @@ from collections import deque
 import msgspec
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, StreamHeader
+from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, StreamHeader, read_header
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 from manyhands.transport.passing import PassingStream
@@ -218,11 +217,7 @@ class PartnerStreams:
     # streams that partners open; they may come before this peer knows the group
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        try:
-            name = msgspec.msgpack.decode(header, type=StreamHeader).group_id
-        except UNREADABLE as error:
-            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
-        before = 0, 0
+        name, before = read_header(remote, header, StreamHeader).group_id, (0, 0)
         while True:
             name = name or await self._next_name(remote, stream)
             if not await self._serve_round(name, remote, stream, before):

@@ -108,11 +108,6 @@ class Codec(abc.ABC):
         for start, stop, place in self._pieces(out_N.numel(), encoded):
             self._decode_piece(place, out_N[start:stop])
 
-    def requantize(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
-        """Like :meth:`encode`, and replace ``values_N``, contiguous and of the codec's dtype, with the decoded ones."""
-        self.encode(values_N, out)
-        self.decode(out, values_N)
-
     def add(self, encoded: torch.Tensor, weight: float, total_N: torch.Tensor, *, is_first: bool) -> float:
         """Like :meth:`decode`, but add the values times ``weight`` to ``total_N``; the first ones overwrite it.
 
@@ -137,17 +132,18 @@ class Codec(abc.ABC):
         out: torch.Tensor,
         squares: np.ndarray,
     ) -> int:
-        """Do what :meth:`add` for each contribution and then :meth:`requantize` do, in one pass over the memory.
+        """Add up all contributions, encode the mean, and decode it, in one pass over the memory.
 
-        Stops where a compiled kernel cannot go on, or values break the rules; the rest is left to those two.
+        Stops where a compiled kernel cannot go on, or values break the rules; the rest is left to :meth:`add`,
+        :meth:`encode` and :meth:`decode`.
 
         Args:
             own_N: own values, unencoded; may be ``mean_N``.
             kept_N: if not empty, receives a copy of the own values that were averaged.
             rooms: the others' encoded values, uint8, shape [rooms, bytes of a room], of which only the first are used.
             which: in the order of addition, the room of each contribution, or -1 for ``own_N``.
-            mean_N: as the argument of :meth:`requantize`.
-            out: likewise.
+            mean_N: receives the decoded mean; contiguous, of the codec's dtype.
+            out: as the argument of :meth:`encode`.
             squares: float64, shape [contributions + 1]; to it are added an estimate of the sum of the squares of each
                 contribution's values, and an upper bound of that of the mean, as far as they are done.
         Returns:

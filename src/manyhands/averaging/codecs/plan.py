@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, sampled_square_of
@@ -113,11 +112,6 @@ class Plan:
         for part, some_values, place in self._parts(out, start, encoded):
             part.codec.decode(place, some_values)
 
-    def requantize(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        """Like :meth:`encode`, and replace ``values`` with the decoded ones; contiguous, of the plan's dtype."""
-        for part, some_values, place in self._parts(values, start, out):
-            part.codec.requantize(some_values, place)
-
     def add(
         self,
         encoded: torch.Tensor,
@@ -156,24 +150,6 @@ class Plan:
             else:
                 total[run].add_(values[run], alpha=weight)
         return square
-
-    def average(
-        self,
-        own: torch.Tensor,
-        kept: torch.Tensor,
-        rooms: torch.Tensor,
-        which: Sequence[int],
-        weights: Sequence[float],
-        start: int,
-        mean: torch.Tensor,
-        out: torch.Tensor,
-        squares: np.ndarray,
-    ) -> int:
-        """Like :meth:`Codec.average`, from ``start`` on in the vector; does nothing if there are several segments."""
-        parts = self.cut(start, start + mean.numel())
-        if len(parts) != 1 or parts[0].is_chosen:
-            return 0
-        return parts[0].codec.average(own, kept, rooms, which, weights, mean, out, squares)
 
     def _check_length(self, encoded: torch.Tensor, start: int, values: torch.Tensor) -> None:
         stop = start + values.numel()

@@ -30,13 +30,21 @@ from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.commit.limits import MemberLimits, witnessed
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import Memory, bytes_of, empty_vector
-from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Digest, Group, Order, RoundManifest, Vote
+from manyhands.averaging.messages import (
+    MAX_REASON_LENGTH,
+    Accusation,
+    Digest,
+    Group,
+    Order,
+    RoundManifest,
+    Vote,
+    read_header,
+)
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
-from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
@@ -216,8 +224,8 @@ class Fetching:
             self._recovery = None
 
     async def keep(self, means: Means, digest: bytes) -> None:
-        """Copy a result for members that may still fetch it: the vector itself belongs to the caller."""
-        self._kept[digest] = await run_to_end(means.copy)
+        """Keep a result for members that may still fetch it, without the vector, which belongs to the caller."""
+        self._kept[digest] = await run_to_end(means.lasting)
         self._forget_timer = asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._forget)
 
     def _forget(self) -> None:
@@ -297,11 +305,7 @@ class Fetching:
         return means
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        try:
-            request = msgspec.msgpack.decode(header, type=MeansHeader)
-        except UNREADABLE as error:
-            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
-        means = self._means_for(remote, request)
+        means = self._means_for(remote, read_header(remote, header, MeansHeader))
         if means is None or remote in self._serving:
             return
         self._serving.add(remote)

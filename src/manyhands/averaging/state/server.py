@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.messages import Position, RecentRounds
+from manyhands.averaging.messages import Position, RecentRounds, read_header
 from manyhands.averaging.state.content import (
     State,
     StateHeader,
@@ -177,10 +177,7 @@ class StateServer:
             yield
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        try:
-            request = msgspec.msgpack.decode(header, type=StateRequest)
-        except UNREADABLE as error:
-            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        request = read_header(remote, header, StateRequest)
         if request.run_id != self._run_id:
             await send_moving(stream, framed(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
         elif remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
