@@ -153,7 +153,8 @@ class GradientAccumulator(Accumulator):
         if self._device == HOST:
             self._mean = None
         else:
-            mean_N = self._copied_to_host(mean_N)
+            host_N, self._spare_N = self._spare_N, None
+            mean_N = mean_N.to(HOST) if host_N is None else host_N.copy_(mean_N)
         self.layout.extra(mean_N).copy_(self._extra.contribution())
         contribution = Contribution(mean_N, self.samples, self.weight, self.since_step)
         self.drop()
@@ -193,10 +194,6 @@ class GradientAccumulator(Accumulator):
             else:
                 self._mean = self.layout.empty(self._device)
         return self._mean
-
-    def _copied_to_host(self, mean_N: torch.Tensor) -> torch.Tensor:
-        host_N, self._spare_N = self._spare_N, None
-        return mean_N.to(HOST) if host_N is None else host_N.copy_(mean_N)
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -130,7 +130,7 @@ class Matchmaker:
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
-        return self._state.seeks_with(leader)
+        return self._state.sought_at == math.inf and self._state.following == leader
 
     async def find_group(
         self, weight: float, bandwidth: int, gather_s: float | None = None, timeout_s: float = math.inf

@@ -68,10 +68,6 @@ class MatchmakingState:
         """Stop waiting: the leader has answered, or is not asked any more."""
         self.following = self._better = None
 
-    def seeks_with(self, leader: PeerId) -> bool:
-        """Whether this peer waits for a leader's group."""
-        return self.sought_at == math.inf and self.following == leader
-
     def note_call(self, leader: PeerId, position: Position) -> None:
         """Remember a leader's invitation, for this peer's next search there."""
         self._inviter = (leader, position)
