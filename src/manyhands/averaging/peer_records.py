@@ -117,9 +117,8 @@ class RecordReader(ABC, Generic[R, S]):
             if stored.owner == subkey and (subkey == own_id or stored.sequence > sequences.get(subkey, -1)):
                 self._take_in(PeerId(subkey), stored, now)
         gone = {peer_id for peer_id, seen in self._seen.items() if seen.expires_at <= now}
-        if (
-            gate := self._endpoint.gates.get(self._key.partition(".")[0])
-        ) is not None:  # a key begins with the run's id
+        gate = self._endpoint.gates.get(self._key.partition(".")[0])  # a key begins with the run's id
+        if gate is not None:
             gone |= set(filter(gate.is_banned, self._seen))
         for peer_id in gone:
             del self._seen[peer_id]

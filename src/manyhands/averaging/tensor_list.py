@@ -57,7 +57,11 @@ class TensorList:
             raise ConfigError("tensors is an empty list; give at least one tensor, for example [torch.zeros(3)]")
         for number, tensor in enumerate(self._tensors):
             _check(number, tensor)
-        _check_apart(self._tensors)
+        if pair := overlapping(self._tensors):
+            raise ConfigError(
+                f"tensors {pair[0]} and {pair[1]} share memory, or are interleaved in it; "
+                "give each value once, and the base instead of interleaved views of it"
+            )
         self.specs = [_spec_of(tensor) for tensor in self._tensors]
         is_double = any(tensor.dtype == torch.float64 for tensor in self._tensors)
         self._dtype = torch.float64 if is_double else torch.float32
@@ -177,14 +181,6 @@ def _check(number: int, tensor: object) -> None:
         raise ConfigError(f"tensor {number} is the result of a computation with gradients; give tensor.detach()")
     if overlaps_itself(tensor):
         raise ConfigError(f"several values of tensor {number} share memory, as after expand(); give a clone of it")
-
-
-def _check_apart(tensors: list[torch.Tensor]) -> None:
-    if pair := overlapping(tensors):
-        raise ConfigError(
-            f"tensors {pair[0]} and {pair[1]} share memory, or are interleaved in it; "
-            "give each value once, and the base instead of interleaved views of it"
-        )
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 
 import msgspec
 import torch
@@ -66,6 +67,7 @@ OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
 
 
+@dataclass(eq=False)
 class Recovery:
     """Averages the whole vector first, then the parts that the leader orders; makes the vote after each.
 
@@ -81,49 +83,40 @@ class Recovery:
         struck: those of them that at least two reducers have found too large.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        rank: int,
-        flat_N: torch.Tensor,
-        plan: Plan,
-        exchange: RunExchange,
-        *,
-        memory: Memory,
-        refill: Refill | None,
-        feedbacks: Feedbacks | None,
-        limits: MemberLimits | None,
-    ) -> None:
-        self.group = group
-        self.rank = rank
-        self._flat_N = flat_N
-        self._plan = plan
-        self._exchange = exchange
-        self._refill = refill
-        self._mean_N = flat_N if refill is not None else empty_vector(flat_N.numel(), flat_N.dtype)
-        self._memory = memory
-        self._limits = limits
-        self.feedbacks = feedbacks
-        self.outsized: set[int] = set()
-        self.struck: set[int] = set()
-        contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
-        self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
+    group: Group
+    rank: int
+    flat_N: torch.Tensor
+    plan: Plan
+    exchange: RunExchange
+    _: KW_ONLY
+    memory: Memory
+    refill: Refill | None
+    feedbacks: Feedbacks | None
+    limits: MemberLimits | None
+    results: dict[bytes, Means] = field(default_factory=dict)
+    outsized: set[int] = field(default_factory=set)
+    struck: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        members, numel = self.group.members, self.flat_N.numel()
+        contributors = (rank for rank, member in enumerate(members) if member.weight > 0)
+        self.everything = Order(0, list(range(len(members))), 0, numel)
+        self._mean_N = self.flat_N if self.refill is not None else empty_vector(numel, self.flat_N.dtype)
+        self._contributions = Contributions(numel, len(members), contributors)
         self._first: Means | None = None
-        self.everything = Order(0, list(range(len(group.members))), 0, flat_N.numel())
-        self.results: dict[bytes, Means] = {}
 
     async def average(self, order: Order, timeout_s: float) -> Vote:
         """Average a part of the vector among the remaining members; returns the vote on the result."""
         if any(self._mean_N is means.averaged_N for means in self.results.values()):
             self._mean_N = self._mean_N.clone()  # that result may still be the one that is committed
-        if order.ballot > 0 and self._refill is not None:
-            self._flat_N, self._refill = await run_to_end(self._refill), None
+        if order.ballot > 0 and self.refill is not None:
+            self.flat_N, self.refill = await run_to_end(self.refill), None
         region = slice(order.start, order.stop)
         self._contributions.drop(order.start, order.stop)
         butterfly = Butterfly(
-            self.group, self.rank, self._flat_N, self._plan,
-            members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
-            feedbacks=self.feedbacks, is_measured=self._limits is not None,
+            self.group, self.rank, self.flat_N, self.plan,
+            members=order.members, region=region, averaged_N=self._mean_N, memory=self.memory,
+            feedbacks=self.feedbacks, is_measured=self.limits is not None,
         )  # fmt: skip
         if order.ballot == 0:
             self._first = butterfly.means()  # also if the others decide while this member still averages
@@ -132,7 +125,7 @@ class Recovery:
             if not any(self.group.members[rank].weight > 0 for rank in order.members):
                 raise RoundAborted(NO_WEIGHT)
             async with time_limit(timeout_s, "averaging"):
-                await self._exchange(self.group, self.rank, butterfly, stream_id(self.group, order.ballot))
+                await self.exchange(self.group, self.rank, butterfly, stream_id(self.group, order.ballot))
         except (RoundAborted, Timeout) as error:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, InvalidContribution):  # its own values: no stream carries them
@@ -142,7 +135,7 @@ class Recovery:
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
         outsized = self._find_outsized(butterfly, order.members)
         accusations = [*butterfly.faults.values(), *own_fault, *outsized]
-        numel, missing = self._flat_N.numel(), self._contributions.missing()
+        numel, missing = self.flat_N.numel(), self._contributions.missing()
         vote = Vote(self.group.group_id, b"", ballot=order.ballot, accusations=accusations, numel=numel)
         if missing[0] < missing[1] or own_fault or outsized:
             vote.reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
@@ -159,10 +152,10 @@ class Recovery:
     def _find_outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
         """Members with too large values; these are in every span's means, so all is averaged without them."""
         told, members = butterfly.norms(), self.group.members
-        if self._limits is None or not told:
+        if self.limits is None or not told:
             return []
         weights = [member.weight if rank in here else 0.0 for rank, member in enumerate(members)]
-        found, certain = witnessed(told, weights, self._limits)
+        found, certain = witnessed(told, weights, self.limits)
         self.outsized |= found
         self.struck |= certain
         return [
