@@ -17,6 +17,7 @@ import torch
 from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.memory import Memory
 from manyhands.base.errors import ConfigError
+from manyhands.runtime.interrupts import uninterrupted
 
 T = TypeVar("T")
 
@@ -129,15 +130,7 @@ class TensorList:
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
         """As :meth:`assign`, from a tensor for each."""
         self.check_unchanged()
-        with self._writing:
-            try:
-                self._write(values)
-            except KeyboardInterrupt:
-                self._write(values)
-                raise
-
-    def _write(self, values: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
+        with self._writing, uninterrupted(), torch.no_grad():
             for tensor, value in zip(self._tensors, values, strict=True):
                 tensor.detach().copy_(value)
 

@@ -40,7 +40,6 @@ from manyhands.transport.api import Stream
 _LABEL = struct.Struct("<QQ")
 """Sent before the values and before the means of a span: number of elements, and number of bytes that follow."""
 
-
 PIECE_NUMEL = 1023 * 64
 """Unencoded values are checked in pieces of this size, while they are in the processor's cache. As float32, a piece is
 one record on a short link (:mod:`manyhands.transport.sealed_stream`)."""

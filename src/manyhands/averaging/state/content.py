@@ -23,13 +23,8 @@ from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
 
 CHUNK_BYTES = 4 << 20
-
-
 DIGEST_BYTES = 32
-
-
 MAX_CONTRIBUTORS = 4096
-
 
 DTYPES_OF_STATES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,

@@ -37,7 +37,6 @@ INNER = "inner."
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
 
-
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 """Exceptions of optimizers that load another kind's statistics."""
 
