@@ -47,6 +47,8 @@ class GridAssignment:
 
     def __init__(self, tracker: ProgressTracker, own_id: PeerId, max_group_size: int, rng: random.Random) -> None:
         self._tracker = tracker
+        self.refresh = tracker.refresh
+        self.report_missing = tracker.report_missing
         self._own_id = own_id
         self._max_group_size = max_group_size
         self._rng = rng
@@ -80,12 +82,6 @@ class GridAssignment:
         """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
         seen = self._tracker.reader.observed().get(peer_id)
         return seen is not None and seen.record.position.step <= self._tracker.own.position.step
-
-    async def refresh(self) -> None:
-        await self._tracker.refresh()
-
-    def report_missing(self, peer_id: PeerId) -> None:
-        self._tracker.report_missing(peer_id)
 
     def call_to_round(self) -> None:
         self.called.set()
