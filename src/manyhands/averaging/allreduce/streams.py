@@ -169,8 +169,13 @@ class PartnerStreams:
             self._endpoint.release(stream.stream)
 
     def _keep(self, stream: RoundStream) -> bool:
-        if stream.kept is None:
-            return self._endpoint.is_connected(stream.remote) and self._add_idle(stream.stream)
+        peer_id = stream.remote
+        if stream.kept is None:  # this peer has dialled it
+            if len(self._idle) >= MAX_KEPT or peer_id in self._idle or not self._endpoint.is_connected(peer_id):
+                return False
+            timer = asyncio.get_running_loop().call_later(KEPT_S, self._drop_idle, peer_id)
+            self._idle[peer_id] = stream.stream, timer
+            return True
         if stream.kept.done() or len(self._unnamed) >= MAX_UNNAMED:
             return False
         stream.kept.set_result(None)
@@ -183,14 +188,6 @@ class PartnerStreams:
             self._endpoint.release(stream)
 
     # idle streams that this peer has dialled
-
-    def _add_idle(self, stream: Stream) -> bool:
-        peer_id = stream.remote
-        if len(self._idle) >= MAX_KEPT or peer_id in self._idle:
-            return False
-        timer = asyncio.get_running_loop().call_later(KEPT_S, self._drop_idle, peer_id)
-        self._idle[peer_id] = stream, timer
-        return True
 
     async def _take_idle(self, peer_id: PeerId, name: bytes) -> RoundStream | None:
         """The idle stream to a peer, for the round of this name; None if there is none that is open."""

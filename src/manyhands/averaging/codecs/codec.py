@@ -108,19 +108,6 @@ class Codec(abc.ABC):
         for start, stop, place in self._pieces(out_N.numel(), encoded):
             self._decode_piece(place, out_N[start:stop])
 
-    def add(self, encoded: torch.Tensor, weight: float, total_N: torch.Tensor, *, is_first: bool) -> float:
-        """Like :meth:`decode`, but add the values times ``weight`` to ``total_N``; the first ones overwrite it.
-
-        Returns:
-            The :func:`sampled_square_of` the values.
-        """
-        values = torch.empty_like(total_N)
-        self.decode(encoded, values)
-        square = sampled_square_of(values)
-        values.mul_(weight)
-        total_N.copy_(values) if is_first else total_N.add_(values)
-        return square
-
     def average(
         self,
         own_N: torch.Tensor,
@@ -134,8 +121,7 @@ class Codec(abc.ABC):
     ) -> int:
         """Add up all contributions, encode the mean, and decode it, in one pass over the memory.
 
-        Stops where a compiled kernel cannot go on, or values break the rules; the rest is left to :meth:`add`,
-        :meth:`encode` and :meth:`decode`.
+        Stops where a compiled kernel cannot go on, or values break the rules; the caller does the rest step by step.
 
         Args:
             own_N: own values, unencoded; may be ``mean_N``.

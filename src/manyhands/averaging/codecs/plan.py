@@ -132,8 +132,11 @@ class Plan:
         self._check_length(encoded, start, total)
         square = 0.0
         for part, some_total, place in self._parts(total, start, encoded):
-            weight = float(is_largest) if part.is_chosen else share
-            square += part.codec.add(place, weight, some_total, is_first=is_first)
+            values = torch.empty_like(some_total)
+            part.codec.decode(place, values)
+            square += sampled_square_of(values)
+            values.mul_(float(is_largest) if part.is_chosen else share)
+            some_total.copy_(values) if is_first else some_total.add_(values)
         return square
 
     def add_values(

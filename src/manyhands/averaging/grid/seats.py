@@ -119,9 +119,6 @@ def layout_for(num_peers: int, max_group_size: int) -> Layout:
         num_axes += 1
     side = max(2, math.floor(num_peers ** (1 / num_axes)))
     sides = [side] * num_axes
-    while math.prod(sides) > num_peers and side > 2:  # the root was rounded up
-        side -= 1
-        sides = [side] * num_axes
     for axis in range(num_axes):
         while math.prod(sides) < num_peers and sides[axis] == side:
             sides[axis] += 1
