@@ -70,7 +70,7 @@ def test_progress_reaches_the_tracker() -> None:
 def test_the_target_reaches_the_tracker_and_the_lead_what_looks_ahead() -> None:
     with peers(1) as (peer,):
         collaboration = make(peer, target_batch_size=48, batch_size_lead=8)._collaboration
-        assert (collaboration.tracker.target_batch_size, collaboration.step_rounds._look_ahead._lead) == (48, 8)
+        assert (collaboration.tracker.target_batch_size, collaboration.step_rounds.look_ahead._lead) == (48, 8)
 
 
 @pytest.mark.parametrize("local_steps", [None, manyhands.LocalSteps(fragments=4)])

@@ -174,7 +174,7 @@ def test_a_peer_killed_in_the_midst_of_a_step(
         member = swarm.members.get(victim)
         if member is not None and victim not in swarm.done and member.optimizer.global_step == 3:
             collaboration: Any = member.optimizer._collaboration
-            rounds, assignment = collaboration._rounds, collaboration.step_rounds._assignment
+            rounds, assignment = collaboration._rounds, collaboration.step_rounds.assignment
             parts = [rounds.matchmaker, rounds._agreement, member.optimizer._replica]
             is_its = any(self is part for part in parts)
             if isinstance(self, Butterfly):

@@ -255,31 +255,24 @@ def _number(value: object) -> float:
 
 
 def _result_of(outcome: StepOutcome) -> RoundResult:
-    meter, committed = outcome.meter, outcome.committed
-    reason, round_id = outcome.reason, ""
-    group: tuple[PeerId, ...] = ()
-    contributors: dict[PeerId, float] = {}
-    cut: Mapping[PeerId, Sequence[tuple[int, int]]] = {}
-    if committed is not None:
-        manifest = committed.manifest
-        round_id, group = manifest.group_id.hex(), tuple(manifest.members)
-        contributors = manifest.contributors()
-        cut = manifest.cut()
-        is_held = committed.averaged_N is not None
-        reason = outcome.reason if is_held and outcome.num_rounds > 1 else ""
-        if not is_held:
-            reason = "the others hold the mean, but this peer lost it on the way"
+    meter, committed, reason = outcome.meter, outcome.committed, outcome.reason
+    manifest = committed.manifest if committed is not None else None
+    has_mean = committed is not None and committed.averaged_N is not None
+    if committed is not None and not has_mean:
+        reason = "the others hold the mean, but this peer lost it on the way"
+    elif committed is not None and outcome.num_rounds == 1:
+        reason = ""
     return RoundResult(
-        committed=committed is not None and committed.averaged_N is not None,
+        committed=has_mean,
         reason=reason,
-        round_id=round_id,
-        group=group,
-        contributors=contributors,
+        round_id=manifest.group_id.hex() if manifest is not None else "",
+        group=tuple(manifest.members) if manifest is not None else (),
+        contributors=manifest.contributors() if manifest is not None else {},
         num_bytes_sent=meter.num_bytes_sent,
         num_bytes_received=meter.num_bytes_received,
         seconds={"matchmaking": meter.matchmaking_s, "averaging": meter.averaging_s, "vote": meter.vote_s},
         num_rounds=outcome.num_rounds,
         num_rounds_committed=outcome.num_rounds_committed,
         disagreement=outcome.disagreement,
-        cut=cut,
+        cut=manifest.cut() if manifest is not None else {},
     )

@@ -24,9 +24,6 @@ LOOK_TIMEOUT_S = 5.0
 class AveragerState:
     """The tensors of one averager as a state. Lives on the network thread.
 
-    Args:
-        tracker: knows the other averagers and their positions.
-
     Attributes:
         position: at which the tensors got their values, by a round or from another peer. A peer that only knows of a
             higher one goes there for the next round, with values that nobody should load.

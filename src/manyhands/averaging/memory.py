@@ -17,7 +17,6 @@ import torch
 
 HUGE_PAGE_BYTES = 2 << 20
 
-
 LINE_BYTES = 64
 """Of the processor's caches; numbers of any dtype may lie at a multiple of it."""
 

@@ -6,16 +6,19 @@ import functools
 import hashlib
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from manyhands.averaging.grid.seats import MAX_AXES
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.rpc import Method
+from manyhands.rpc.frames import UNREADABLE
+
+T = TypeVar("T")
 
 MAX_WEIGHT = 2.0**32
 """Samples behind the vector of one peer: sums of many stay finite, and whole numbers stay exact."""
@@ -365,6 +368,14 @@ def _address_in(text: str) -> Address | None:
         return Address.parse(text)
     except ConfigError:
         return None
+
+
+def read_header(remote: PeerId, header: bytes, kind: type[T]) -> T:
+    """The header of a stream that a peer has opened; raises ``ProtocolViolation`` if it cannot be read."""
+    try:
+        return msgspec.msgpack.decode(header, type=kind)
+    except UNREADABLE as error:
+        raise ProtocolViolation(remote, "a stream header that cannot be read") from error
 
 
 JOIN = Method("averaging.join", JoinRequest, JoinResponse)

@@ -13,6 +13,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -116,9 +117,8 @@ class RecordReader(ABC, Generic[R, S]):
             if stored.owner == subkey and (subkey == own_id or stored.sequence > sequences.get(subkey, -1)):
                 self._take_in(PeerId(subkey), stored, now)
         gone = {peer_id for peer_id, seen in self._seen.items() if seen.expires_at <= now}
-        if (
-            gate := self._endpoint.gates.get(self._key.partition(".")[0])
-        ) is not None:  # a key begins with the run's id
+        gate = self._endpoint.gates.get(self._key.partition(".")[0])  # a key begins with the run's id
+        if gate is not None:
             gone |= set(filter(gate.is_banned, self._seen))
         for peer_id in gone:
             del self._seen[peer_id]
@@ -193,6 +193,7 @@ class UntilFresh:
         self._sequences.pop(peer_id, None)
 
 
+@dataclass(eq=False)
 class RecordPublisher(Generic[R]):
     """Publishes the record of this peer. Lives on the network thread.
 
@@ -205,25 +206,16 @@ class RecordPublisher(Generic[R]):
         num_failures: consecutive failures to publish the record.
     """
 
-    def __init__(
-        self,
-        dht: DhtNode,
-        key: str,
-        own_id: PeerId,
-        own_record: Callable[[], R | None],
-        ttl_s: Callable[[], float],
-        min_period_s: float,
-    ) -> None:
-        self._dht = dht
-        self._key = key
-        self._own_id = own_id
-        self._own_record = own_record
-        self._ttl_s = ttl_s
-        self._min_period_s = min_period_s
-        self._changed = asyncio.Event()
-        self._is_urgent = asyncio.Event()
-        self.published: tuple[R, float] | None = None
-        self.num_failures = 0
+    dht: DhtNode
+    key: str
+    own_id: PeerId
+    own_record: Callable[[], R | None]
+    ttl_s: Callable[[], float]
+    min_period_s: float
+    published: tuple[R, float] | None = None
+    num_failures: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _is_urgent: asyncio.Event = field(default_factory=asyncio.Event)
 
     def publish_soon(self, *, urgently: bool = False) -> None:
         """Publish a changed record; with ``urgently`` before the end of the period."""
@@ -234,23 +226,23 @@ class RecordPublisher(Generic[R]):
     async def publish_forever(self) -> None:
         """Publish changes, and renew the record before it expires."""
         while True:
-            await wait_at_most(self._is_urgent, self._min_period_s)
-            await wait_at_most(self._changed, self._ttl_s() / KEEP_ALIVES)
+            await wait_at_most(self._is_urgent, self.min_period_s)
+            await wait_at_most(self._changed, self.ttl_s() / KEEP_ALIVES)
             self._changed.clear()
             self._is_urgent.clear()
             await self.publish()
 
     async def publish(self) -> None:
         """Publish the record now."""
-        record = self._own_record()
+        record = self.own_record()
         if record is None:
             return
         self.published, num_holders = (record, asyncio.get_running_loop().time()), 0
         try:
             value = msgspec.to_builtins(record, builtin_types=(bytes,))
-            num_holders = await self._dht.store(self._key, value, self._ttl_s(), subkey=self._own_id)
+            num_holders = await self.dht.store(self.key, value, self.ttl_s(), subkey=self.own_id)
         except ManyhandsError as error:
-            logger.warning("the record of this peer under %s was not published: %s", self._key, error)
+            logger.warning("the record of this peer under %s was not published: %s", self.key, error)
         self.num_failures = 0 if num_holders else self.num_failures + 1
         if not num_holders:
             self.published = None
@@ -259,6 +251,6 @@ class RecordPublisher(Generic[R]):
         """Tell the others that this peer left the run."""
         try:
             async with time_limit(GOODBYE_TIMEOUT_S, "saying goodbye to the run"):
-                await self._dht.store(self._key, GOODBYE, self._ttl_s(), subkey=self._own_id)
+                await self.dht.store(self.key, GOODBYE, self.ttl_s(), subkey=self.own_id)
         except ManyhandsError as error:
             logger.debug("the others are not told that this peer left: %s", error)

@@ -132,9 +132,6 @@ class PresenceTracker:
 
     Args:
         tensors: fingerprint of this peer's list; ``summary`` is the list in words.
-
-    Attributes:
-        called: set when another peer begins a round here, or wants to join one.
     """
 
     def __init__(
@@ -244,7 +241,6 @@ class PresenceTracker:
         return seen is not None and seen.record.tensors == self._own.tensors
 
     async def refresh(self) -> None:
-        """Read the records of the others."""
         await self.reader.refresh()
         observed = self.reader.observed()
         self._absent = {peer_id: num_steps for peer_id, num_steps in self._absent.items() if peer_id in observed}
@@ -303,14 +299,12 @@ class PresenceTracker:
         return None if self._step is None else self._step.end - self._own.position.step
 
     def next_round(self) -> None:
-        """In a grid: end a round for this peer, whether or not it committed."""
         assert self._step is not None
         number = min(self._own.position.step + 1, self._step.end)
         seat = Seat(self._step.layout, self._step.own_cell(number))
         self._go_to(Position(number, self._own.position.lineage), seat)
 
     def is_left_behind(self) -> bool:
-        """Whether others are at a later round."""
         return self.leading().step > self._own.position.step
 
     def tell(self, sketch: bytes) -> None:

@@ -66,7 +66,6 @@ class CommittedRound:
         averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None if
             this member lacks what most hold: it was left out, or could not fetch a part. It must load the others' state
             to follow them.
-        manifest: the contributors and their weights.
         averaging_s: seconds from when the group had formed until this member held the mean, or knew that it does not.
         reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
         is_outsized: the others left out this peer's values, as they were too large beside theirs.
@@ -232,9 +231,6 @@ class RoundRunner:
 
     async def _commit(self, recovery: Recovery, formed_at: float) -> CommittedRound:
         """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
-
-        Args:
-            formed_at: loop time.
         Raises:
             RoundAborted: the round did not commit.
         """

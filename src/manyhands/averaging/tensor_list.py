@@ -17,6 +17,7 @@ import torch
 from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.memory import Memory
 from manyhands.base.errors import ConfigError
+from manyhands.runtime.interrupts import uninterrupted
 
 T = TypeVar("T")
 
@@ -57,7 +58,11 @@ class TensorList:
             raise ConfigError("tensors is an empty list; give at least one tensor, for example [torch.zeros(3)]")
         for number, tensor in enumerate(self._tensors):
             _check(number, tensor)
-        _check_apart(self._tensors)
+        if pair := overlapping(self._tensors):
+            raise ConfigError(
+                f"tensors {pair[0]} and {pair[1]} share memory, or are interleaved in it; "
+                "give each value once, and the base instead of interleaved views of it"
+            )
         self.specs = [_spec_of(tensor) for tensor in self._tensors]
         is_double = any(tensor.dtype == torch.float64 for tensor in self._tensors)
         self._dtype = torch.float64 if is_double else torch.float32
@@ -125,15 +130,7 @@ class TensorList:
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
         """As :meth:`assign`, from a tensor for each."""
         self.check_unchanged()
-        with self._writing:
-            try:
-                self._write(values)
-            except KeyboardInterrupt:
-                self._write(values)
-                raise
-
-    def _write(self, values: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
+        with self._writing, uninterrupted(), torch.no_grad():
             for tensor, value in zip(self._tensors, values, strict=True):
                 tensor.detach().copy_(value)
 
@@ -177,14 +174,6 @@ def _check(number: int, tensor: object) -> None:
         raise ConfigError(f"tensor {number} is the result of a computation with gradients; give tensor.detach()")
     if overlaps_itself(tensor):
         raise ConfigError(f"several values of tensor {number} share memory, as after expand(); give a clone of it")
-
-
-def _check_apart(tensors: list[torch.Tensor]) -> None:
-    if pair := overlapping(tensors):
-        raise ConfigError(
-            f"tensors {pair[0]} and {pair[1]} share memory, or are interleaved in it; "
-            "give each value once, and the base instead of interleaved views of it"
-        )
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -117,7 +117,6 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
             :class:`manyhands.optim.health.Statistics`.
         failed_step: the global step of the last failure.
         failure: why its samples did not count in that step at once; empty if all did.
-        has_left: it has ended.
         unit: of its weights in ``steps``; None before its first batch.
         steps: the last ones, in order.
     """

@@ -39,8 +39,6 @@ class Accumulator(ABC):
     """What one peer has computed since the last global step. Belongs to the training thread.
 
     Attributes:
-        samples: added so far.
-        since_step: the global step of the parameters behind the oldest samples.
         was_out: some of them were handed out before, for a step that failed.
     """
 
@@ -89,9 +87,6 @@ class GradientAccumulator(Accumulator):
 
     Memory: one float32 vector of the size of the parameters, on their device. A second one, on the host, is needed when
     more is added while a contribution is out, so with a delay there are two.
-
-    Attributes:
-        weight: added so far.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], extra: ExtraTensors) -> None:
@@ -158,7 +153,8 @@ class GradientAccumulator(Accumulator):
         if self._device == HOST:
             self._mean = None
         else:
-            mean_N = self._copied_to_host(mean_N)
+            host_N, self._spare_N = self._spare_N, None
+            mean_N = mean_N.to(HOST) if host_N is None else host_N.copy_(mean_N)
         self.layout.extra(mean_N).copy_(self._extra.contribution())
         contribution = Contribution(mean_N, self.samples, self.weight, self.since_step)
         self.drop()
@@ -198,10 +194,6 @@ class GradientAccumulator(Accumulator):
             else:
                 self._mean = self.layout.empty(self._device)
         return self._mean
-
-    def _copied_to_host(self, mean_N: torch.Tensor) -> torch.Tensor:
-        host_N, self._spare_N = self._spare_N, None
-        return mean_N.to(HOST) if host_N is None else host_N.copy_(mean_N)
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -29,7 +29,6 @@ class ExtraTensors:
     Attributes:
         agreed: the values at the last step, on the host.
         agreed_floats: those that rounding alone may change, for the comparison with other peers.
-        names: of each.
         shapes: of the vector's parts: all floats, then all integers.
     Raises:
         ConfigError: a tensor cannot be averaged, or two have one name; names it.

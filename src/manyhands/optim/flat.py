@@ -28,7 +28,6 @@ class GradientLayout:
 
     Attributes:
         shapes: of the parts of the vector, in order.
-        numel: N, the length of the vector.
         num_values: number of gradient values; after them come the shares.
         shapes_of_rest: of the parts after the gradient values.
     """
@@ -97,7 +96,6 @@ class FlatGradients(NamedTuple):
     """A flat vector with views of its parts.
 
     Attributes:
-        flat_N: all of it.
         values: of each parameter, in its shape.
         shares: of the weight that used each parameter.
     """

@@ -28,7 +28,6 @@ class MetricsRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         step: the global step that was reached.
-        samples_per_second: own speed.
         samples_accumulated: own samples in that step.
         loss: sum of the losses of the micro-batches.
         mini_steps: number of micro-batches.

@@ -213,7 +213,7 @@ class Optimizer(OptimizerWrapper):
             raise ConfigError(fault)
         self._must_check_target = local_steps is not None and batch_size_per_step is None
         self._held = HeldBatches(self._replica.model_parameters)
-        self._collaboration.on_leaving = self._on_leaving
+        self._collaboration.on_leaving = self._held.close
         self._show()
 
     @property
@@ -340,9 +340,6 @@ class Optimizer(OptimizerWrapper):
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""
         self._client.leave()
-
-    def _on_leaving(self) -> None:
-        self._held.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule.

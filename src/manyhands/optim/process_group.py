@@ -435,7 +435,12 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         """The optimizer to wrap, once all ranks know that they fit together."""
         rank, inner, problem = self._ranks.rank, None, ""
         try:
-            check_rank(rank, peer)
+            if rank == 0 and peer is None:
+                raise ConfigError("it needs a peer: give it peer=manyhands.Peer(...)")
+            if rank != 0 and peer is not None:
+                raise ConfigError(
+                    "it has a peer of its own, but rank 0 is the peer of all ranks: give peer=None on the others"
+                )
             made = made_optimizer(optimizer, params)
             checked_parameters(made)
             if any(hasattr(parameter, "_is_flat_param") for parameter in parameters_of(made)):
@@ -454,11 +459,3 @@ class ProcessGroupOptimizer(OptimizerWrapper):
                 raise ConfigError(f"rank {other} has other parameters than rank 0; all ranks need the same whole model")
         assert inner is not None, "else there is a problem"
         return inner
-
-
-def check_rank(rank: int, peer: BlockingPeer | None) -> None:
-    """Raises ``ConfigError`` if a rank lacks the peer, or has one of its own."""
-    if rank == 0 and peer is None:
-        raise ConfigError("it needs a peer: give it peer=manyhands.Peer(...)")
-    if rank != 0 and peer is not None:
-        raise ConfigError("it has a peer of its own, but rank 0 is the peer of all ranks: give peer=None on the others")

@@ -38,10 +38,11 @@ def merged(own: Any, sent: Any) -> Any:
             return own
         items = [merged(own_item, sent_item) for own_item, sent_item in zip(own, sent, strict=True)]
         return items if isinstance(own, list) else tuple(items)
-    if _is_number(own) and _is_number(sent):
+    if is_number(own) and is_number(sent):
         return sent
     return sent if type(own) is type(sent) else own
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value is an integer or a float; a bool is neither."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

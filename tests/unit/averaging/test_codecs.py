@@ -279,22 +279,6 @@ def test_bytes_of_a_wrong_length(codec: Codec, off_by: int) -> None:
         decoded(codec, data, 500)
 
 
-@names
-def test_own_mistakes_are_named(codec: Codec) -> None:
-    values_N = torch.zeros(10, dtype=codec.dtype)
-    out = torch.empty(codec.num_bytes(10), dtype=torch.uint8)
-    with pytest.raises(ConfigError, match="have to be floats in one dimension"):
-        codec.encode(values_N.view(2, 5), out)
-    with pytest.raises(ConfigError, match="have to be floats in one dimension"):
-        codec.encode(values_N.int(), out)
-    with pytest.raises(ConfigError, match="has to be uint8 of shape"):
-        codec.encode(values_N, out[:-1])
-    with pytest.raises(ConfigError, match="in one dimension, contiguous"):
-        codec.decode(out, torch.empty(10, dtype=torch.float16))
-    with pytest.raises(ConfigError, match="in one dimension, contiguous"):
-        codec.decode(out, torch.empty(20, dtype=codec.dtype)[::2])
-
-
 def of_floats(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).view(torch.uint8)
 

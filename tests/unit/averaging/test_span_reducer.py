@@ -11,7 +11,7 @@ import torch
 
 from manyhands.averaging.allreduce.partition import Partition
 from manyhands.averaging.allreduce.reducer import SpanReducer
-from manyhands.averaging.codecs import FP16, INT8, NONE, Chosen, Codec, Plan, kernels, plan_of
+from manyhands.averaging.codecs import FP16, INT8, NONE, Chosen, Codec, kernels, plan_of
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.base.identity import PeerId
@@ -82,13 +82,13 @@ def reduced(
 @CODECS
 def test_means_are_the_same_in_place(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
-    average = Plan.average
+    average = Codec.average
 
     def noted(*arguments: Any) -> int:
         done.append(average(*arguments))
         return done[-1]
 
-    monkeypatch.setattr(Plan, "average", noted)
+    monkeypatch.setattr(Codec, "average", noted)
     means, presents, blamed = reduced(codec, None, is_in_place=False)
     in_place, *rest = reduced(codec, None, is_in_place=True)
     assert len(done) == (0 if codec is NONE else 2 * len(presents)), "in one pass, where there is a kernel for it"

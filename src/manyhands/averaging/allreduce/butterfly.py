@@ -40,7 +40,6 @@ from manyhands.transport.api import Stream
 _LABEL = struct.Struct("<QQ")
 """Sent before the values and before the means of a span: number of elements, and number of bytes that follow."""
 
-
 PIECE_NUMEL = 1023 * 64
 """Unencoded values are checked in pieces of this size, while they are in the processor's cache. As float32, a piece is
 one record on a short link (:mod:`manyhands.transport.sealed_stream`)."""
@@ -63,9 +62,7 @@ class Butterfly:
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
         rank: of this member, whose values are ``flat_N``, of the plan's dtype, on the CPU.
-        plan: how the vector is encoded; the same on all members.
         members: ranks that take part.
-        region: the part to average.
         averaged_N: receives the means; only ``region`` is written. If it is ``flat_N``, the means of a chunk overwrite
             the values once its reducer has these.
         feedbacks: the codec error of earlier rounds; None for no error feedback.
@@ -73,7 +70,6 @@ class Butterfly:
 
     Attributes:
         faults: what each lost member did wrong, by rank.
-        partition: the spans of the members.
         partners: ranks with which values are exchanged; two members without spans exchange nothing.
         wanted: what is still to come, by rank.
         done_with: members with which all was exchanged; nothing more travels on their streams.
@@ -155,7 +151,6 @@ class Butterfly:
 
     @property
     def num_averaged(self) -> int:
-        """Number of chunks that this member has averaged."""
         return len(self._reducer.presents)
 
     def num_bytes_with(self, rank: int) -> int:
@@ -194,9 +189,9 @@ class Butterfly:
         """Lose a member whose values cannot be averaged."""
         self.lose(rank, self._invalid(rank, how).reason, is_violation=True)
 
-    def _invalid(self, rank: int, how: str) -> InvalidContribution:
+    def _invalid(self, rank: int, how: str, what: str = "the values of ") -> InvalidContribution:
         peer_id = self._members[rank].peer_id
-        return InvalidContribution(f"the values of peer {peer_id} {how}", [peer_id])
+        return InvalidContribution(f"{what}peer {peer_id} {how}", [peer_id])
 
     async def _converse(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
         """Exchange all values and means with a partner; it is lost if it does not keep up its part."""
@@ -238,13 +233,10 @@ class Butterfly:
 
     def _outgoing(self, rank: int) -> Iterator[memoryview | Condition]:
         if self._owes_values_to(rank):
-            yield from self._values(rank)
+            yield memoryview(self._label_of(rank))
+            yield from self._own_values(rank) if self.partition.is_exact else self._encoded_values(rank)
         if self._reducer.chunks:
             yield from self._means()
-
-    def _values(self, reducer: int) -> Iterator[memoryview]:
-        yield memoryview(self._label_of(reducer))
-        yield from self._own_values(reducer) if self.partition.is_exact else self._encoded_values(reducer)
 
     def _own_values(self, reducer: int) -> Iterator[memoryview]:
         """Unencoded values; each piece is checked just before it is sent, which brings it into the cache."""
@@ -364,34 +356,25 @@ class Butterfly:
 
     def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
         numel, num_bytes = _LABEL.unpack(label)
-        peer_id = self._members[rank].peer_id
         if numel != self._flat_N.numel():
-            raise InvalidContribution(
-                f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id]
-            )
+            raise self._invalid(rank, f"has {numel} values, not {self._flat_N.numel()}", "the vector of ")
         is_of_means = wanted is Wanted.MEANS
         due = (self.partition.mean_bytes if is_of_means else self.partition.num_bytes)[reducer]
         if num_bytes != due:
-            raise InvalidContribution(
-                f"peer {peer_id} sends {num_bytes} bytes of {wanted.value}, and {due} are due", [peer_id]
-            )
+            raise self._invalid(rank, f"sends {num_bytes} bytes of {wanted.value}, and {due} are due", "")
 
     def _read_record(self, record: bytes | bytearray, rank: int) -> None:
         try:
             self._told[rank] = self._records.read_record(bytes(record))
         except BadContribution as error:
-            peer_id = self._members[rank].peer_id
-            raise InvalidContribution(f"the record of peer {peer_id} is invalid: {error}", [peer_id]) from error
+            raise self._invalid(rank, f"is invalid: {error}", "the record of ") from error
         if self._plan.passes_on and self._told[rank] != self._passed_on.get(rank, []):
             raise self._invalid(rank, "are not of the members in its record")
 
     def _read_norms(self, record: bytes | bytearray, rank: int) -> None:
         norms = list(self._norms_record.unpack(record))
         if not all(norm >= 0.0 for norm in norms):
-            peer_id = self._members[rank].peer_id
-            raise InvalidContribution(
-                f"the record of peer {peer_id} is invalid: a norm is negative, or not a number", [peer_id]
-            )
+            raise self._invalid(rank, "is invalid: a norm is negative, or not a number", "the record of ")
         self._told_norms[rank] = norms
 
     # memory

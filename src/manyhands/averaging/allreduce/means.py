@@ -26,7 +26,6 @@ class Means:
     """A result, or the part of it that a member has.
 
     Attributes:
-        averaged_N: the vector.
         spans_ballots: whether parts of it came in different ballots. Then a piece is a plain part of the vector, else
             the means of one reducer as sent.
         pieces: their memory, uint8.
@@ -42,11 +41,6 @@ class Means:
     decode: Callable[[], None]
     codec: int = 0
     chunks: Sequence[Sequence[slice]] = ()
-
-    def copy(self) -> Means:
-        """A copy of the pieces, to send from."""
-        pieces = [torch.empty_like(piece).copy_(piece) for piece in self.pieces]
-        return Means(torch.empty(0), self.spans_ballots, pieces, lambda: None)
 
     def lasting(self) -> Means:
         """The same pieces, which nobody changes any more: those in the memory of the vector are copied."""
@@ -87,8 +81,6 @@ class Contributions:
     """The parts of the averaged vector that a member holds.
 
     Args:
-        numel: of the vector.
-        num_members: of the formed group.
         contributors: ranks with a weight above 0.
 
     Attributes:

@@ -58,7 +58,6 @@ class Partition:
     Args:
         members: ranks that take part.
         region: the part of the vector that is averaged.
-        plan: how values are encoded.
 
     Attributes:
         weights: by rank; 0 for members that do not take part.

@@ -37,7 +37,6 @@ class SpanReducer:
     Args:
         averaged_N: receives the means; may be the memory of ``flat_N``, this member's values.
         encoded: memory for the means as sent, uint8; with an exact codec that of the means themselves.
-        feedbacks: the codec error of earlier rounds; None for no error feedback.
         norms: measures the members' values as they arrive; None if they are not measured.
 
     Attributes:
@@ -258,13 +257,14 @@ class SpanReducer:
         The mean may overwrite ``own``, which is saved to ``kept`` first, unless that is empty.
         """
         plan, num_done, squares = self._plan, 0, np.zeros(len(present) + 1)
-        if not self._is_exact and self._feedback is None and received and present:  # in one pass, as far as possible
+        parts = plan.cut(chunk.start, chunk.stop) if not self._is_exact and self._feedback is None else []
+        if len(parts) == 1 and not parts[0].is_chosen and received and present:  # in one pass, as far as possible
             memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
             which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
             weights = [self._weights[rank] for rank in present]
             shares = [weight / sum(weights) for weight in weights]
             mean = self._averaged_N[chunk]
-            num_done = plan.average(own, kept, self._rooms, which, shares, chunk.start, mean, encoded, squares)
+            num_done = parts[0].codec.average(own, kept, self._rooms, which, shares, mean, encoded, squares)
         *given, self._square = squares.tolist()
         self._squares = dict(zip(present, given, strict=True))
         if num_done == _numel(chunk):
@@ -279,7 +279,8 @@ class SpanReducer:
             if self._feedback is not None:
                 mean.copy_(self._feedback.encode(mean, rest.start, encoded[at:]))
             else:
-                plan.requantize(mean, rest.start, encoded[at:])
+                plan.encode(mean, rest.start, encoded[at:])
+                plan.decode(encoded[at:], rest.start, mean)
             if self._norms is not None:
                 self._square += square_of(mean)
         return fault
@@ -306,7 +307,7 @@ class SpanReducer:
             return None  # a codec refuses what is not finite
         if self._norms is not None:
             self._square = square_of(mean)
-        if self._is_finite(mean):
+        if math.isfinite(self._square) if self._norms is not None else is_finite(mean):  # the norms need that anyway
             return None
         for rank in present:
             if rank != self._rank and not is_finite(received[rank].view(own.dtype)):
@@ -314,10 +315,6 @@ class SpanReducer:
         if not is_finite(mean):
             raise NotFinite("NaN or infinite values cannot be averaged")
         return None
-
-    def _is_finite(self, mean: torch.Tensor) -> bool:
-        """Whether all values of a mean are finite, judged by its square, if the norms need that anyway."""
-        return math.isfinite(self._square) if self._norms is not None else is_finite(mean)
 
 
 def _numel(part: slice) -> int:

@@ -126,7 +126,6 @@ class Watched:
         wanted, since: what it owes now, and since when.
         owed_s: how long it has owed values without being held up by others.
         amount, moved_at: its progress when it was last asked, and when that last changed.
-        asking: the last question about it.
     """
 
     began: float

@@ -20,12 +20,11 @@ from collections import deque
 import msgspec
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, StreamHeader
+from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, StreamHeader, read_header
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 from manyhands.transport.passing import PassingStream
@@ -50,7 +49,6 @@ class RoundStream(PassingStream):
         before: bytes that were sent and received on it before.
 
     Attributes:
-        stream: the stream itself.
         kept: if the partner has dialled it, the future to resolve so that another round may follow on it; else None.
     """
 
@@ -171,8 +169,13 @@ class PartnerStreams:
             self._endpoint.release(stream.stream)
 
     def _keep(self, stream: RoundStream) -> bool:
-        if stream.kept is None:
-            return self._endpoint.is_connected(stream.remote) and self._add_idle(stream.stream)
+        peer_id = stream.remote
+        if stream.kept is None:  # this peer has dialled it
+            if len(self._idle) >= MAX_KEPT or peer_id in self._idle or not self._endpoint.is_connected(peer_id):
+                return False
+            timer = asyncio.get_running_loop().call_later(KEPT_S, self._drop_idle, peer_id)
+            self._idle[peer_id] = stream.stream, timer
+            return True
         if stream.kept.done() or len(self._unnamed) >= MAX_UNNAMED:
             return False
         stream.kept.set_result(None)
@@ -185,14 +188,6 @@ class PartnerStreams:
             self._endpoint.release(stream)
 
     # idle streams that this peer has dialled
-
-    def _add_idle(self, stream: Stream) -> bool:
-        peer_id = stream.remote
-        if len(self._idle) >= MAX_KEPT or peer_id in self._idle:
-            return False
-        timer = asyncio.get_running_loop().call_later(KEPT_S, self._drop_idle, peer_id)
-        self._idle[peer_id] = stream, timer
-        return True
 
     async def _take_idle(self, peer_id: PeerId, name: bytes) -> RoundStream | None:
         """The idle stream to a peer, for the round of this name; None if there is none that is open."""
@@ -219,11 +214,7 @@ class PartnerStreams:
     # streams that partners open; they may come before this peer knows the group
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        try:
-            name = msgspec.msgpack.decode(header, type=StreamHeader).group_id
-        except UNREADABLE as error:
-            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
-        before = 0, 0
+        name, before = read_header(remote, header, StreamHeader).group_id, (0, 0)
         while True:
             name = name or await self._next_name(remote, stream)
             if not await self._serve_round(name, remote, stream, before):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from manyhands.averaging.codecs.kernels import kernel
-from manyhands.base.errors import ConfigError, ManyhandsError
+from manyhands.base.errors import ManyhandsError
 
 FLOAT_BYTES = 4
 PRODUCT_NUMEL = 4096
@@ -77,15 +77,9 @@ class Codec(abc.ABC):
         Raises:
             NotFinite: a value is NaN, infinite, or too large for the codec's dtype; ``out`` is then undefined, and must
                 not be sent.
-            ConfigError: a shape or a dtype is wrong.
         """
-        if values_N.dim() != 1 or not values_N.is_floating_point():
-            raise ConfigError(f"values are {_named(values_N)}, but have to be floats in one dimension")
-        if not _is_bytes(out, self.num_bytes(values_N.numel())):
-            raise ConfigError(
-                f"the place for {values_N.numel()} values in {self.name} is {_named(out)}, but has to be uint8 of "
-                f"shape [{self.num_bytes(values_N.numel())}], contiguous"
-            )
+        assert (values_N.dim(), values_N.is_floating_point()) == (1, True)
+        assert _is_bytes(out, self.num_bytes(values_N.numel())), "a compiled kernel does not look at bounds"
         values_N, out = self._after_kernel("encode", values_N, out)
         if not values_N.numel():
             return
@@ -101,13 +95,8 @@ class Codec(abc.ABC):
         Raises:
             BadEncoding: the length is not ``num_bytes(N)``, or a value would not be finite; ``out_N`` is then
                 undefined, and must not be used.
-            ConfigError: the shape or the dtype of ``out_N`` is wrong.
         """
-        if out_N.dim() != 1 or out_N.dtype != self.dtype or not out_N.is_contiguous():
-            raise ConfigError(
-                f"the place for values of {self.name} is {_named(out_N)}, but has to be {self.dtype} in one dimension, "
-                "contiguous"
-            )
+        assert (out_N.dim(), out_N.dtype, out_N.is_contiguous()) == (1, self.dtype, True)
         if not _is_bytes(encoded, self.num_bytes(out_N.numel())):
             raise BadEncoding(
                 f"{out_N.numel()} values in {self.name} are {self.num_bytes(out_N.numel())} bytes, but there are "
@@ -118,24 +107,6 @@ class Codec(abc.ABC):
             return
         for start, stop, place in self._pieces(out_N.numel(), encoded):
             self._decode_piece(place, out_N[start:stop])
-
-    def requantize(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
-        """Like :meth:`encode`, and replace ``values_N``, contiguous and of the codec's dtype, with the decoded ones."""
-        self.encode(values_N, out)
-        self.decode(out, values_N)
-
-    def add(self, encoded: torch.Tensor, weight: float, total_N: torch.Tensor, *, is_first: bool) -> float:
-        """Like :meth:`decode`, but add the values times ``weight`` to ``total_N``; the first ones overwrite it.
-
-        Returns:
-            The :func:`sampled_square_of` the values.
-        """
-        values = torch.empty_like(total_N)
-        self.decode(encoded, values)
-        square = sampled_square_of(values)
-        values.mul_(weight)
-        total_N.copy_(values) if is_first else total_N.add_(values)
-        return square
 
     def average(
         self,
@@ -148,18 +119,17 @@ class Codec(abc.ABC):
         out: torch.Tensor,
         squares: np.ndarray,
     ) -> int:
-        """Do what :meth:`add` for each contribution and then :meth:`requantize` do, in one pass over the memory.
+        """Add up all contributions, encode the mean, and decode it, in one pass over the memory.
 
-        Stops where a compiled kernel cannot go on, or values break the rules; the rest is left to those two.
+        Stops where a compiled kernel cannot go on, or values break the rules; the caller does the rest step by step.
 
         Args:
             own_N: own values, unencoded; may be ``mean_N``.
             kept_N: if not empty, receives a copy of the own values that were averaged.
             rooms: the others' encoded values, uint8, shape [rooms, bytes of a room], of which only the first are used.
             which: in the order of addition, the room of each contribution, or -1 for ``own_N``.
-            weights: of each.
-            mean_N: as the argument of :meth:`requantize`.
-            out: likewise.
+            mean_N: receives the decoded mean; contiguous, of the codec's dtype.
+            out: as the argument of :meth:`encode`.
             squares: float64, shape [contributions + 1]; to it are added an estimate of the sum of the squares of each
                 contribution's values, and an upper bound of that of the mean, as far as they are done.
         Returns:
@@ -277,7 +247,3 @@ def _is_aligned(data: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _is_bytes(tensor: torch.Tensor, num_bytes: int) -> bool:
     return tensor.dtype == torch.uint8 and tensor.shape == (num_bytes,) and tensor.is_contiguous()
-
-
-def _named(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} of shape {list(tensor.shape)}" + ("" if tensor.is_contiguous() else ", not contiguous")

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, sampled_square_of
@@ -53,9 +52,6 @@ class Plan:
     Args:
         segments: the first one starts at 0.
         uncompared: the parts of the vector that do not count in the norms of members' values.
-    Attributes:
-        decay: factor of an error feedback, from round to round.
-        passes_on: a reducer sends the contributions to a mean in place of it (:class:`Gathered`).
     """
 
     def __init__(self, segments: Sequence[Segment], uncompared: Sequence[slice] = ()) -> None:
@@ -77,13 +73,8 @@ class Plan:
         self._stops = [segment.stop for segment in joined]
 
     def cut(self, start: int, stop: int) -> list[Segment]:
-        """The segments of ``flat_N[start:stop]``, their bounds counted from the start of the vector.
-
-        Raises:
-            ConfigError: the slice is not within the vector.
-        """
-        if not 0 <= start <= stop <= self.numel:
-            raise ConfigError(f"a slice from {start} to {stop} is not within a vector of {self.numel} values")
+        """The segments of ``flat_N[start:stop]``, their bounds counted from the start of the vector."""
+        assert 0 <= start <= stop <= self.numel, "within the vector"
         first = bisect.bisect_right(self._stops, start)
         parts = []
         for segment in self.segments[first:]:
@@ -111,30 +102,15 @@ class Plan:
 
     def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
         """Like :meth:`Codec.encode`; ``values`` is ``flat_N[start : start + len(values)]``."""
-        stop = start + values.numel()
-        if out.shape != (self.num_bytes(start, stop),):
-            raise ConfigError(
-                f"values from {start} to {stop} take {self.num_bytes(start, stop)} bytes, but the place has shape "
-                f"{list(out.shape)}"
-            )
+        assert out.shape == (self.num_bytes(start, start + values.numel()),)
         for part, some_values, place in self._parts(values, start, out):
             part.codec.encode(some_values, place)
 
     def decode(self, encoded: torch.Tensor, start: int, out: torch.Tensor) -> None:
         """Like :meth:`Codec.decode`; ``out`` becomes ``flat_N[start : start + len(out)]``."""
-        stop = start + out.numel()
-        if encoded.shape != (self.num_bytes(start, stop),):
-            raise BadEncoding(
-                f"values from {start} to {stop} take {self.num_bytes(start, stop)} bytes, but there are "
-                f"{encoded.numel()}"
-            )
+        self._check_length(encoded, start, out)
         for part, some_values, place in self._parts(out, start, encoded):
             part.codec.decode(place, some_values)
-
-    def requantize(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        """Like :meth:`encode`, and replace ``values`` with the decoded ones; contiguous, of the plan's dtype."""
-        for part, some_values, place in self._parts(values, start, out):
-            part.codec.requantize(some_values, place)
 
     def add(
         self,
@@ -153,12 +129,14 @@ class Plan:
         Returns:
             An estimate of the sum of the squares of the values.
         """
-        if encoded.shape != (self.num_bytes(start, start + total.numel()),):
-            raise BadEncoding(f"{total.numel()} values from {start} on are not {encoded.numel()} bytes")
+        self._check_length(encoded, start, total)
         square = 0.0
         for part, some_total, place in self._parts(total, start, encoded):
-            weight = float(is_largest) if part.is_chosen else share
-            square += part.codec.add(place, weight, some_total, is_first=is_first)
+            values = torch.empty_like(some_total)
+            part.codec.decode(place, values)
+            square += sampled_square_of(values)
+            values.mul_(float(is_largest) if part.is_chosen else share)
+            some_total.copy_(values) if is_first else some_total.add_(values)
         return square
 
     def add_values(
@@ -176,23 +154,10 @@ class Plan:
                 total[run].add_(values[run], alpha=weight)
         return square
 
-    def average(
-        self,
-        own: torch.Tensor,
-        kept: torch.Tensor,
-        rooms: torch.Tensor,
-        which: Sequence[int],
-        weights: Sequence[float],
-        start: int,
-        mean: torch.Tensor,
-        out: torch.Tensor,
-        squares: np.ndarray,
-    ) -> int:
-        """Like :meth:`Codec.average`, from ``start`` on in the vector; does nothing if there are several segments."""
-        parts = self.cut(start, start + mean.numel())
-        if len(parts) != 1 or parts[0].is_chosen:
-            return 0
-        return parts[0].codec.average(own, kept, rooms, which, weights, mean, out, squares)
+    def _check_length(self, encoded: torch.Tensor, start: int, values: torch.Tensor) -> None:
+        stop = start + values.numel()
+        if (due := self.num_bytes(start, stop)) != encoded.numel():
+            raise BadEncoding(f"values from {start} to {stop} take {due} bytes, but there are {encoded.numel()}")
 
     def _parts(
         self, values: torch.Tensor, start: int, encoded: torch.Tensor

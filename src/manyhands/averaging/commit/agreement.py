@@ -69,10 +69,8 @@ class VotingState:
     Attributes:
         count: of the votes, if this peer leads the group: only then does it decide.
         lost: members that can no longer be reached, by rank, with the reason.
-        verdict: set as soon as it is known here.
         is_in_doubt: this peer has lost the leader, and asks the other members.
         untold: the other members, without those that have the verdict from this leader.
-        decided_at: when the verdict was known (loop time).
         changed: done when there is news, and then replaced.
     """
 

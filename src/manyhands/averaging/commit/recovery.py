@@ -20,6 +20,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 
 import msgspec
 import torch
@@ -31,13 +32,21 @@ from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.commit.limits import MemberLimits, joined, usual_norm, witnessed
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import Memory, bytes_of, empty_vector
-from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Digest, Group, Order, RoundManifest, Vote
+from manyhands.averaging.messages import (
+    MAX_REASON_LENGTH,
+    Accusation,
+    Digest,
+    Group,
+    Order,
+    RoundManifest,
+    Vote,
+    read_header,
+)
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
-from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
@@ -59,6 +68,7 @@ OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
 
 
+@dataclass(eq=False)
 class Recovery:
     """Averages the whole vector first, then the parts that the leader orders; makes the vote after each.
 
@@ -70,7 +80,6 @@ class Recovery:
             brings values of its own.
 
     Attributes:
-        feedbacks: the codec error of earlier rounds; None for no error feedback.
         everything: the first ballot's order: all members average the whole vector.
         results: what this member holds as a whole, by digest.
         outsized: ranks of members whose values are too large beside those of the others.
@@ -78,52 +87,42 @@ class Recovery:
         usual_norm: of the members' values; 0 if they were not measured.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        rank: int,
-        flat_N: torch.Tensor,
-        plan: Plan,
-        exchange: RunExchange,
-        *,
-        memory: Memory,
-        refill: Refill | None,
-        feedbacks: Feedbacks | None,
-        limits: MemberLimits | None,
-        norm_before: float | None,
-    ) -> None:
-        self.group = group
-        self.rank = rank
-        self._flat_N = flat_N
-        self._plan = plan
-        self._exchange = exchange
-        self._refill = refill
-        self._mean_N = flat_N if refill is not None else empty_vector(flat_N.numel(), flat_N.dtype)
-        self._memory = memory
-        self._limits = limits
-        self._norm_before = norm_before
-        self.feedbacks = feedbacks
-        self.outsized: set[int] = set()
-        self.struck: set[int] = set()
-        self.usual_norm = 0.0
-        contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
-        self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
+    group: Group
+    rank: int
+    flat_N: torch.Tensor
+    plan: Plan
+    exchange: RunExchange
+    _: KW_ONLY
+    memory: Memory
+    refill: Refill | None
+    feedbacks: Feedbacks | None
+    limits: MemberLimits | None
+    norm_before: float | None
+    results: dict[bytes, Means] = field(default_factory=dict)
+    outsized: set[int] = field(default_factory=set)
+    struck: set[int] = field(default_factory=set)
+    usual_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        members, numel = self.group.members, self.flat_N.numel()
+        contributors = (rank for rank, member in enumerate(members) if member.weight > 0)
+        self.everything = Order(0, list(range(len(members))), 0, numel)
+        self._mean_N = self.flat_N if self.refill is not None else empty_vector(numel, self.flat_N.dtype)
+        self._contributions = Contributions(numel, len(members), contributors)
         self._first: Means | None = None
-        self.everything = Order(0, list(range(len(group.members))), 0, flat_N.numel())
-        self.results: dict[bytes, Means] = {}
 
     async def average(self, order: Order, timeout_s: float) -> Vote:
         """Average a part of the vector among the remaining members; returns the vote on the result."""
         if any(self._mean_N is means.averaged_N for means in self.results.values()):
             self._mean_N = self._mean_N.clone()  # that result may still be the one that is committed
-        if order.ballot > 0 and self._refill is not None:
-            self._flat_N, self._refill = await run_to_end(self._refill), None
+        if order.ballot > 0 and self.refill is not None:
+            self.flat_N, self.refill = await run_to_end(self.refill), None
         region = slice(order.start, order.stop)
         self._contributions.drop(order.start, order.stop)
         butterfly = Butterfly(
-            self.group, self.rank, self._flat_N, self._plan,
-            members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
-            feedbacks=self.feedbacks, is_measured=self._limits is not None,
+            self.group, self.rank, self.flat_N, self.plan,
+            members=order.members, region=region, averaged_N=self._mean_N, memory=self.memory,
+            feedbacks=self.feedbacks, is_measured=self.limits is not None,
         )  # fmt: skip
         if order.ballot == 0:
             self._first = butterfly.means()  # also if the others decide while this member still averages
@@ -132,7 +131,7 @@ class Recovery:
             if not any(self.group.members[rank].weight > 0 for rank in order.members):
                 raise RoundAborted(NO_WEIGHT)
             async with time_limit(timeout_s, "averaging"):
-                await self._exchange(self.group, self.rank, butterfly, stream_id(self.group, order.ballot))
+                await self.exchange(self.group, self.rank, butterfly, stream_id(self.group, order.ballot))
         except (RoundAborted, Timeout) as error:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, InvalidContribution):  # its own values: no stream carries them
@@ -142,7 +141,7 @@ class Recovery:
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
         outsized = self._find_outsized(butterfly, order.members)
         accusations = [*butterfly.faults.values(), *own_fault, *outsized]
-        numel, missing = self._flat_N.numel(), self._contributions.missing()
+        numel, missing = self.flat_N.numel(), self._contributions.missing()
         vote = Vote(self.group.group_id, b"", ballot=order.ballot, accusations=accusations, numel=numel)
         if missing[0] < missing[1] or own_fault or outsized:
             vote.reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
@@ -159,15 +158,15 @@ class Recovery:
     def _find_outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
         """Members with too large values; these are in every span's means, so all is averaged without them."""
         told, members = butterfly.norms(), self.group.members
-        if self._limits is None or not told:
+        if self.limits is None or not told:
             return []
         weights = [member.weight if rank in here else 0.0 for rank, member in enumerate(members)]
         norms, at_least = joined(told, range(len(told))), 0.0
         if (usual := usual_norm(norms, weights)) < math.inf:
             self.usual_norm = max(self.usual_norm, usual)
-        if self._norm_before is not None:  # means may be as good as 0 where values cancel each other
-            at_least = self._norm_before or norms[self.rank]
-        found, certain = witnessed(told, weights, self._limits, at_least=at_least)
+        if self.norm_before is not None:  # means may be as good as 0 where values cancel each other
+            at_least = self.norm_before or norms[self.rank]
+        found, certain = witnessed(told, weights, self.limits, at_least=at_least)
         self.outsized |= found
         self.struck |= certain
         return [
@@ -229,8 +228,8 @@ class Fetching:
             self._recovery = None
 
     async def keep(self, means: Means, digest: bytes) -> None:
-        """Copy a result for members that may still fetch it: the vector itself belongs to the caller."""
-        self._kept[digest] = await run_to_end(means.copy)
+        """Keep a result for members that may still fetch it, without the vector, which belongs to the caller."""
+        self._kept[digest] = await run_to_end(means.lasting)
         self._forget_timer = asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._forget)
 
     def _forget(self) -> None:
@@ -310,11 +309,7 @@ class Fetching:
         return means
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        try:
-            request = msgspec.msgpack.decode(header, type=MeansHeader)
-        except UNREADABLE as error:
-            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
-        means = self._means_for(remote, request)
+        means = self._means_for(remote, read_header(remote, header, MeansHeader))
         if means is None or remote in self._serving:
             return
         self._serving.add(remote)

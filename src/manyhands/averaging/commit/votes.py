@@ -84,7 +84,6 @@ class VoteCount:
         votes: of this ballot, by rank; the first vote of a member counts.
         lost: members that cannot vote any more, by rank, with the reason.
         faults: what members did wrong, by rank.
-        verdict: once it is decided.
         leader: the rank of the peer that counts.
     """
 

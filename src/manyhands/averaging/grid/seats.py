@@ -99,17 +99,8 @@ def group_of(layout: Layout, cell: int, round_number: int) -> int:
     return cell - cell // stride % side * stride
 
 
-def next_cell(layout: Layout, cell: int, round_number: int) -> int:
-    """The cell of a peer after a round, whether or not its group has committed."""
-    return _shifted(layout, cell, round_number, 1)
-
-
-def previous_cell(layout: Layout, cell: int, round_number: int) -> int:
-    """The cell before a round of a peer that is in ``cell`` after it."""
-    return _shifted(layout, cell, round_number, -1)
-
-
-def _shifted(layout: Layout, cell: int, round_number: int, times: int) -> int:
+def next_cell(layout: Layout, cell: int, round_number: int, times: int = 1) -> int:
+    """The cell of a peer after a round, whether or not its group has committed; with ``times=-1`` the way back."""
     if not layout.sides or layout.is_random:
         return cell
     stride, side = _axis(layout.sides, round_number)
@@ -119,11 +110,7 @@ def _shifted(layout: Layout, cell: int, round_number: int, times: int) -> int:
 
 
 def layout_for(num_peers: int, max_group_size: int) -> Layout:
-    """The smallest layout with a cell for each peer: as few rounds as possible, and rows of similar length.
-
-    Args:
-        max_group_size: at least 2.
-    """
+    """The smallest layout with a cell for each peer: as few rounds as possible, and rows of similar length."""
     if num_peers <= max_group_size:
         return ONE_GROUP
     num_peers = min(num_peers, MAX_CELLS)
@@ -132,9 +119,6 @@ def layout_for(num_peers: int, max_group_size: int) -> Layout:
         num_axes += 1
     side = max(2, math.floor(num_peers ** (1 / num_axes)))
     sides = [side] * num_axes
-    while math.prod(sides) > num_peers and side > 2:  # the root was rounded up
-        side -= 1
-        sides = [side] * num_axes
     for axis in range(num_axes):
         while math.prod(sides) < num_peers and sides[axis] == side:
             sides[axis] += 1
@@ -339,7 +323,7 @@ def _moved(layout: Layout, cell: int, since: int, until: int) -> int:
     for number in range(since, until):
         cell = next_cell(layout, cell, number)
     for number in range(since - 1, until - 1, -1):
-        cell = previous_cell(layout, cell, number)
+        cell = next_cell(layout, cell, number, times=-1)
     return cell
 
 

@@ -70,7 +70,6 @@ class StepOutcome:
         committed: the last round that committed, with the mean that this peer now holds; None if none did.
         reason: why a round did not commit; empty if all did.
         num_rounds, num_rounds_committed: of the step; above 1 in a grid.
-        meter: what the rounds cost.
         weight: behind the mean, in a grid.
         usual_norm: of the values in this peer's first group of a grid; 0 if none committed here, or without limits.
         manifests: of all rounds of a grid that committed here.
@@ -91,32 +90,22 @@ class StepOutcome:
     disagreement: float | None = None
 
 
+@dataclass(eq=False)
 class GridSteps:
     """Makes the steps of one peer.
 
     Args:
         look: reads the records of the others.
-        shapes: of the tensors in the vector.
         part: as for :meth:`manyhands.averaging.rounds.RoundRunner.average`.
     """
 
-    def __init__(
-        self,
-        place: GridPlace,
-        own_id: PeerId,
-        rounds: RoundRunner,
-        config: AveragingConfig,
-        look: Callable[[], Awaitable[None]],
-        shapes: Sequence[Sequence[int]],
-        part: int = 0,
-    ) -> None:
-        self._part = part
-        self._place = place
-        self._own_id = own_id
-        self._rounds = rounds
-        self._config = config
-        self._look = look
-        self._shapes = shapes
+    place: GridPlace
+    own_id: PeerId
+    rounds: RoundRunner
+    config: AveragingConfig
+    look: Callable[[], Awaitable[None]]
+    shapes: Sequence[Sequence[int]]
+    part: int = 0
 
     async def take(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
         """Run all rounds of the step that has begun, and write the result to ``outcome``.
@@ -126,7 +115,7 @@ class GridSteps:
         Raises:
             NothingToAverage: no peer whose values have come here gave a weight.
         """
-        place, loop = self._place, asyncio.get_running_loop()
+        place, loop = self.place, asyncio.get_running_loop()
         mean_N, num_empty = flat_N, 0
         outcome.num_rounds, outcome.num_rounds_committed = place.num_rounds, 0
         outcome.reason, outcome.weight, outcome.usual_norm = "", weight, 0.0
@@ -152,7 +141,7 @@ class GridSteps:
 
     def _count(self, outcome: StepOutcome, result: CommittedRound) -> None:
         manifest = result.manifest
-        own_weight = manifest.weights[manifest.members.index(self._own_id)]
+        own_weight = manifest.weights[manifest.members.index(self.own_id)]
         outcome.is_left_out = outcome.is_left_out or (outcome.weight > 0 and not own_weight > 0)
         outcome.committed, outcome.weight = result, sum(manifest.weights)
         outcome.manifests.append(manifest)
@@ -164,7 +153,7 @@ class GridSteps:
         Raises:
             NothingToAverage: no member has any samples.
         """
-        place, loop = self._place, asyncio.get_running_loop()
+        place, loop = self.place, asyncio.get_running_loop()
         number, is_first = place.position().step, place.num_rounds_left == place.num_rounds
         alone_until = min(loop.time() + ALONE_S, deadline)
         elsewhere: set[PeerId] = set()  # peers that are done with this round, perhaps without this peer
@@ -174,14 +163,14 @@ class GridSteps:
             if expected - elsewhere or place.called.is_set():
                 place.called.clear()
                 try:
-                    return await self._rounds.average(
+                    return await self.rounds.average(
                         mean_N,
                         outcome.weight,
-                        shapes=self._shapes,
+                        shapes=self.shapes,
                         timeout_s=left_s,
                         gather_s=min(self._patience_s(), left_s * GATHER_SHARE),
                         meter=outcome.meter,
-                        part=self._part,
+                        part=self.part,
                         norm_before=None if is_first else outcome.usual_norm,
                     )
                 except NothingToAverage:
@@ -197,11 +186,11 @@ class GridSteps:
             elif loop.time() >= alone_until or place.is_left_behind():
                 break
             await wait_at_most(place.called, LOOK_S)
-            await self._look()
+            await self.look()
         outcome.reason = f"round {number} did not commit here: {reason}"
         return None
 
     def _patience_s(self) -> float:
         """How long to wait for expected peers: longer in each round, as they may have waited in the last."""
-        num_left, num_rounds = self._place.num_rounds_left or 1, self._place.num_rounds
-        return self._config.matchmaking_time_s * (num_rounds - num_left + 1) / num_rounds
+        num_left, num_rounds = self.place.num_rounds_left or 1, self.place.num_rounds
+        return self.config.matchmaking_time_s * (num_rounds - num_left + 1) / num_rounds

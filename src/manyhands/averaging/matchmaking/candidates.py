@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from manyhands.averaging.messages import SHORT_ID_BYTES, Position, short_id
@@ -102,18 +103,19 @@ class Candidates:
 
     def expected(self) -> Mapping[PeerId, bool]:
         """The roster's peers, without those that are avoided, or claim in vain that the run went on."""
-        expected, position = self.roster.expected(), self.roster.position()
-        if self._avoided.known or self._refused.known:
-            expected = {peer_id: is_client for peer_id, is_client in expected.items() if self.is_heeded(peer_id)}
-        now = asyncio.get_running_loop().time()
+        expected, position, now = self.roster.expected(), self.roster.position(), asyncio.get_running_loop().time()
         disbelieved = {
             peer_id
             for peer_id, (there, since) in self._ahead.items()
             if there == position and since + BELIEVE_BEHIND_S <= now
         }
-        if not disbelieved.isdisjoint(expected):
-            expected = {peer_id: is_client for peer_id, is_client in expected.items() if peer_id not in disbelieved}
-        return expected
+        if not (disbelieved or self._avoided.known or self._refused.known):  # as nearly always
+            return expected
+        return {
+            peer_id: is_client
+            for peer_id, is_client in expected.items()
+            if peer_id not in disbelieved and self.is_heeded(peer_id)
+        }
 
     def is_refused(self, peer_id: PeerId) -> bool:
         """Whether a peer gets no place."""
@@ -210,6 +212,7 @@ class Candidates:
         return strangers
 
 
+@dataclass(eq=False)
 class _Penalties:
     """Times during which peers are avoided: each in a row is ``factor`` times as long as the one before.
 
@@ -217,12 +220,11 @@ class _Penalties:
         known: the number in a row, and until when the last one lasts (loop time).
     """
 
-    def __init__(self, first_s: float, max_s: float, factor: float, *, lapses: bool) -> None:
-        self._first_s = first_s
-        self._max_s = max_s
-        self._factor = factor
-        self._lapses = lapses  # after as long as the next one would be
-        self.known: dict[PeerId, tuple[int, float]] = {}
+    first_s: float
+    max_s: float
+    factor: float
+    lapses: bool  # after as long as the next one would be
+    known: dict[PeerId, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, peer_id: PeerId, num_free: int = 0) -> float:
         """Begin the next one, without effect for the first ``num_free``; returns for how many seconds one is on."""
@@ -230,7 +232,7 @@ class _Penalties:
         now = asyncio.get_running_loop().time()
         if until > now:
             return until - now
-        if self._lapses and now - until > self._length_s(num_before - num_free):
+        if self.lapses and now - until > self._length_s(num_before - num_free):
             num_before = min(num_before, num_free)
         length_s = self._length_s(num_before - num_free)
         _set(self.known, peer_id, (num_before + 1, now + length_s))
@@ -238,7 +240,7 @@ class _Penalties:
 
     def _length_s(self, number: int) -> float:
         """Of a penalty, counted from 0; those below 0 have no effect."""
-        return min(self._first_s * self._factor**number, self._max_s) if number >= 0 else 0.0
+        return min(self.first_s * self.factor**number, self.max_s) if number >= 0 else 0.0
 
     def is_on(self, peer_id: PeerId) -> bool:
         return peer_id in self.known and self.known[peer_id][1] > asyncio.get_running_loop().time()

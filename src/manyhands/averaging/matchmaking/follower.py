@@ -132,7 +132,7 @@ class Matchmaker:
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
-        return self._state.seeks_with(leader)
+        return self._state.sought_at == math.inf and self._state.following == leader
 
     async def find_group(
         self, weight: float, bandwidth: int, gather_s: float | None = None, timeout_s: float = math.inf
@@ -140,7 +140,6 @@ class Matchmaker:
         """Wait for the group of the next round at this peer's position.
 
         Args:
-            weight: samples behind this peer's vector.
             bandwidth: this peer's uplink in bytes per second; 0 if unknown.
             gather_s: how long to wait for the expected peers, instead of ``matchmaking_time_s``.
             timeout_s: this peer's time for the round, including this search.

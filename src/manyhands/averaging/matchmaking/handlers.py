@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
@@ -68,10 +69,6 @@ class MatchmakingState:
         """Stop waiting: the leader has answered, or is not asked any more."""
         self.following = self._better = None
 
-    def seeks_with(self, leader: PeerId) -> bool:
-        """Whether this peer waits for a leader's group."""
-        return self.sought_at == math.inf and self.following == leader
-
     def note_call(self, leader: PeerId, position: Position) -> None:
         """Remember a leader's invitation, for this peer's next search there."""
         self._inviter = (leader, position)
@@ -95,40 +92,34 @@ class MatchmakingState:
         return self._endpoint.client_mode or inviter < own_id or inviter not in self._candidates.expected()
 
 
+@dataclass(eq=False)
 class MatchmakingHandlers:
     """Serves JOIN, LEAVE and INVITE for one run."""
 
-    def __init__(
-        self,
-        endpoint: RunEndpoint,
-        run_fingerprint: bytes,
-        candidates: Candidates,
-        group_leader: GroupLeader,
-        state: MatchmakingState,
-        config: AveragingConfig,
-    ) -> None:
-        self._endpoint = endpoint
-        self._run_fingerprint = run_fingerprint
-        self._candidates = candidates
-        self._roster = candidates.roster
-        self._group_leader = group_leader
-        self._state = state
-        self._config = config
-        self._coming: dict[PeerId, JoinRequest] = {}  # requests that were not given a place yet
-        self.on_called_ahead: list[Callable[[], None]] = []
-        endpoint.handle(JOIN, self._on_join)
-        endpoint.handle(LEAVE, self._on_leave)
-        endpoint.handle(INVITE, self._on_invite)
+    endpoint: RunEndpoint
+    run_fingerprint: bytes
+    candidates: Candidates
+    group_leader: GroupLeader
+    state: MatchmakingState
+    config: AveragingConfig
+    on_called_ahead: list[Callable[[], None]] = field(default_factory=list)
+    _coming: dict[PeerId, JoinRequest] = field(default_factory=dict)  # requests that were not given a place yet
+
+    def __post_init__(self) -> None:
+        self._roster = self.candidates.roster
+        self.endpoint.handle(JOIN, self._on_join)
+        self.endpoint.handle(LEAVE, self._on_leave)
+        self.endpoint.handle(INVITE, self._on_invite)
 
     def close(self) -> None:
-        self._endpoint.unhandle(JOIN)
-        self._endpoint.unhandle(LEAVE)
-        self._endpoint.unhandle(INVITE)
+        self.endpoint.unhandle(JOIN)
+        self.endpoint.unhandle(LEAVE)
+        self.endpoint.unhandle(INVITE)
 
     async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
         await self._catch_up(request.position)
-        me = self._endpoint.peer_id
-        if request.run_fingerprint not in (b"", self._run_fingerprint):
+        me = self.endpoint.peer_id
+        if request.run_fingerprint not in (b"", self.run_fingerprint):
             raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
         here = self._roster.position()
         check_ahead(me, here, request.position)
@@ -137,50 +128,50 @@ class MatchmakingHandlers:
         await self._check_known(remote)
         if request.position != self._roster.position():
             return InviteResponse()
-        if not self._candidates.is_heeded(remote):
+        if not self.candidates.is_heeded(remote):
             raise Refused(
                 me, AVOIDED, "your peer failed this one twice in a row, so this one follows others for a while"
             )
-        if self._state.busy_at == request.position:
-            self._state.note_call(remote, request.position)  # it joins if that round fails; else it is ahead soon
+        if self.state.busy_at == request.position:
+            self.state.note_call(remote, request.position)  # it joins if that round fails; else it is ahead soon
             return InviteResponse()
         self._call(is_early=request.is_early)
-        if self._state.following is not None:
+        if self.state.following is not None:
             return self._answer_as_follower(remote, request.position)
-        self._state.note_call(remote, request.position)
-        pending = self._group_leader.pending
-        if pending is not None and self._state.is_led_by(remote):
-            self._group_leader.send_to(remote)
+        self.state.note_call(remote, request.position)
+        pending = self.group_leader.pending
+        if pending is not None and self.state.is_led_by(remote):
+            self.group_leader.send_to(remote)
         elif pending is not None and me in pending.joined:
             return self._follows(me)
         return InviteResponse()
 
     async def _check_known(self, remote: PeerId) -> None:
         """Refuse a peer that gets no place, or has no record, after another look, as it may be new."""
-        me = self._endpoint.peer_id
-        if self._candidates.is_refused(remote):
+        me = self.endpoint.peer_id
+        if self.candidates.is_refused(remote):
             raise Refused(me, REFUSED, "your values were too large in three rounds; you get no place for a while")
         if not self._roster.is_known(remote):
-            await self._group_leader.look_again()
+            await self.group_leader.look_again()
             if not self._roster.is_known(remote):
                 raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
 
     def _answer_as_follower(self, remote: PeerId, position: Position) -> InviteResponse:
         """Answer an invitation while this peer follows a leader: the lower of the two leaders wins."""
-        assert self._state.following is not None
-        if self._state.following <= remote:
-            return self._follows(self._state.following) if self._state.following != remote else InviteResponse()
-        self._state.turn_to(remote, position)
+        assert self.state.following is not None
+        if self.state.following <= remote:
+            return self._follows(self.state.following) if self.state.following != remote else InviteResponse()
+        self.state.turn_to(remote, position)
         return InviteResponse()
 
     def _follows(self, leader: PeerId) -> InviteResponse:
-        redirect = self._group_leader.redirect(leader)
+        redirect = self.group_leader.redirect(leader)
         return InviteResponse(redirect.leader, redirect.leader_addresses)
 
     def _on_leave(self, remote: PeerId, request: LeaveRequest) -> LeaveResponse:
         if self._coming.pop(remote, None) is not None:
             return LeaveResponse()  # it gets no place
-        return LeaveResponse(is_too_late=not self._group_leader.let_go(remote, request.position))
+        return LeaveResponse(is_too_late=not self.group_leader.let_go(remote, request.position))
 
     async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
         self._coming[remote] = request
@@ -191,27 +182,27 @@ class MatchmakingHandlers:
         finally:
             if self._coming.get(remote) is request:
                 del self._coming[remote]
-        if self._state.following is not None:
-            return self._group_leader.redirect(self._state.following)
-        self._endpoint.learn(remote, readable_addresses(request.member.addresses))
+        if self.state.following is not None:
+            return self.group_leader.redirect(self.state.following)
+        self.endpoint.learn(remote, readable_addresses(request.member.addresses))
         self._call(is_early=request.is_early)
         if request.is_early:
-            return await self._group_leader.reserve(remote, request.expects)
-        return await self._group_leader.take_in(request)
+            return await self.group_leader.reserve(remote, request.expects)
+        return await self.group_leader.take_in(request)
 
     async def _check_join(self, remote: PeerId, request: JoinRequest) -> None:
         """Refuse a peer that may not join a group here, once this peer has come to its position."""
         await self._catch_up(request.position)
-        me, is_client, here = self._endpoint.peer_id, self._endpoint.client_mode, self._roster.position()
+        me, is_client, here = self.endpoint.peer_id, self.endpoint.client_mode, self._roster.position()
         try:
-            check_join(me, is_client, self._run_fingerprint, here, remote, request)
+            check_join(me, is_client, self.run_fingerprint, here, remote, request)
         except Refused as refusal:
-            if refusal.code == OTHER_MANIFEST and remote in self._candidates.expected():
-                self._candidates.note_refusal(remote, refusal)  # it cannot come
+            if refusal.code == OTHER_MANIFEST and remote in self.candidates.expected():
+                self.candidates.note_refusal(remote, refusal)  # it cannot come
             raise
         await self._check_known(remote)
         if self._roster.position() != here:  # it took a while
-            check_join(me, is_client, self._run_fingerprint, self._roster.position(), remote, request)
+            check_join(me, is_client, self.run_fingerprint, self._roster.position(), remote, request)
 
     def _call(self, *, is_early: bool) -> None:
         if not is_early:
@@ -223,10 +214,10 @@ class MatchmakingHandlers:
     async def _catch_up(self, position: Position) -> None:
         """Wait for this peer to reach a position that others may have reached a moment earlier."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.matchmaking_time_s
+        deadline = loop.time() + self.config.matchmaking_time_s
         while (here := self._roster.position()).step < position.step:
             now, is_later = loop.time(), is_later_round(position, here)
-            is_coming = self._state.busy_at == here or (is_later and now < self._state.sought_at + ROUND_GAP_S)
+            is_coming = self.state.busy_at == here or (is_later and now < self.state.sought_at + ROUND_GAP_S)
             if not is_coming or now > deadline:
                 return
             await asyncio.sleep(MOVE_POLL_S)

@@ -7,6 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
@@ -70,7 +71,6 @@ class PendingGroup:
     """A group that is still forming, at its leader. All times are those of the loop.
 
     Attributes:
-        joined: the peers that have come.
         reserved: peers that hold places until their values are there, and until when.
         absent: peers that said last that they are at a later round of the grid.
         elsewhere: peers that said last that they avoid this one, or follow a leader that this one avoids.
@@ -158,6 +158,7 @@ class PendingGroup:
         self.changed.set()
 
 
+@dataclass(eq=False)
 class GroupLeader:
     """Gathers one group at a time.
 
@@ -166,28 +167,21 @@ class GroupLeader:
         shunned: peers that could not be reached as leaders, whatever others say.
     """
 
-    def __init__(
-        self,
-        endpoint: RunEndpoint,
-        run_fingerprint: bytes,
-        candidates: Candidates,
-        config: AveragingConfig,
-        rng: random.Random,
-        tasks: TaskOwner,
-    ) -> None:
-        self._endpoint = endpoint
-        self._run_fingerprint = run_fingerprint
-        self._candidates = candidates
-        self._roster = candidates.roster
-        self._config = config
-        self._rng = rng
-        self._tasks = tasks
-        self.pending: PendingGroup | None = None
-        self._former: PendingGroup | None = None
-        self._called: tuple[Position, float] | None = None  # where others wait for this peer, and since when
-        self._looked_again_at = -math.inf  # loop time
-        self._looking: asyncio.Task[None] | None = None
-        self.shunned: Collection[PeerId] = ()
+    endpoint: RunEndpoint
+    run_fingerprint: bytes
+    candidates: Candidates
+    config: AveragingConfig
+    rng: random.Random
+    tasks: TaskOwner
+    pending: PendingGroup | None = None
+    shunned: Collection[PeerId] = ()
+    _former: PendingGroup | None = None
+    _called: tuple[Position, float] | None = None  # where others wait for this peer, and since when
+    _looked_again_at: float = -math.inf  # loop time
+    _looking: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._roster = self.candidates.roster
 
     async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:
         """Join the group that forms here as its leader; wait for the outcome.
@@ -198,7 +192,7 @@ class GroupLeader:
         """
         self._called = None
         pending, now = self.open(), asyncio.get_running_loop().time()
-        pending.begin(now + self._config.matchmaking_time_s)
+        pending.begin(now + self.config.matchmaking_time_s)
         pending.deadline = min(pending.deadline, now + gather_s)
         pending.ends_at = ends_at
         return await pending.wait_with(own)
@@ -207,25 +201,25 @@ class GroupLeader:
         """Give another peer a place; wait for the outcome."""
         now, member, position = asyncio.get_running_loop().time(), request.member, self._roster.position()
         due, pending = math.inf, self.pending
-        if pending is None or self._endpoint.peer_id not in pending.joined:  # this peer has not come itself
+        if pending is None or self.endpoint.peer_id not in pending.joined:  # this peer has not come itself
             if self._called is None or self._called[0] != position:
                 self._called = position, now  # all count from the first call: equally patient peers leave together
-            patience_s = min(max(LEADER_S, request.gather_s or math.inf), self._config.matchmaking_time_s)
+            patience_s = min(max(LEADER_S, request.gather_s or math.inf), self.config.matchmaking_time_s)
             due = self._called[1] + patience_s
         if now >= due:
             raise self._not_here()
         pending = self.open()
         if member.peer_id not in pending.joined and self._is_full(pending):
-            size = self._config.max_group_size
-            raise Refused(self._endpoint.peer_id, FULL, f"the group has its {size} members; try the next round")
-        pending.begin(now + self._config.matchmaking_time_s)
+            size = self.config.max_group_size
+            raise Refused(self.endpoint.peer_id, FULL, f"the group has its {size} members; try the next round")
+        pending.begin(now + self.config.matchmaking_time_s)
         pending.leader_due = max(due, pending.leader_due or due)
         self._note_hearsay(pending, request.expects)
         pending.seen |= split_ids(request.clients)
         return await pending.wait_with(member)
 
     def _not_here(self) -> Refused:
-        return Refused(self._endpoint.peer_id, BUSY, "the leader's own training loop did not come to the round")
+        return Refused(self.endpoint.peer_id, BUSY, "the leader's own training loop did not come to the round")
 
     async def reserve(self, peer_id: PeerId, expects: bytes = b"") -> JoinResponse:
         """Hold a place for a peer, possibly this one, until the group closes or it has to ask again."""
@@ -239,7 +233,7 @@ class GroupLeader:
             return JoinResponse(leader=end.leader, leader_addresses=end.leader_addresses)
         finally:  # it asks again or comes at once, unless it has given its round up
             pending.reserved[peer_id] = asyncio.get_running_loop().time() + HELD_S
-            if peer_id != self._endpoint.peer_id and not self._endpoint.is_connected(peer_id):
+            if peer_id != self.endpoint.peer_id and not self.endpoint.is_connected(peer_id):
                 self.lose(peer_id)
 
     def lose(self, peer_id: PeerId) -> None:
@@ -255,7 +249,7 @@ class GroupLeader:
 
     def _note_hearsay(self, pending: PendingGroup, expects: bytes) -> None:
         until = asyncio.get_running_loop().time() + HEARSAY_S
-        for stranger in self._candidates.unheard_of(expects, self._endpoint.peer_id):
+        for stranger in self.candidates.unheard_of(expects, self.endpoint.peer_id):
             pending.hearsay[stranger] = until
 
     def send_to(self, leader: PeerId) -> None:
@@ -264,14 +258,14 @@ class GroupLeader:
             self.pending.close(self.redirect(leader))
 
     def redirect(self, leader: PeerId) -> JoinResponse:
-        addresses = [str(address) for address in self._endpoint.addresses_to_tell(leader)]
+        addresses = [str(address) for address in self.endpoint.addresses_to_tell(leader)]
         return JoinResponse(leader=leader, leader_addresses=addresses)
 
     def open(self) -> PendingGroup:
         position, pending = self._roster.position(), self.pending
         if pending is None or pending.position != position or pending.answer.done():
             pending = self.pending = PendingGroup(position)
-            self._tasks.spawn(self._gather(pending), name="gathering a group")
+            self.tasks.spawn(self._gather(pending), name="gathering a group")
         return pending
 
     async def _gather(self, pending: PendingGroup) -> None:
@@ -286,7 +280,7 @@ class GroupLeader:
                 task.cancel()
             if self.pending is pending:
                 self.pending, self._former = None, pending
-            pending.close(Refused(self._endpoint.peer_id, "leaving", "this peer leaves the run"))
+            pending.close(Refused(self.endpoint.peer_id, "leaving", "this peer leaves the run"))
 
     async def _look_around(self) -> None:
         """Read the records of all peers, so that an invited leader does not leave out a peer that others know."""
@@ -300,7 +294,7 @@ class GroupLeader:
         """Like :meth:`_look_around`, but rate-limited: all that ask meanwhile wait for one look."""
         if self._looking is None:
             left_s = self._looked_again_at + LOOK_FOR_NEWCOMER_S - asyncio.get_running_loop().time()
-            self._looking = self._tasks.spawn(self._look_when_due(left_s), name="looking who asks")
+            self._looking = self.tasks.spawn(self._look_when_due(left_s), name="looking who asks")
         await asyncio.wait([self._looking])
 
     async def _look_when_due(self, left_s: float) -> None:
@@ -313,40 +307,40 @@ class GroupLeader:
 
     def _outcome(self, pending: PendingGroup) -> JoinResponse | Exception:
         """The answer to the peers that came: their group, or why there is none."""
-        own_id = self._endpoint.peer_id
+        own_id = self.endpoint.peer_id
         if pending.position != self._roster.position():
             return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
         if pending.deadline == math.inf:
             return RoundAborted("all peers that held places have gone")
         if own_id not in pending.joined:
             return self._not_here()
-        late = self._candidates.expected().keys() - pending.joined.keys() - pending.absent - pending.elsewhere
+        late = self.candidates.expected().keys() - pending.joined.keys() - pending.absent - pending.elsewhere
         for peer_id in late:
-            self._candidates.report_missing(peer_id)
+            self.candidates.report_missing(peer_id)
         if self._is_late(pending):
-            self._candidates.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
+            self.candidates.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
         if len(pending.joined) == 1:
             if pending.elsewhere and not late:
                 return Refused(own_id, AVOIDED, "the others avoid this peer, or follow a leader that this one avoids")
             if not late:
-                return NobodyThere(self._candidates.with_refusals("no other peer can be reached"))
+                return NobodyThere(self.candidates.with_refusals("no other peer can be reached"))
             reason = (
                 f"none of the {len(late)} expected peers came" if len(late) > 1 else "the expected peer did not come"
             )
-            return RoundAborted(self._candidates.with_refusals(reason), sorted(late))
+            return RoundAborted(self.candidates.with_refusals(reason), sorted(late))
         members = [pending.joined[peer_id] for peer_id in sorted(pending.joined)]
         return JoinResponse(self._group(pending, members))
 
     def _is_late(self, pending: PendingGroup) -> bool:
         """Whether the members have waited so long that it counts against the peers that do not come."""
-        return asyncio.get_running_loop().time() - pending.due_since >= self._config.matchmaking_time_s / 2
+        return asyncio.get_running_loop().time() - pending.due_since >= self.config.matchmaking_time_s / 2
 
     def _group(self, pending: PendingGroup, members: list[Member]) -> Group:
-        own_id, config = self._endpoint.peer_id, self._config
-        rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
+        own_id, config = self.endpoint.peer_id, self.config
+        rtts_s = [self.endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
         left_s = pending.ends_at - asyncio.get_running_loop().time()
         return Group(
-            self._rng.randbytes(NAME_BYTES),
+            self.rng.randbytes(NAME_BYTES),
             own_id,
             pending.position,
             members,
@@ -358,7 +352,7 @@ class GroupLeader:
 
     async def _wait_for_all(self, pending: PendingGroup, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
         while not pending.answer.done() and pending.position == self._roster.position():
-            own_id = self._endpoint.peer_id
+            own_id = self.endpoint.peer_id
             left_s = pending.left_s(own_id)
             expected = self._without_lost_clients(pending)
             have_places = self._with_places(pending)
@@ -374,13 +368,13 @@ class GroupLeader:
 
     def _with_places(self, pending: PendingGroup) -> set[PeerId]:
         """The peers that have come, and those with places that are still waited for."""
-        have_places, own_id = pending.have_places(asyncio.get_running_loop().time()), self._endpoint.peer_id
-        heeded = {peer_id for peer_id in have_places if peer_id == own_id or self._candidates.is_heeded(peer_id)}
+        have_places, own_id = pending.have_places(asyncio.get_running_loop().time()), self.endpoint.peer_id
+        heeded = {peer_id for peer_id in have_places if peer_id == own_id or self.candidates.is_heeded(peer_id)}
         return pending.joined.keys() | heeded
 
     def _without_lost_clients(self, pending: PendingGroup) -> Mapping[PeerId, bool]:
         """The expected peers, without clients that no peer here is connected to."""
-        expected = self._candidates.expected()
+        expected = self.candidates.expected()
         if asyncio.get_running_loop().time() < pending.began + CLIENT_S:
             return expected
         lost = [
@@ -389,16 +383,16 @@ class GroupLeader:
             if is_client
             and peer_id not in pending.joined
             and short_id(peer_id) not in pending.seen
-            and not self._endpoint.is_connected(peer_id)
+            and not self.endpoint.is_connected(peer_id)
         ]
         for peer_id in lost:
             logger.info("peer %s is in client mode, is connected to nobody here, and is not waited for", peer_id)
-            self._candidates.report_missing(peer_id)
-        return self._candidates.expected() if lost else expected
+            self.candidates.report_missing(peer_id)
+        return self.candidates.expected() if lost else expected
 
     def _is_full(self, pending: PendingGroup) -> bool:
         """Whether a group of a grid has no place left; the last one is reserved for this peer."""
-        num_places = self._config.max_group_size - (self._endpoint.peer_id not in pending.joined)
+        num_places = self.config.max_group_size - (self.endpoint.peer_id not in pending.joined)
         return bool(pending.position.group_key) and len(pending.joined) >= num_places
 
     def _invite_all(
@@ -408,22 +402,22 @@ class GroupLeader:
         now, is_early = asyncio.get_running_loop().time(), pending.deadline == math.inf
         have_come = pending.have_places(now) if is_early else pending.joined.keys()
         for peer_id, is_client in expected.items():
-            is_reachable = not is_client or self._endpoint.is_connected(peer_id)
+            is_reachable = not is_client or self.endpoint.is_connected(peer_id)
             if not is_reachable or peer_id in have_come or now < pending.ask_again_at.get(peer_id, now):
                 continue
             pending.ask_again_at[peer_id] = now + ASK_AGAIN_S
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
-            request = InviteRequest(pending.position, self._run_fingerprint, is_early)
+            request = InviteRequest(pending.position, self.run_fingerprint, is_early)
             invitation = self._invite(peer_id, request, pending)
-            invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
+            invitations[peer_id] = self.tasks.spawn(invitation, name=f"inviting {peer_id}")
 
     async def _invite(self, peer_id: PeerId, request: InviteRequest, pending: PendingGroup) -> None:
         try:
-            response = await self._endpoint.call(peer_id, INVITE, request, self._config.matchmaking_time_s)
+            response = await self.endpoint.call(peer_id, INVITE, request, self.config.matchmaking_time_s)
         except Unavailable as error:
             logger.info("peer %s does not answer and is not waited for: %s", peer_id, error)
-            self._candidates.report_missing(peer_id)
+            self.candidates.report_missing(peer_id)
         except Refused as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error.message)
             self._refused(peer_id, error, pending)
@@ -435,23 +429,23 @@ class GroupLeader:
 
     def _refused(self, peer_id: PeerId, refusal: Refused, pending: PendingGroup) -> None:
         if refusal.code == OTHER_MANIFEST:
-            self._candidates.note_refusal(peer_id, refusal)
+            self.candidates.note_refusal(peer_id, refusal)
         elif refusal.code == AVOIDED:
             self._does_not_come(peer_id, pending)
         elif refusal.code == BEHIND and pending.position.group_key:
             pending.absent.add(peer_id)  # its group is done with this round of the grid; others may not be
-        elif refusal.code == BEHIND and peer_id in self._candidates.expected():
-            self._candidates.note_ahead(peer_id)
-            pending.close(Refused(self._endpoint.peer_id, TOLD_BEHIND, refusal.message))
+        elif refusal.code == BEHIND and peer_id in self.candidates.expected():
+            self.candidates.note_ahead(peer_id)
+            pending.close(Refused(self.endpoint.peer_id, TOLD_BEHIND, refusal.message))
 
     def _heard(self, peer_id: PeerId, response: InviteResponse, pending: PendingGroup) -> None:
         """Handle an invited peer's answer: it comes, or names the leader it follows."""
         leader = response.leader
-        if not leader or leader >= self._endpoint.peer_id or leader in self.shunned:
+        if not leader or leader >= self.endpoint.peer_id or leader in self.shunned:
             pending.absent.discard(peer_id)
             pending.elsewhere.discard(peer_id)
-        elif self._candidates.is_heeded(leader):
-            self._endpoint.learn(leader, readable_addresses(response.leader_addresses))
+        elif self.candidates.is_heeded(leader):
+            self.endpoint.learn(leader, readable_addresses(response.leader_addresses))
             pending.close(self.redirect(leader))
         else:
             self._does_not_come(peer_id, pending)
@@ -459,5 +453,5 @@ class GroupLeader:
     def _does_not_come(self, peer_id: PeerId, pending: PendingGroup) -> None:
         """Do not wait for a peer that avoids this one, or follows a leader that this one avoids."""
         if peer_id not in pending.elsewhere and self._is_late(pending):
-            self._candidates.note_in_vain([peer_id])
+            self.candidates.note_in_vain([peer_id])
         pending.elsewhere.add(peer_id)

@@ -23,13 +23,8 @@ from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
 
 CHUNK_BYTES = 4 << 20
-
-
 DIGEST_BYTES = 32
-
-
 MAX_CONTRIBUTORS = 4096
-
 
 DTYPES_OF_STATES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -88,12 +83,6 @@ class State:
     donors: Sequence[PeerId] = ()
     num_bytes: int = 0
 
-    @classmethod
-    def to_receive(cls, header: StateHeader, num_chunks: int) -> State:
-        """Memory for the first chunks of a state; the header must be checked."""
-        _, num_bytes = offsets_of(header.tensors)
-        return cls(header, empty_vector(min(num_bytes, num_chunks * CHUNK_BYTES), torch.uint8))
-
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
         """Views of the content."""
@@ -106,7 +95,7 @@ class State:
 
     def chunk(self, index: int) -> memoryview:
         """The bytes of one chunk; writable."""
-        return chunk_of(self.content, index)
+        return bytes_of(self.content[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
 
 
 @dataclass(frozen=True)
@@ -149,14 +138,9 @@ def whole_chunks_of(state: State) -> State:
 
 
 def with_digests(state: State, digests: Sequence[bytes]) -> State:
-    """The same state with the given digests of its chunks."""
-    header = msgspec.structs.replace(state.header, digest=root_of(state.header, digests))
-    return replace(state, header=header, digests=tuple(digests))
-
-
-def root_of(header: StateHeader, digests: Sequence[bytes]) -> bytes:
-    """BLAKE3 of a state's content, independent of its source, from the digests of its chunks."""
-    return blake3(msgspec.msgpack.encode([header.tensors, header.scalars, list(digests)])).digest()
+    """The same state with the given digests of its chunks, and the digest of all that is independent of its source."""
+    root = blake3(msgspec.msgpack.encode([state.header.tensors, state.header.scalars, list(digests)])).digest()
+    return replace(state, header=msgspec.structs.replace(state.header, digest=root), digests=tuple(digests))
 
 
 def digest_of_chunk(chunk: memoryview) -> bytes:
@@ -193,11 +177,6 @@ def first_of(state: State, num_tensors: int) -> State:
 def num_chunks_of(num_bytes: int) -> int:
     """Chunks of a state of this size; the last one may be shorter."""
     return -(-num_bytes // CHUNK_BYTES)
-
-
-def chunk_of(content: torch.Tensor, index: int) -> memoryview:
-    """The bytes of one chunk; writable."""
-    return bytes_of(content[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> ParameterSpec:

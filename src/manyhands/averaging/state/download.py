@@ -17,10 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 import msgspec
+import torch
 
 from manyhands.access.gate import RunGate
+from manyhands.averaging.memory import empty_vector
 from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import (
+    CHUNK_BYTES,
     DIGEST_BYTES,
     State,
     StateHeader,
@@ -248,8 +251,9 @@ class Download:
         votes = [(_content_of(source.header), source.digests[:common]) for source in voters]
         most = max(votes, key=votes.count)
         header = voters[votes.index(most)].header
+        num_bytes = offsets_of(header.tensors)[1]
         self._num_chunks = num_chunks_of(offsets_of(header.tensors[: self.num_tensors])[1])
-        self._state = State.to_receive(header, self._num_chunks)
+        self._state = State(header, empty_vector(min(num_bytes, self._num_chunks * CHUNK_BYTES), torch.uint8))
         self._missing, self._free = set(range(self._num_chunks)), list(range(self._num_chunks))
         self._digests, self._ballot_until = list(most[1]), math.inf
         for source in [source for source, vote in zip(voters, votes, strict=True) if vote != most]:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.messages import Position, RecentRounds
+from manyhands.averaging.messages import Position, RecentRounds, read_header
 from manyhands.averaging.state.content import (
     State,
     StateHeader,
@@ -128,7 +128,6 @@ class StateServer:
 
     Args:
         capture: copies the current state, on an executor thread; newcomers are told if it raises ``ConfigError``.
-        position: of this peer.
         kind: of the streams; a peer has one server for each.
 
     Attributes:
@@ -178,15 +177,11 @@ class StateServer:
             yield
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        try:
-            request = msgspec.msgpack.decode(header, type=StateRequest)
-        except UNREADABLE as error:
-            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        request, refusal = read_header(remote, header, StateRequest), None
         if request.run_id != self._run_id:
-            await send_moving(stream, framed(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
+            refusal = StateAnswer(reason=f"this peer trains {self._run_id!r}")
         elif remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
-            reason = "it hands the state out as often as it can already"
-            await send_moving(stream, framed(StateAnswer(reason=reason, is_full=True)))
+            refusal = StateAnswer(reason="it hands the state out as often as it can already", is_full=True)
         else:
             with ExitStack() as counting:
                 self._serving.add(remote)
@@ -196,11 +191,12 @@ class StateServer:
                 try:
                     snapshot = await self._current()
                 except ConfigError as error:  # a user has resized a tensor, say
-                    await send_moving(stream, framed(StateAnswer(reason=str(error))))
-                    await stream.close(STALL_TIMEOUT_S)
-                    return
-                async with time_limit(longest_s(snapshot.state.header), f"handing the state out to peer {remote}"):
-                    await self._serve(stream, snapshot)
+                    refusal = StateAnswer(reason=str(error))
+                else:
+                    async with time_limit(longest_s(snapshot.state.header), f"handing the state out to peer {remote}"):
+                        await self._serve(stream, snapshot)
+        if refusal is not None:
+            await send_moving(stream, framed(refusal))
         await stream.close(STALL_TIMEOUT_S)
 
     async def _serve(self, stream: Stream, snapshot: Snapshot) -> None:

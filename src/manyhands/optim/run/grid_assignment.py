@@ -42,12 +42,13 @@ class GridAssignment:
         max_group_size: larger runs form a grid.
 
     Attributes:
-        called: set when another peer begins a round here, or wants to join one.
         is_settled: as far as known, all peers have seats, and no two the same.
     """
 
     def __init__(self, tracker: ProgressTracker, own_id: PeerId, max_group_size: int, rng: random.Random) -> None:
         self._tracker = tracker
+        self.refresh = tracker.refresh
+        self.report_missing = tracker.report_missing
         self._own_id = own_id
         self._max_group_size = max_group_size
         self._rng = rng
@@ -82,16 +83,7 @@ class GridAssignment:
         seen = self._tracker.reader.observed().get(peer_id)
         return seen is not None and seen.record.position.step <= self._tracker.own.position.step
 
-    async def refresh(self) -> None:
-        """Read the peers' current records."""
-        await self._tracker.refresh()
-
-    def report_missing(self, peer_id: PeerId) -> None:
-        """A peer did not come."""
-        self._tracker.report_missing(peer_id)
-
     def call_to_round(self) -> None:
-        """Another peer has begun a round here."""
         self.called.set()
         if self._stepping_from is None:  # else it is a later round of the step
             self._tracker.call_to_round()
@@ -115,7 +107,6 @@ class GridAssignment:
 
     @property
     def num_rounds(self) -> int:
-        """Of a step."""
         return 1 if self._step is None else self._step.layout.num_rounds
 
     @property
@@ -131,7 +122,6 @@ class GridAssignment:
         self._num_left = max(self._num_left - 1, 0)
 
     def is_left_behind(self) -> bool:
-        """Whether others have made the step."""
         return self._tracker.leading_branch().position.step > self._tracker.own.position.step
 
     # places of the peers

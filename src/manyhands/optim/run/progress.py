@@ -53,13 +53,9 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a peer publishes about itself, under its own signature.
 
     Attributes:
-        position: global step and lineage.
         samples: accumulated since the last global step.
-        samples_per_second: own speed.
         lineage_samples: samples in all the committed steps that led to this position.
         is_client: it cannot be dialled.
-        addresses: where it can be dialled.
-        ttl_s: lifetime of the record.
         counted_s_ago: age of the count of samples at publication.
         batch_s: seconds for a batch; 0 if not known yet.
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.

@@ -178,35 +178,25 @@ class LookAhead:
         self._timer = self._search = None
 
 
+@dataclass(eq=False)
 class StepRounds:
     """One peer's attempts at averaging; ``assignment`` is the roster of the rounds."""
 
-    def __init__(
-        self,
-        own_id: PeerId,
-        rounds: RoundRunner,
-        assignment: GridAssignment,
-        tracker: ProgressTracker,
-        drift: Drift,
-        look_ahead: LookAhead,
-        local: LocalState,
-        config: AveragingConfig,
-    ) -> None:
-        self._own_id = own_id
-        self._rounds = rounds
-        self._assignment = assignment
-        self._tracker = tracker
-        self._drift = drift
-        self._look_ahead = look_ahead
-        self._local = local
-        self._config = config
-        self._attempt: asyncio.Task[object] | None = None
-        self._is_closed = False
+    own_id: PeerId
+    rounds: RoundRunner
+    assignment: GridAssignment
+    tracker: ProgressTracker
+    drift: Drift
+    look_ahead: LookAhead
+    local: LocalState
+    config: AveragingConfig
+    _attempt: asyncio.Task[object] | None = None
+    _is_closed: bool = False
 
     def close(self) -> None:
         """End the current attempt, and all later ones at once."""
         self._is_closed = True
-        self._look_ahead.stop()
+        self.look_ahead.stop()
         if self._attempt is not None:
             self._attempt.cancel()
 
@@ -215,8 +205,8 @@ class StepRounds:
 
         Call this on any news of the others.
         """
-        self._assignment.plan()
-        self._look_ahead.plan()
+        self.assignment.plan()
+        self.look_ahead.plan()
 
     async def average(self, contribution: Contribution) -> Averaged:
         """Make one attempt to average the gradient of a global step.
@@ -230,26 +220,26 @@ class StepRounds:
         if self._is_closed:
             raise RoundAborted(LEAVING)
         mean_N, weight = contribution.mean_N, contribution.weight
-        position, tracker, self._attempt = self._local.position, self._tracker, asyncio.current_task()
+        position, tracker, self._attempt = self.local.position, self.tracker, asyncio.current_task()
         tracker.is_called = tracker.is_moving = False  # a peer that begins another round calls again
         tracker.is_busy = True
         try:
-            async with time_limit(longest_attempt_s(self._config), "averaging with the others"):
-                await self._look_ahead.end()
-                self._assignment.plan()
-                if not self._assignment.is_settled:
-                    await self._tracker.look(READ_IN_STEP_TIMEOUT_S)
-                if self._assignment.begin_step():
+            async with time_limit(longest_attempt_s(self.config), "averaging with the others"):
+                await self.look_ahead.end()
+                self.assignment.plan()
+                if not self.assignment.is_settled:
+                    await self.tracker.look(READ_IN_STEP_TIMEOUT_S)
+                if self.assignment.begin_step():
                     averaged = await self._average_in_grid(position, mean_N, weight)
                 else:
-                    local = self._local
-                    committed = await self._rounds.average(
+                    local = self.local
+                    committed = await self.rounds.average(
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
                     averaged = self._averaged_in_one_group(committed, position, weight)
         except BaseException as error:
-            self._look_ahead.resume()
-            self._assignment.end_step()
+            self.look_ahead.resume()
+            self.assignment.end_step()
             if isinstance(error, (RoundAborted, Unavailable)):
                 tracker.refresh_soon()  # the run may have gone on without this peer
             if isinstance(error, asyncio.CancelledError) and self._is_closed:
@@ -258,7 +248,7 @@ class StepRounds:
         finally:
             tracker.is_busy = False
             self._attempt = None
-            self._rounds.memory.free_idle()  # the update needs memory now
+            self.rounds.memory.free_idle()  # the update needs memory now
         tracker.is_moving = averaged.mean_N is not None
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
         return averaged
@@ -273,9 +263,9 @@ class StepRounds:
             manifest.members,
             shares=shares,
             averaging_s=committed.averaging_s,
-            is_left_out=weight > 0 and self._own_id not in shares,
+            is_left_out=weight > 0 and self.own_id not in shares,
             is_outsized=committed.is_outsized,
-            disagreement=self._drift.disagreement(),
+            disagreement=self.drift.disagreement(),
         )
 
     async def _average_in_grid(self, position: Position, mean_N: torch.Tensor, weight: float) -> Averaged:
@@ -283,16 +273,16 @@ class StepRounds:
 
         No peer knows all groups, so all that step from one position get one lineage, whatever their groups committed.
         """
-        loop, config, outcome = asyncio.get_running_loop(), self._config, StepOutcome()
-        numel, vector_N, shapes, part = mean_N.numel(), mean_N, self._local.shapes, self._local.part
-        if self._config.is_sparse:
+        loop, config, outcome = asyncio.get_running_loop(), self.config, StepOutcome()
+        numel, vector_N, shapes, part = mean_N.numel(), mean_N, self.local.shapes, self.local.part
+        if self.config.is_sparse:
             shapes = [(math.prod(shapes[0]),), *shapes[1:]]  # exact: a mean of one axis of the grid is sparse no more
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
             shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so they are never encoded with a loss
             part = -1 - part  # another vector
-        look = functools.partial(self._tracker.look, READ_IN_STEP_TIMEOUT_S)
-        steps = GridSteps(self._assignment, self._own_id, self._rounds, config, look, shapes, part)
+        look = functools.partial(self.tracker.look, READ_IN_STEP_TIMEOUT_S)
+        steps = GridSteps(self.assignment, self.own_id, self.rounds, config, look, shapes, part)
         await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s)
         if outcome.committed is None or outcome.committed.averaged_N is None:
             raise RoundAborted(outcome.reason)
@@ -305,16 +295,16 @@ class StepRounds:
         return Averaged(
             averaged_N[:numel],
             hashlib.sha256(position.lineage + b"grid").digest(),
-            self._tracker.target_batch_size,
+            self.tracker.target_batch_size,
             outcome.committed.manifest,
-            [self._own_id, *self._tracker.view.expected],
+            [self.own_id, *self.tracker.view.expected],
             is_in_grid=True,
             shares=first[0].contributors() if first else {},
             averaging_s=outcome.meter.averaging_s + outcome.meter.vote_s,
             parameters_N=averaged_N[numel:] if averaged_N.numel() > numel else None,
             is_left_out=outcome.is_left_out,
-            disagreement=self._drift.disagreement(),
+            disagreement=self.drift.disagreement(),
         )
 
     def _with_parameters(self, mean_N: torch.Tensor) -> torch.Tensor:
-        return torch.cat([mean_N, self._local.flat_parameters()])
+        return torch.cat([mean_N, self.local.flat_parameters()])

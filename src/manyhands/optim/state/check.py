@@ -76,10 +76,8 @@ def _fault_of_options(sent: Sequence[Mapping[str, Any]], options: Sequence[Mappi
         for name in sorted(theirs.keys() | due.keys()):
             value, own = theirs.get(name), due.get(name)
             is_own_affair = name in LOCAL_OPTIONS or name == "param_names" or (name == "initial_lr" and own is None)
-            is_of_its_kind = (
-                _is_finite_number(own) or name not in due
-            )  # some appear in a step, and are made anew in each
-            if has_own and name not in _CHANGED_BY_NONE and _is_finite_number(value) and is_of_its_kind:
+            is_number = name not in due or _is_finite_number(own)  # some appear in a step, and are made anew in each
+            if has_own and name not in _CHANGED_BY_NONE and is_number and _is_finite_number(value):
                 continue
             if not is_own_affair and not is_close(value, own):
                 return f"its option {name!r} is {value!r}, and {own!r} in the run"

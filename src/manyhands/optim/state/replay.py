@@ -23,7 +23,7 @@ from manyhands.access.gate import RunGate
 from manyhands.averaging.allreduce.means import MAX_PIECES, Means, across_ballots, digest_of, digest_of_all
 from manyhands.averaging.codecs import BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
-from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest, read_header
 from manyhands.averaging.state.content import MAX_CONTRIBUTORS
 from manyhands.averaging.state.server import (
     MAX_DOWNLOADS,
@@ -40,7 +40,7 @@ from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
-from manyhands.rpc.frames import UNREADABLE, readable
+from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
@@ -100,7 +100,6 @@ class StepKeeper:
     Args:
         server: knows who downloads the state, and how large that is: all kept steps together take no more memory. If
             the steps that are made during a download are more than that, the newcomer could never catch up.
-        position: of this peer.
     """
 
     def __init__(self, endpoint: Endpoint, run_id: str, server: StateServer, position: Callable[[], Position]) -> None:
@@ -150,10 +149,7 @@ class StepKeeper:
         self._look_again() if self._server.followers(KEPT_S) else self._forget()
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        try:
-            request = msgspec.msgpack.decode(header, type=ReplayRequest)
-        except UNREADABLE as error:
-            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        request = read_header(remote, header, ReplayRequest)
         if request.run_id != self._run_id:
             return
         if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
@@ -198,10 +194,6 @@ class MissedStep:
     Args:
         pieces: of the averaged vector as it travelled; uint8.
         chunks: of each piece, the parts of the vector that were encoded one by one; none if the pieces are plain.
-
-    Attributes:
-        manifest: what the group has committed.
-        num_bytes: of all pieces.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.state.content import State
 from manyhands.base.errors import ConfigError
-from manyhands.optim.serializable import serializable_part
+from manyhands.optim.serializable import is_number, serializable_part
 from manyhands.optim.state.state import Scalars, hyper_parameters_of
 
 
@@ -90,10 +90,6 @@ def is_close(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(is_close(one[name], other[name]) for name in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(is_close, one, other))
-    if _is_number(one) and _is_number(other):
+    if is_number(one) and is_number(other):
         return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
     return type(one) is type(other) and bool(one == other)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -37,7 +37,6 @@ INNER = "inner."
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
 
-
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 """Exceptions of optimizers that load another kind's statistics."""
 
@@ -192,7 +191,6 @@ def checked_scalars(
 
     Args:
         parameters: of the optimizer, in order.
-        num_groups: its parameter groups.
         extra: tensors beside the parameters.
     Raises:
         ValueError: it does not fit; says where.

@@ -157,7 +157,7 @@ def average(
 ) -> int:
     """Weigh and add up whole pieces, round the sums, and decode them; returns how many pieces are done.
 
-    The arguments are those of the function of this name for int8.
+    It does what the function of this name for int8 does to rows.
     """
     bits, halves, scales = mean.view(np.int32), encoded.view(np.uint16), encoded.view(np.float32)
     mine = np.empty(PIECE_NUMEL, np.float32)

@@ -127,17 +127,9 @@ def average(
 ) -> int:
     """Weigh and add up whole rows, quantize the sums, and decode them; returns how many rows are done.
 
-    A row stays in the processor's cache meanwhile.
-
-    Args:
-        mean: what is decoded goes there.
-        own: values as they are; rows that are not done keep them if they lie in the same memory as ``mean``.
-        kept: if it is not empty, the values of the rows that are done are written there before they are overwritten.
-        rooms: what others have sent, shape [rooms, bytes of a room], the bytes a multiple of 4.
-        which: in the order in which they are added, in what room the rows lie; a negative number stands for ``own``.
-        weights: of each.
-        squares: float64; to it are added the sums of the squares of each one's values, and a bound of that of the mean.
-        every: the former are estimated from one row in so many.
+    The arguments are those of :meth:`manyhands.averaging.codecs.codec.Codec.average`; the squares are estimated from
+    one row in ``every``. A row stays in the processor's cache meanwhile. Rows that are not done keep the own values, if
+    these lie in the memory of ``mean``.
     """
     bits, headers, room_headers = mean.view(np.int32), packed.view(np.float32), rooms.view(np.float32)
     mine = np.empty(ROW_NUMEL, np.float32)
