@@ -13,6 +13,7 @@ from manyhands.optim.run.branches import (
     BranchChoice,
     believed_by_a_newcomer,
     held_by_most,
+    poll_of_claims,
     voter_of,
 )
 from manyhands.optim.run.progress import ProgressRecord
@@ -38,26 +39,28 @@ def test_one_that_is_ahead_alone_is_doubted() -> None:
     belief = member_of(ANN, BOB)
     for step in (11, 60):
         others = {ANN: at(10), BOB: at(10), EVE: at(step, b"eve")}
-        assert belief.doubted(at(10), others) == {EVE}
-    assert member_of(ANN, BOB, EVE).doubted(at(10), {ANN: at(10), BOB: at(10), EVE: at(11, b"eve")}) == {EVE}
+        assert belief.judge(at(10), others).doubted == {EVE}
+    assert member_of(ANN, BOB, EVE).judge(at(10), {ANN: at(10), BOB: at(10), EVE: at(11, b"eve")}).doubted == {EVE}
 
 
 def test_most_of_those_whom_it_has_met_are_followed() -> None:
     belief = member_of(ANN, BOB)
-    assert belief.doubted(at(10), {ANN: at(11), BOB: at(11)}) == frozenset()
-    assert belief.doubted(at(10), {ANN: at(11), BOB: at(11), EVE: at(60, b"eve")}) == {EVE}
-    assert belief.doubted(at(10), {ANN: at(31), BOB: at(30), EVE: at(32, b"eve")}) == {ANN, EVE}, "the lowest at first"
-    assert belief.doubted(at(10), {ANN: at(11), BOB: at(10)}) == {ANN}, "the other record is perhaps late"
+    assert belief.judge(at(10), {ANN: at(11), BOB: at(11)}).doubted == frozenset()
+    assert belief.judge(at(10), {ANN: at(11), BOB: at(11), EVE: at(60, b"eve")}).doubted == {EVE}
+    assert belief.judge(at(10), {ANN: at(31), BOB: at(30), EVE: at(32, b"eve")}).doubted == {ANN, EVE}, (
+        "the lowest at first"
+    )
+    assert belief.judge(at(10), {ANN: at(11), BOB: at(10)}).doubted == {ANN}, "the other record is perhaps late"
 
 
 def test_those_who_have_gone_do_not_vote() -> None:
-    assert member_of(ANN, BOB).doubted(at(10), {ANN: at(12)}) == frozenset()
+    assert member_of(ANN, BOB).judge(at(10), {ANN: at(12)}).doubted == frozenset()
 
 
 def test_a_newcomer_follows_most_of_those_who_have_learnt_something() -> None:
     records = {ANN: at(10), BOB: at(10), CAROL: at(11), DAVE: at(0), EVE: at(60, b"eve")}
-    assert believed_by_a_newcomer(records).keys() == {ANN, BOB, DAVE}
-    assert Belief(DAVE).doubted(at(0), {ANN: at(3), DAVE: at(0)}) == frozenset(), (
+    assert believed_by_a_newcomer(records, [], poll_of_claims).keys() == {ANN, BOB, DAVE}
+    assert Belief(DAVE).judge(at(0), {ANN: at(3), DAVE: at(0)}).doubted == frozenset(), (
         "one that has learnt nothing does not vote"
     )
 
@@ -76,22 +79,22 @@ def test_one_that_watches_believes_what_more_than_half_hold() -> None:
 def test_one_network_has_one_vote() -> None:
     sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"45.1.1.{number}") for number in range(20)}
     honest = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
-    assert Belief(DAVE).doubted(at(0), honest | sybils) == sybils.keys()
+    assert Belief(DAVE).judge(at(0), honest | sybils).doubted == sybils.keys()
     assert voter_of(EVE, at(1, host="45.1.1.7").addresses) == "45.1.1.0/24"
     assert voter_of(EVE, at(1).addresses) == EVE, "in a private network each is one"
 
 
 def test_peers_without_an_address_vote_only_among_themselves() -> None:
     clients = {PeerId(f"eve {number}"): at(60, b"eve", "") for number in range(20)}
-    assert Belief(DAVE).doubted(at(0), {ANN: at(10), **clients}) == clients.keys()
-    assert Belief(DAVE).doubted(at(0), clients) == frozenset()
+    assert Belief(DAVE).judge(at(0), {ANN: at(10), **clients}).doubted == clients.keys()
+    assert Belief(DAVE).judge(at(0), clients).doubted == frozenset()
 
 
 def test_parts_that_have_never_met_come_together_on_the_higher_branch() -> None:
     lower, higher = member_of(BOB), member_of(DAVE)
-    assert lower.doubted(at(10), {BOB: at(10), CAROL: at(12, b"other"), DAVE: at(12, b"other")}) == frozenset()
+    assert lower.judge(at(10), {BOB: at(10), CAROL: at(12, b"other"), DAVE: at(12, b"other")}).doubted == frozenset()
     others = {ANN: at(10), BOB: at(10), DAVE: at(12, b"other")}
-    assert higher.doubted(at(12, b"other"), others) == frozenset()
+    assert higher.judge(at(12, b"other"), others).doubted == frozenset()
     assert higher.other_majority(at(12, b"other"), others, 1e9) is None, "half is not most"
 
 
@@ -128,21 +131,21 @@ SYBILS = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number
 
 
 def test_vouched_peers_count_in_place_of_any_number_of_networks() -> None:
-    assert Belief(DAVE).doubted(at(0), HONEST | SYBILS) == HONEST.keys(), "so it was without"
+    assert Belief(DAVE).judge(at(0), HONEST | SYBILS).doubted == HONEST.keys(), "so it was without"
     newcomer = Belief(DAVE, lambda: [ANN, BOB, CAROL])
-    assert newcomer.doubted(at(0), HONEST | SYBILS) == SYBILS.keys()
-    assert newcomer.doubted(at(0), HONEST | {BOB: at(0)} | SYBILS) == SYBILS.keys(), "one is enough"
-    assert newcomer.doubted(at(0), SYBILS) == frozenset(), "none of them is there"
-    assert believed_by_a_newcomer(HONEST | SYBILS, [ANN]).keys() == HONEST.keys()
+    assert newcomer.judge(at(0), HONEST | SYBILS).doubted == SYBILS.keys()
+    assert newcomer.judge(at(0), HONEST | {BOB: at(0)} | SYBILS).doubted == SYBILS.keys(), "one is enough"
+    assert newcomer.judge(at(0), SYBILS).doubted == frozenset(), "none of them is there"
+    assert believed_by_a_newcomer(HONEST | SYBILS, [ANN], poll_of_claims).keys() == HONEST.keys()
     assert held_by_most(HONEST | SYBILS, [ANN]) == at(10).position
     assert held_by_most(SYBILS, [ANN]) == at(60, b"eve").position
 
 
 def test_members_stay_with_vouched_peers_that_they_have_met() -> None:
     member = member_of(ANN, BOB)
-    assert member.doubted(at(10), HONEST | SYBILS) == frozenset(), "so it was without"
+    assert member.judge(at(10), HONEST | SYBILS).doubted == frozenset(), "so it was without"
     member.vouched = lambda: [ANN, BOB]
-    assert member.doubted(at(10), HONEST | SYBILS) == SYBILS.keys()
+    assert member.judge(at(10), HONEST | SYBILS).doubted == SYBILS.keys()
     lower = {peer_id: at(9, b"eve", record.addresses[0].split("/")[2]) for peer_id, record in SYBILS.items()}
     for now in (0.0, 1e6):
         assert member.other_majority(at(10), HONEST | lower, now) is None
@@ -152,9 +155,9 @@ def test_of_two_vouched_peers_neither_follows_strangers() -> None:
     """The vote of each counts for itself."""
     ann = member_of(BOB, own_id=ANN)
     others = {BOB: at(10), **SYBILS}
-    assert ann.doubted(at(10), others) == frozenset(), "so it was without"
+    assert ann.judge(at(10), others).doubted == frozenset(), "so it was without"
     ann.vouched = lambda: [ANN, BOB]
-    assert ann.doubted(at(10), others) == SYBILS.keys()
+    assert ann.judge(at(10), others).doubted == SYBILS.keys()
 
 
 @pytest.mark.parametrize("there", [at(60, b"other"), at(9, b"other")], ids=["ahead", "behind"])
@@ -165,12 +168,12 @@ def test_one_vouched_peer_takes_no_member_with_it_and_two_do_so_late(there: Prog
     others = {ANN: there, BOB: at(10), CAROL: at(10), DAVE: at(10)}
     for now in (0.0, 1e6):
         assert member.other_majority(at(10), others, now) is None
-        assert member.doubted(at(10), others) == ({ANN} if there.position.step > 10 else set())
+        assert member.judge(at(10), others).doubted == ({ANN} if there.position.step > 10 else set())
     member.vouched = lambda: [ANN, BOB]
     others[BOB] = there
     assert member.other_majority(at(10), others, 2e6) is None
     assert member.other_majority(at(10), others, 2e6 + VOUCHED_PATIENCE_S - 1) is None
-    assert member.doubted(at(10), others) == ({ANN, BOB} if there.position.step > 10 else set())
+    assert member.judge(at(10), others).doubted == ({ANN, BOB} if there.position.step > 10 else set())
     assert member.other_majority(at(10), others, 2e6 + VOUCHED_PATIENCE_S) == there.position
     member.vouched = lambda: [CAROL, DAVE]
     assert member.other_majority(at(10), others, 3e6) is None
@@ -188,7 +191,7 @@ def test_parts_that_have_never_met_come_together_where_the_vouched_peers_are(ahe
     for now in (0.0, VOUCHED_PATIENCE_S):
         assert ann.other_majority(here, of_ann, now) is None
         moves_to = dave.other_majority(there, of_dave, now)
-    assert ann.doubted(here, of_ann) == ({CAROL, DAVE, EVE} if ahead > 0 else set())
+    assert ann.judge(here, of_ann).doubted == ({CAROL, DAVE, EVE} if ahead > 0 else set())
     assert moves_to == here.position
 
 

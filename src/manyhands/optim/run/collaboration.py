@@ -28,6 +28,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
+from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
@@ -131,10 +132,14 @@ class Collaboration:
             presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self._local.position,
             self._progress_config, is_auxiliary=self._is_auxiliary, began_at=presence.began_at,
         )  # fmt: skip
-        self.tracker.branches.belief.vouched = lambda: presence.vouched(manifest.run_id)
+        belief = self.tracker.branches.belief
+        belief.vouched = lambda: presence.vouched(manifest.run_id)
+        self._canvass = Canvass(presence.endpoint, self._rng, self.tracker.judge)
+        belief.poll = self._canvass.poll
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
         assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
+            parts.push_async_callback(self._canvass.close)
             members = presence.members.get(manifest.run_id)
             charter = members.charter.charter if members is not None else None
             limits = MemberLimits(**msgspec.structs.asdict(charter.limits)) if charter is not None else OPEN_LIMITS
@@ -399,7 +404,13 @@ class Collaboration:
         return [peer_id for peer_id in holders if peer_id in records and can_hand_out(peer_id)]
 
     async def download(self) -> State:
-        """Download the state of the leading branch; raises ``Unavailable`` if none of its holders could send it."""
+        """Download the state of the leading branch, once this peer can tell which one that is.
+
+        Raises:
+            Unavailable: none of its holders could send it, or this peer has reached none of the others.
+        """
+        if not self.tracker.should_load_state():
+            await self._canvass.settled()
         donors = self._donors()
         if not donors:  # their records have expired since they were read
             await self.tracker.look()
@@ -411,6 +422,8 @@ class Collaboration:
                 "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
                 f"they dial it at {where}, so that must accept connections"
             )
+        if not self.tracker.should_load_state():
+            raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
         donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
         donors = self._drift.ordered(donors, branch.position)

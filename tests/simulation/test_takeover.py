@@ -1,0 +1,75 @@
+"""Identities on one machine claim addresses in more networks than a run has trainers, and say that it is elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+
+import pytest
+
+from manyhands.access.coordinator import Coordinator
+from manyhands.base.errors import ManyhandsError
+from manyhands.optim.run.records import declare_run
+from manyhands.peer import Presence
+from manyhands.testing import Host
+from tests.simulation.charted import ChartedRun
+from tests.simulation.strangers import HONEST, SPOILT, Stranger
+from tests.unit.access.world import RUN, charter_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STRANGERS = tuple(f"stranger{number}" for number in range(4))
+COME_S, JUMP_S, NEWCOMER_S, END_S = 30.0, 50.0, 60.0, 120.0
+JOIN_S = 12.0
+
+
+async def idle(presence: Presence, coordinator: Coordinator) -> None:
+    """It does not watch the run, so it vouches for nobody."""
+
+
+def attacked(claims: str) -> ChartedRun:
+    """An open run whose machines are in networks of their own.
+
+    Args:
+        claims: where the strangers say that they are, with a place for their number.
+    """
+    run = ChartedRun(charter_of("open"), batch_s=2.0)
+    for number, name in enumerate(("first", *HONEST, "newcomer", "machine")):
+        run.world.network.move(run.world.host(name).name, f"45.{number}.1.2")
+
+    async def program(host: Host) -> None:
+        await asyncio.sleep(COME_S)
+        strangers = []
+        for number, name in enumerate(STRANGERS):
+            presence = await run.presence(host, run.world.identity(name))
+            declare_run(presence.dht, RUN)
+            strangers.append(Stranger(run, presence, JUMP_S, [claims.format(number)]))
+        while True:
+            for stranger in strangers:
+                with contextlib.suppress(ManyhandsError):
+                    await stranger.publish(run.world.loop.time())
+            await asyncio.sleep(0.5)
+
+    run.start_coordinator(idle)
+    for name in HONEST:
+        run.start(name)
+    run.world.start("machine", program)
+    run.start("newcomer", NEWCOMER_S)
+    return run
+
+
+@pytest.mark.parametrize("claims", ["/ip4/46.{}.1.2/tcp/31000", "/ip4/192.168.{}.2/tcp/31000"])
+def test_one_machine_takes_nobody_with_it_wherever_it_says_that_it_is(claims: str) -> None:
+    run = attacked(claims)
+    run.world.run(END_S)
+    for name in (*HONEST, "newcomer"):
+        optimizer = run.optimizers[name]
+        assert max(tensor.abs().max().item() for tensor in run.models[name].parameters()) < SPOILT / 2, name
+        assert optimizer.statistics.states_loaded == (name == "newcomer"), name
+        assert optimizer.statistics.steps_alone == 0, name
+        assert optimizer.statistics.samples_dropped == 0, name
+    assert run.steps["newcomer"][0][0] < NEWCOMER_S + JOIN_S
+    assert max(run.optimizers[name].global_step for name in HONEST) - run.optimizers["newcomer"].global_step <= 1
+    times = [now for now, _ in run.steps["a"] if now >= COME_S]
+    assert max(later - earlier for earlier, later in itertools.pairwise([*times, END_S])) < 12.0
