@@ -12,7 +12,7 @@ from manyhands.access.coordinator import Coordinator
 from manyhands.base.errors import ManyhandsError
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
-from manyhands.testing import Host
+from manyhands.testing import Host, between
 from tests.simulation.charted import ChartedRun
 from tests.simulation.strangers import HONEST, SPOILT, Stranger
 from tests.unit.access.world import RUN, charter_of
@@ -73,3 +73,18 @@ def test_one_machine_takes_nobody_with_it_wherever_it_says_that_it_is(claims: st
     assert max(run.optimizers[name].global_step for name in HONEST) - run.optimizers["newcomer"].global_step <= 1
     times = [now for now, _ in run.steps["a"] if now >= COME_S]
     assert max(later - earlier for earlier, later in itertools.pairwise([*times, END_S])) < 12.0
+
+
+def test_a_newcomer_that_reaches_nobody_begins_no_run_of_its_own() -> None:
+    """It hears of the others from the first peer, and is cut off from them for a while."""
+    run = ChartedRun(charter_of("open"), batch_s=2.0)
+    run.start_coordinator(idle)
+    for name in HONEST:
+        run.start(name)
+    run.start("newcomer", NEWCOMER_S)
+    run.world.schedule(between(COME_S, NEWCOMER_S + 20.0).partition(["newcomer"], HONEST))
+    run.world.run(END_S)
+    optimizer = run.optimizers["newcomer"]
+    assert run.steps["newcomer"][0][0] > NEWCOMER_S + 20.0
+    assert (optimizer.statistics.states_loaded, optimizer.statistics.steps_alone) == (1, 0)
+    assert max(run.optimizers[name].global_step for name in HONEST) - optimizer.global_step <= 1

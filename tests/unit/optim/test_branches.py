@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import (
+    ENOUGH_VOTES,
     OUTVOTED_S,
     VOUCHED_PATIENCE_S,
     Belief,
     BranchChoice,
+    Poll,
+    Records,
     believed_by_a_newcomer,
     held_by_most,
     poll_of_claims,
+    sample,
+    vote_from,
     voter_of,
 )
 from manyhands.optim.run.progress import ProgressRecord
@@ -25,6 +33,10 @@ def at(step: int, lineage: bytes = b"run", host: str = "192.168.0.1") -> Progres
     addresses = [f"/ip4/{host}/tcp/1"] if host else []
     position = Position(step, lineage + b" %d" % step if step else b"")
     return ProgressRecord(position, 0, 1.0, 8 * step, not host, addresses, 30.0)
+
+
+HONEST = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
+SYBILS = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(20)}
 
 
 def member_of(*met: PeerId, step: int = 10, own_id: PeerId = EVE) -> Belief:
@@ -90,6 +102,86 @@ def test_peers_without_an_address_vote_only_among_themselves() -> None:
     assert Belief(DAVE).judge(at(0), clients).doubted == frozenset()
 
 
+# which peers vote
+
+
+def reached(hosts: dict[PeerId, str | None]) -> Callable[[PeerId, ProgressRecord], str | None]:
+    """Where peers were reached: an empty host if they were not, None if they were not dialled."""
+    return lambda peer_id, _: host and vote_from(host, peer_id) if (host := hosts.get(peer_id)) is not None else None
+
+
+def sampled(records: Records, hosts: dict[PeerId, str | None]) -> tuple[dict[PeerId, str], list[PeerId]]:
+    return sample(records, reached(hosts), lambda _: 0.0)
+
+
+def test_a_peer_that_was_reached_votes_for_its_network() -> None:
+    assert vote_from("45.1.1.7", EVE) == vote_from("::ffff:45.1.1.8", ANN) == "45.1.1.0/24"
+    assert vote_from("2a00:1:2:3::4", EVE) == "2a00:1:2::/48"
+    assert vote_from("192.168.0.7", EVE) == "192.168.0.7", "a machine of the local network"
+    assert vote_from("100.64.3.4", EVE) == "100.64.3.4", "of a provider's"
+    assert vote_from("127.0.0.1", EVE) == EVE, "on this machine each is one"
+
+
+def test_what_peers_claim_names_no_vote() -> None:
+    sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(4)}
+    records = HONEST | sybils | {CAROL: at(60, b"eve", "192.168.0.1")}
+    voters, undialled = sampled(
+        records, {ANN: "45.2.1.1", BOB: "45.3.1.1", CAROL: ""} | dict.fromkeys(sybils, "47.1.1.1")
+    )
+    assert voters == {ANN: "45.2.1.0/24", BOB: "45.3.1.0/24", **dict.fromkeys(sybils, "47.1.1.0/24")}
+    assert undialled == []
+
+
+def test_peers_that_were_not_dialled_yet_are_dialled_first() -> None:
+    records = HONEST | {CAROL: at(0), DAVE: at(10, host=""), EVE: at(11)}
+    assert sampled(records, {BOB: "45.3.1.1"}) == ({BOB: "45.3.1.0/24"}, [ANN, EVE]), "a client or newcomer is not"
+
+
+def test_of_many_networks_some_decide_one_peer_of_each_first() -> None:
+    sybils = {PeerId(f"eve {number}"): at(60, b"eve", "46.1.1.1") for number in range(500)}
+    honest = {PeerId(f"ann {number}"): at(10, host=f"45.{number}.1.1") for number in range(100)}
+    records = sybils | honest
+    ranks = {peer_id: random.Random(peer_id).random() for peer_id in records}
+    voters, undialled = sample(records, reached({}), ranks.__getitem__)
+    assert voters == {}
+    assert len(set(undialled[:101]) & sybils.keys()) == 1
+    hosts: dict[PeerId, str | None] = {peer_id: f"45.{number}.1.1" for number, peer_id in enumerate(undialled[:50])}
+    voters, undialled = sample(records, reached(hosts), ranks.__getitem__)
+    assert list(voters) == list(hosts)[:ENOUGH_VOTES]
+    assert undialled == []
+    del hosts[next(iter(hosts))]
+    voters, undialled = sample(records, reached(hosts), ranks.__getitem__)
+    assert len(undialled) == 1, "the others that it might need are not dialled meanwhile"
+
+
+def test_connected_clients_vote_where_no_peer_with_an_address_was_reached() -> None:
+    records = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host=""), CAROL: at(10, host="")}
+    hosts: dict[PeerId, str | None] = {BOB: "46.1.1.1", CAROL: ""}
+    assert sampled(records, hosts) == ({}, [ANN])
+    assert sampled(records, hosts | {ANN: ""}) == ({BOB: "46.1.1.0/24"}, [])
+    assert sampled(records, hosts | {ANN: "45.2.1.1"}) == ({ANN: "45.2.1.0/24"}, [])
+
+
+def test_while_a_peer_cannot_tell_it_loads_no_state_and_begins_no_run() -> None:
+    choice = BranchChoice(EVE, at(0), lambda _: True)
+    choice.belief.poll = lambda records: Poll({}, is_open=True)
+    choice.look(at(0), HONEST, now=0.0)
+    assert choice.leading(()).position == at(0).position
+    assert choice.best().position == at(10).position
+    choice.belief.poll = poll_of_claims
+    choice.look(at(0), HONEST, now=1.0)
+    assert choice.leading(()).position == choice.best().position == at(10).position
+
+
+def test_what_a_peer_cannot_tell_for_a_moment_does_not_keep_it_from_most_others() -> None:
+    belief, own, others = member_of(), at(12, b"other"), {ANN: at(11), BOB: at(11)}
+    assert belief.other_majority(own, others, 100.0) is None
+    belief.poll = lambda records: Poll({ANN: ANN}, is_open=True)
+    assert belief.other_majority(own, others, 100.0 + OUTVOTED_S) is None
+    belief.poll = poll_of_claims
+    assert belief.other_majority(own, others, 100.0 + OUTVOTED_S) == at(11).position
+
+
 def test_parts_that_have_never_met_come_together_on_the_higher_branch() -> None:
     lower, higher = member_of(BOB), member_of(DAVE)
     assert lower.judge(at(10), {BOB: at(10), CAROL: at(12, b"other"), DAVE: at(12, b"other")}).doubted == frozenset()
@@ -125,9 +217,6 @@ def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
 
 
 # vouched peers
-
-HONEST = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
-SYBILS = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(20)}
 
 
 def test_vouched_peers_count_in_place_of_any_number_of_networks() -> None:
