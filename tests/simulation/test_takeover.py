@@ -14,7 +14,7 @@ from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host, between
 from tests.simulation.charted import ChartedRun
-from tests.simulation.strangers import HONEST, SPOILT, Stranger
+from tests.simulation.strangers import AHEAD, HONEST, SPOILT, Stranger
 from tests.unit.access.world import RUN, charter_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +28,7 @@ async def idle(presence: Presence, coordinator: Coordinator) -> None:
     """It does not watch the run, so it vouches for nobody."""
 
 
-def attacked(claims: str) -> ChartedRun:
+def attacked(claims: str, ahead: int = AHEAD) -> ChartedRun:
     """An open run whose machines are in networks of their own.
 
     Args:
@@ -44,7 +44,7 @@ def attacked(claims: str) -> ChartedRun:
         for number, name in enumerate(STRANGERS):
             presence = await run.presence(host, run.world.identity(name))
             declare_run(presence.dht, RUN)
-            strangers.append(Stranger(run, presence, JUMP_S, [claims.format(number)]))
+            strangers.append(Stranger(run, presence, JUMP_S, [claims.format(number)], ahead))
         while True:
             for stranger in strangers:
                 with contextlib.suppress(ManyhandsError):
@@ -61,7 +61,14 @@ def attacked(claims: str) -> ChartedRun:
 
 @pytest.mark.parametrize("claims", ["/ip4/46.{}.1.2/tcp/31000", "/ip4/192.168.{}.2/tcp/31000"])
 def test_one_machine_takes_nobody_with_it_wherever_it_says_that_it_is(claims: str) -> None:
-    run = attacked(claims)
+    check_that_nobody_is_misled(attacked(claims))
+
+
+def test_one_machine_does_not_say_what_the_state_of_a_step_is() -> None:
+    check_that_nobody_is_misled(attacked("/ip4/46.{}.1.2/tcp/31000", ahead=0))
+
+
+def check_that_nobody_is_misled(run: ChartedRun) -> None:
     run.world.run(END_S)
     for name in (*HONEST, "newcomer"):
         optimizer = run.optimizers[name]

@@ -397,6 +397,13 @@ class Collaboration:
         await self.tracker.look()
         return await self._contacts.any_answers(self.tracker.behind())
 
+    async def choose_branch(self) -> None:
+        """Wait until this peer can tell on which branch the run is; ``Unavailable`` if it has reached no other peer."""
+        await self._canvass.settled()
+        tracker = self.tracker
+        if not tracker.should_load_state() and not tracker.is_on_best_branch() and not self.must_be_called_on():
+            raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
+
     def _donors(self) -> list[PeerId]:
         """Peers that can hand out the state of the leading branch."""
         records, can_hand_out = self.tracker.reader.records(), self.tracker.branches.can_hand_out
@@ -404,13 +411,7 @@ class Collaboration:
         return [peer_id for peer_id in holders if peer_id in records and can_hand_out(peer_id)]
 
     async def download(self) -> State:
-        """Download the state of the leading branch, once this peer can tell which one that is.
-
-        Raises:
-            Unavailable: none of its holders could send it, or this peer has reached none of the others.
-        """
-        if not self.tracker.should_load_state():
-            await self._canvass.settled()
+        """Download the state of the leading branch; raises ``Unavailable`` if none of its holders could send it."""
         donors = self._donors()
         if not donors:  # their records have expired since they were read
             await self.tracker.look()
@@ -422,8 +423,6 @@ class Collaboration:
                 "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
                 f"they dial it at {where}, so that must accept connections"
             )
-        if not self.tracker.should_load_state():
-            raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
         donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
         donors = self._drift.ordered(donors, branch.position)
