@@ -162,6 +162,16 @@ def test_connected_clients_vote_where_no_peer_with_an_address_was_reached() -> N
     assert sampled(records, hosts | {ANN: "45.2.1.1"}) == ({ANN: "45.2.1.0/24"}, [])
 
 
+def test_which_parameters_are_right_is_told_by_peers_that_were_met_or_one_of_each_network() -> None:
+    sybils = {PeerId(f"eve {number}"): at(10, host="46.1.1.1") for number in range(4)}
+    records = HONEST | sybils
+    assert member_of(ANN, BOB, CAROL).judges(at(10), records) == {ANN, BOB}
+    told = Belief(DAVE).judges(at(0), records)
+    assert told >= {ANN, BOB}
+    assert len(told) == 3
+    assert Belief(DAVE, poll=lambda records: Poll({ANN: ANN}, is_open=True)).judges(at(0), records) == frozenset()
+
+
 def test_while_a_peer_cannot_tell_it_loads_no_state_and_begins_no_run() -> None:
     choice = BranchChoice(EVE, at(0), lambda _: True)
     choice.belief.poll = lambda records: Poll({}, is_open=True)

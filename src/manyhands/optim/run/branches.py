@@ -217,6 +217,13 @@ class Belief:
         self._outvoted_since = math.inf
         return None
 
+    def judges(self, own: ProgressRecord, records: Records) -> frozenset[PeerId]:
+        """The peers that tell which parameters are right: those met in committed rounds, else one of each vote."""
+        for electorate in self._electorates(own, records):
+            if electorate.voters and not electorate.is_open:
+                return frozenset({vote: peer_id for peer_id, vote in electorate.voters.items()}.values())
+        return frozenset()
+
     def _electorates(self, own: ProgressRecord, records: Records) -> Iterator[_Electorate]:
         met = {peer_id: str(peer_id) for peer_id in records if peer_id in self._met}
         yield _Electorate(met, len(met), is_half_enough=False)

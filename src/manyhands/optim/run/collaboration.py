@@ -136,7 +136,9 @@ class Collaboration:
         belief.vouched = lambda: presence.vouched(manifest.run_id)
         self._canvass = Canvass(presence.endpoint, self._rng, self.tracker.judge)
         belief.poll = self._canvass.poll
-        self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
+        self._drift = Drift(
+            self.tracker.reader, presence.peer_id, self._local.drift_bound, self.tracker.judges_of_parameters
+        )
         assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)

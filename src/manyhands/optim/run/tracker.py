@@ -376,6 +376,10 @@ class ProgressTracker:
             peer_id for peer_id in trainers.keys() - self._missing.peers() if trainers[peer_id].position.step < here
         )
 
+    def judges_of_parameters(self) -> frozenset[PeerId]:
+        """The other peers that tell which parameters are right: see :meth:`Belief.judges`."""
+        return self.branches.belief.judges(self.own, self.reader.records())
+
     # choice of the branch
 
     def leading_branch(self) -> Branch:
