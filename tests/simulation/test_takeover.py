@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from typing import cast
 
 import pytest
+import torch
 
 from manyhands.access.coordinator import Coordinator
 from manyhands.base.errors import ManyhandsError
+from manyhands.optim.loading import _load
 from manyhands.optim.run.records import declare_run
-from manyhands.peer import Presence
+from manyhands.peer import Peer, Presence
 from manyhands.testing import Host, between
+from manyhands.testing.blocking import SimPeer
 from tests.simulation.charted import ChartedRun
 from tests.simulation.strangers import AHEAD, HONEST, SPOILT, Stranger
 from tests.unit.access.world import RUN, charter_of
@@ -62,6 +66,23 @@ def attacked(claims: str, ahead: int = AHEAD) -> ChartedRun:
 @pytest.mark.parametrize("claims", ["/ip4/46.{}.1.2/tcp/31000", "/ip4/192.168.{}.2/tcp/31000"])
 def test_one_machine_takes_nobody_with_it_wherever_it_says_that_it_is(claims: str) -> None:
     check_that_nobody_is_misled(attacked(claims))
+
+
+def test_a_peer_that_only_loads_the_state_is_not_misled_either() -> None:
+    run, loaded = attacked("/ip4/46.{}.1.2/tcp/31000"), list[tuple[int, torch.Tensor]]()
+
+    async def program(host: Host) -> None:
+        await asyncio.sleep(NEWCOMER_S)
+        model, presence = torch.nn.Linear(2, 1), await run.presence(host)
+        state = await _load(cast(Peer, SimPeer(presence)), RUN, model)
+        loaded.append((state.global_step, model.weight.detach()))
+        await presence.stop()
+
+    run.world.start("onlooker", program)
+    run.world.run(NEWCOMER_S + 10.0)
+    ((step, weight),) = loaded
+    assert step <= run.optimizers["a"].global_step
+    assert weight.abs().max() < SPOILT / 2
 
 
 def test_one_machine_does_not_say_what_the_state_of_a_step_is() -> None:
