@@ -39,6 +39,7 @@ from tests.hostile.attacks import (
     ADDRESSES,
     ATTACKS,
     FALSE_MANIFESTS,
+    FURTHER_HOSTS,
     LOCAL_PLACES,
     SSH_PORT,
     THIRD_PARTY,
@@ -268,6 +269,8 @@ def besieged(folder: Path, *, has_charter: bool = False) -> Iterator[Siege]:
 def measured(name: str, folder: Path, period_s: float) -> dict[str, Any]:
     """One attack, and what became of the run; it is watched for so long before, during and after it."""
     with besieged(folder, has_charter=name == FALSE_MANIFESTS) as siege:
+        for host in FURTHER_HOSTS:
+            siege.machines.add_address(ATTACKER, host)
         if name == ADDRESSES:
             siege.place_sinks()
         before, memory = siege.watch(period_s)

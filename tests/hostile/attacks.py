@@ -67,6 +67,8 @@ FOREIGN = 12
 """First number of addresses that no machine here can reach."""
 NUM_NETWORKS = 4
 """More than the honest trainers have."""
+FURTHER_HOSTS = [f"{networks.NETWORK}.{100 + number}.1.2" for number in range(NUM_NETWORKS)]
+"""Further addresses of the attacker's machine."""
 NUM_MEMBERS = 4
 """The first machines: the honest trainers and the monitor."""
 SSH_PORT = 22
@@ -112,16 +114,16 @@ class Attacker:
     def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
         return self.peer.run(coro, 60.0, "preparing")
 
-    def more(self, num: int) -> list[Presence]:
-        """Further identities at the same address."""
+    def more(self, num: int, hosts: Sequence[str] = ()) -> list[Presence]:
+        """Further identities at the same address, or each at one of these, which must be of this machine."""
 
-        async def start() -> Presence:
+        async def start(host: str) -> Presence:
             presence = Presence(TlsTransport(Identity.generate()))
-            await presence.start([Address.parse(self.initial_peer)], [Address.parse(f"/ip4/{self.host}/tcp/0")])
+            await presence.start([Address.parse(self.initial_peer)], [Address.parse(f"/ip4/{host}/tcp/0")])
             print("identity", presence.peer_id, flush=True)
             return presence
 
-        return [self.run(start()) for _ in range(num)]
+        return [self.run(start(host)) for host in hosts or [self.host] * num]
 
     def manifest(self) -> RunManifest:
         signed = self.run(read_manifest(self.peer.dht, RUN_ID))
@@ -198,16 +200,23 @@ def serve_slowly(presence: Presence, capture: Callable[[], State]) -> None:
 
 
 def branch_with_a_state(
-    ahead: int, spoil: Spoil, num_networks: int = 1, serve: Callable[[Presence, Callable[[], State]], None] = serve
+    ahead: int,
+    spoil: Spoil,
+    hosts: Sequence[str] = (),
+    serve: Callable[[Presence, Callable[[], State]], None] = serve,
+    *,
+    num_claimed: int = 1,
 ) -> Attack:
     """Records so many steps ahead of everybody, and a state behind them.
 
-    With more than one, each claims an address in a network of its own as well, so that they are believed: what holds
-    then is what is done with the state.
+    Args:
+        hosts: an identity listens at each of these, so that they are believed: what holds then is what is done with the
+            state.
+        num_claimed: so many identities on one machine, each of which claims to be in a network of its own.
     """
 
     def attack(attacker: Attacker) -> None:
-        presences = attacker.more(num_networks)
+        presences = attacker.more(num_claimed, hosts)
         own, current = {presence.peer_id for presence in presences}, [state_at(Position(1, bytes(32)), 1, spoil)]
 
         async def begin() -> None:
@@ -227,7 +236,7 @@ def branch_with_a_state(
             header = msgspec.structs.replace(current[0].header, position=position, lineage_samples=samples)
             current[0] = dataclasses.replace(current[0], header=header)
             addresses = [str(address) for address in presence.endpoint.addresses]
-            if num_networks > 1:
+            if num_claimed > 1:
                 addresses.insert(0, f"/ip4/{FOREIGN}.{presences.index(presence)}.1.2/tcp/{networks.PORT}")
             await attacker.publish(presence, position=position, lineage_samples=samples, addresses=addresses)
 
@@ -488,13 +497,13 @@ def download_again(attacker: Attacker) -> None:
 
 ATTACKS: dict[str, Attack] = {
     "a state 50 steps ahead that climbs": branch_with_a_state(50, climb),
-    "a state of NaN": branch_with_a_state(1, not_numbers, NUM_NETWORKS),
-    "a state without statistics": branch_with_a_state(1, statistics(None), NUM_NETWORKS),
-    "a state with statistics of shape (0,)": branch_with_a_state(1, statistics(torch.empty(0)), NUM_NETWORKS),
-    "a state with a learning rate of NaN": branch_with_a_state(1, learning_rate_of_nan, NUM_NETWORKS),
-    "a state 50 steps ahead in four networks": branch_with_a_state(50, nothing, NUM_NETWORKS),
-    "a state at step 2^53": branch_with_a_state(MAX_COUNT, nothing, NUM_NETWORKS),
-    "a slow donor": branch_with_a_state(1, nothing, NUM_NETWORKS, serve_slowly),
+    "a state of NaN": branch_with_a_state(1, not_numbers, FURTHER_HOSTS),
+    "a state without statistics": branch_with_a_state(1, statistics(None), FURTHER_HOSTS),
+    "a state with statistics of shape (0,)": branch_with_a_state(1, statistics(torch.empty(0)), FURTHER_HOSTS),
+    "a state with a learning rate of NaN": branch_with_a_state(1, learning_rate_of_nan, FURTHER_HOSTS),
+    "a state 50 steps ahead in four networks": branch_with_a_state(50, nothing, num_claimed=NUM_NETWORKS),
+    "a state at step 2^53": branch_with_a_state(MAX_COUNT, nothing, FURTHER_HOSTS),
+    "a slow donor": branch_with_a_state(1, nothing, serve=serve_slowly, num_claimed=NUM_NETWORKS),
     "slow downloads": download_slowly,
     "a newcomer that is always late": download_again,
     "a huge weight": as_a_member(lambda mean_N, weight: (mean_N, 2.0**52)),

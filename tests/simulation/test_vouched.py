@@ -6,68 +6,28 @@ import asyncio
 import contextlib
 import itertools
 
-import msgspec
 import pytest
 import torch
 
 from manyhands.access.coordinator import Coordinator
-from manyhands.averaging.messages import Position
-from manyhands.averaging.state.content import State, StateHeader, state_of
-from manyhands.averaging.state.server import StateServer
 from manyhands.base.errors import ManyhandsError
 from manyhands.monitor import RunMonitor
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import ProgressReader, progress_key
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host, between
 from tests.simulation.charted import ChartedRun
+from tests.simulation.strangers import HONEST, SPOILT, Stranger
 from tests.simulation.test_monitoring import WatchingPeer
 from tests.unit.access.world import RUN, charter_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HONEST = ("a", "b", "c")
 STRANGERS = tuple(f"stranger{number}" for number in range(4))
 COME_S, JUMP_S, NEWCOMER_S, END_S = 60.0, 90.0, 100.0, 170.0
-AHEAD = 50
-SPOILT = 1000.0
-"""A parameter of the strangers' model."""
 
 
 async def watch(presence: Presence, coordinator: Coordinator) -> None:
     await RunMonitor(WatchingPeer(presence), RUN, lambda event: None).start()
-
-
-class Stranger:
-    """Says at first that it is where the others are; later, that it is ahead, and hands out a state of its own."""
-
-    def __init__(self, run: ChartedRun, presence: Presence) -> None:
-        self._run = run
-        self._presence = presence
-        self._reader = ProgressReader(presence.endpoint, presence.dht, RUN)
-        self._honest = [run.presences[name].peer_id for name in HONEST]
-        self._claimed = Position(0, b"")
-        StateServer(presence.endpoint, RUN, self._state, lambda: self._claimed)
-
-    def _state(self) -> State:
-        honest = self._run.optimizers["a"]._replica.capture()
-        header, tensors = honest.header, [tensor.clone() for tensor in honest.tensors]
-        tensors[0].fill_(SPOILT)
-        samples = 32 * self._claimed.step
-        return state_of(StateHeader(self._claimed, samples, header.tensors, header.scalars, b""), tensors)
-
-    async def publish(self, now: float) -> None:
-        await self._reader.refresh()
-        records = [record for peer_id, record in self._reader.records().items() if peer_id in self._honest]
-        position = max((record.position for record in records), key=lambda position: position.step)
-        if now >= JUMP_S:
-            position = Position(position.step + AHEAD, b"elsewhere")
-        self._claimed = position
-        addresses = [str(address) for address in self._presence.endpoint.addresses]
-        record = ProgressRecord(position, 0, 1.0, 32 * position.step, False, addresses, 30.0)
-        value = msgspec.to_builtins(record, builtin_types=(bytes,))
-        await self._presence.dht.store(progress_key(RUN), value, 30.0, subkey=self._presence.peer_id)
 
 
 def attacked() -> ChartedRun:
@@ -79,7 +39,7 @@ def attacked() -> ChartedRun:
         await asyncio.sleep(COME_S)
         presence = await run.presence(host)
         declare_run(presence.dht, RUN)
-        stranger = Stranger(run, presence)
+        stranger = Stranger(run, presence, JUMP_S)
         while True:
             with contextlib.suppress(ManyhandsError):
                 await stranger.publish(run.world.loop.time())

@@ -79,6 +79,9 @@ class BlockingRunClient:
             if self._call(phase, collaboration.must_be_called_on):
                 self._call(phase, collaboration.tracker.start)  # the record says where
             try:
+                self._run(collaboration.choose_branch(), phase, MAX_DOWNLOAD_S)
+                if self._call(phase, collaboration.tracker.is_on_best_branch):
+                    break
                 state = self._download()
                 self._restore(state)
                 has_loaded = True

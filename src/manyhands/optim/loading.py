@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 
 import torch
 
@@ -21,6 +22,7 @@ from manyhands.base.text import counted
 from manyhands.optim.flat import are_finite
 from manyhands.optim.manifest import RunManifest, read_manifest
 from manyhands.optim.run.branches import believed_by_a_newcomer
+from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressRecord, branch_order
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
@@ -81,25 +83,28 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
         if reader.records()
         else "nobody trains it now"
     ]
-    for _ in range(MAX_POSITIONS):
-        if (leading := leading_donors(records, presence.rng, presence.vouched(run_id))) is None:
-            break
-        position, donors = leading
-        try:
-            state = await download_state(
-                presence.endpoint, manifest, donors, position,
-                is_onlooker=True, held=held, num_tensors=len(parameters) + len(extra),
-            )  # fmt: skip
-            if fault := await run_to_end(_assign, state, [*parameters, *extra]):
-                raise Unavailable(f"the state of peer {', '.join(state.donors)} cannot be used: {fault}")
-        except Unavailable as error:
-            failures = [str(error)]
-            records = {peer_id: record for peer_id, record in records.items() if peer_id not in donors}
-            continue
-        header = state.header
-        return LoadedState(
-            header.position.step, header.lineage_samples, state.donors, state.num_bytes, loop.time() - begun
-        )
+    async with AsyncExitStack() as parts:
+        canvass = Canvass(presence.endpoint, presence.rng)
+        parts.push_async_callback(canvass.close)
+        for _ in range(MAX_POSITIONS):
+            if (leading := await leading_donors(records, canvass, presence.rng, presence.vouched(run_id))) is None:
+                break
+            position, donors = leading
+            try:
+                state = await download_state(
+                    presence.endpoint, manifest, donors, position,
+                    is_onlooker=True, held=held, num_tensors=len(parameters) + len(extra),
+                )  # fmt: skip
+                if fault := await run_to_end(_assign, state, [*parameters, *extra]):
+                    raise Unavailable(f"the state of peer {', '.join(state.donors)} cannot be used: {fault}")
+            except Unavailable as error:
+                failures = [str(error)]
+                records = {peer_id: record for peer_id, record in records.items() if peer_id not in donors}
+                continue
+            header = state.header
+            return LoadedState(
+                header.position.step, header.lineage_samples, state.donors, state.num_bytes, loop.time() - begun
+            )
     raise Unavailable(f"the state of run {run_id!r} cannot be loaded: {'; '.join(failures)}")
 
 
@@ -123,15 +128,18 @@ def askable(records: Mapping[PeerId, ProgressRecord], endpoint: Endpoint) -> dic
     }
 
 
-def leading_donors(
-    records: Mapping[PeerId, ProgressRecord], rng: random.Random, vouched: Collection[PeerId] = ()
+async def leading_donors(
+    records: Mapping[PeerId, ProgressRecord], canvass: Canvass, rng: random.Random, vouched: Collection[PeerId] = ()
 ) -> tuple[Position, list[PeerId]] | None:
     """The position of the run, as a peer that does not train believes it, and the peers that hold its state.
 
     Args:
         vouched: peers for which a coordinator of the run vouches.
     """
-    believed = believed_by_a_newcomer(records, vouched)
+    believed = believed_by_a_newcomer(records, vouched, canvass.poll)
+    if not believed:
+        await canvass.settled()
+        believed = believed_by_a_newcomer(records, vouched, canvass.poll)
     if not believed:
         return None
     position = max(believed.values(), key=branch_order).position

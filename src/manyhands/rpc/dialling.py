@@ -112,15 +112,19 @@ class Dialler:
             raise
         return Opened(stream, answer, address, rtt_s)
 
-    async def probe(self, addresses: Sequence[Address], timeout_s: float, heard: Mapping[Address, str]) -> Address:
-        """Return the first address at which the peer is found, over a connection closed at once, without a hello.
+    async def probe(
+        self, addresses: Sequence[Address], timeout_s: float, heard: Mapping[Address, str]
+    ) -> tuple[Address, str]:
+        """Return the first address at which the peer is found, and its IP address there.
+
+        The connection is closed at once, without a hello.
 
         Raises:
             Unavailable: none answers.
         """
         stream, address = await self._dial_first(addresses, timeout_s, heard, is_bulk=False)
         self._streams.release(stream)
-        return address
+        return address, stream.remote_host
 
     async def _dial_first(
         self, addresses: Sequence[Address], timeout_s: float, heard: Mapping[Address, str] | None, *, is_bulk: bool

@@ -6,8 +6,9 @@ import asyncio
 import functools
 import inspect
 import logging
+import math
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import replace
@@ -56,6 +57,10 @@ LOOK_PERIOD_S = 10.0
 """How often this machine's addresses are looked at."""
 
 
+REACHED_S = 600.0
+"""A peer that is not connected counts as reached for so long after a dial."""
+
+
 class Endpoint:
     """Listens, dials, makes calls and serves them for one peer.
 
@@ -102,6 +107,7 @@ class Endpoint:
         self.on_lost = self._pool.on_lost
         self._dialling: dict[PeerId, asyncio.Task[ControlConnection | Unavailable | PeerError]] = {}
         self._book = AddressBook(self._config.max_known_addresses)
+        self._reached: OrderedDict[PeerId, tuple[str, float]] = OrderedDict()  # IP address, and loop time of the dial
         self._backoff = Backoff(self._rng)
         self._call_rate = Buckets(MAX_CALLS_PER_S)
         self._streams = OpenStreams()
@@ -323,6 +329,15 @@ class Endpoint:
         """Whether this peer has dialled another one, and the last dial succeeded."""
         return self._book.is_reached(peer_id)
 
+    def reached_host(self, peer_id: PeerId) -> str:
+        """Return the IP address at which this peer dialled another one with success; empty if it is long ago.
+
+        It counts for :data:`REACHED_S`, and as long as the other peer is connected.
+        """
+        host, at = self._reached.get(peer_id, ("", -math.inf))
+        is_recent = asyncio.get_running_loop().time() - at < REACHED_S
+        return host if is_recent or self.is_connected(peer_id) else ""
+
     def host_of(self, peer_id: PeerId) -> str:
         """Return the IP address of a connected peer; empty if it is not connected."""
         return self._pool.host_of(peer_id)
@@ -381,12 +396,12 @@ class Endpoint:
         addresses, now = self._addresses_to_dial(peer_id), asyncio.get_running_loop().time()
         self._backoff.check(peer_id, now)
         try:
-            address = await self._dialler.probe(addresses, timeout_s, self._book.heard(peer_id))
+            address, host = await self._dialler.probe(addresses, timeout_s, self._book.heard(peer_id))
         except Unavailable as error:
             self._dial_failed(peer_id, error)
             raise
         self._backoff.forget(peer_id)
-        self.learn(peer_id, [address], AddressSource.WORKED)
+        self._note_reached(peer_id, address, host)
 
     async def call_on(self, peer_id: PeerId, timeout_s: float) -> None:
         """Open a control connection to a peer unless there is one; a peer in client mode can then dial back streams.
@@ -523,9 +538,16 @@ class Endpoint:
         if not self._rules.own_hosts:  # in client mode, and no peer named by the user was reached
             self._note_own_host(opened.stream.remote_host)
         if opened.address is not None:
-            self.learn(connection.remote, [opened.address], AddressSource.WORKED)
+            self._note_reached(connection.remote, opened.address, opened.stream.remote_host)
         self._tasks.spawn(self._run(connection, opened.stream), name=f"connection to {connection.remote}")
         return connection
+
+    def _note_reached(self, peer_id: PeerId, address: Address, host: str) -> None:
+        self.learn(peer_id, [address], AddressSource.WORKED)
+        self._reached[peer_id] = host, asyncio.get_running_loop().time()
+        self._reached.move_to_end(peer_id)
+        if len(self._reached) > self._config.max_known_addresses:
+            self._reached.popitem(last=False)
 
     def _note_own_host(self, remote_host: str) -> None:
         """Note that this peer has reached another one by itself, and so is in the network of that one."""

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import (
+    ENOUGH_VOTES,
     OUTVOTED_S,
     VOUCHED_PATIENCE_S,
     Belief,
     BranchChoice,
+    Poll,
+    Records,
     believed_by_a_newcomer,
     held_by_most,
+    poll_of_claims,
+    sample,
+    vote_from,
     voter_of,
 )
 from manyhands.optim.run.progress import ProgressRecord
@@ -24,6 +33,10 @@ def at(step: int, lineage: bytes = b"run", host: str = "192.168.0.1") -> Progres
     addresses = [f"/ip4/{host}/tcp/1"] if host else []
     position = Position(step, lineage + b" %d" % step if step else b"")
     return ProgressRecord(position, 0, 1.0, 8 * step, not host, addresses, 30.0)
+
+
+HONEST = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
+SYBILS = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(20)}
 
 
 def member_of(*met: PeerId, step: int = 10, own_id: PeerId = EVE) -> Belief:
@@ -38,26 +51,28 @@ def test_one_that_is_ahead_alone_is_doubted() -> None:
     belief = member_of(ANN, BOB)
     for step in (11, 60):
         others = {ANN: at(10), BOB: at(10), EVE: at(step, b"eve")}
-        assert belief.doubted(at(10), others) == {EVE}
-    assert member_of(ANN, BOB, EVE).doubted(at(10), {ANN: at(10), BOB: at(10), EVE: at(11, b"eve")}) == {EVE}
+        assert belief.judge(at(10), others).doubted == {EVE}
+    assert member_of(ANN, BOB, EVE).judge(at(10), {ANN: at(10), BOB: at(10), EVE: at(11, b"eve")}).doubted == {EVE}
 
 
 def test_most_of_those_whom_it_has_met_are_followed() -> None:
     belief = member_of(ANN, BOB)
-    assert belief.doubted(at(10), {ANN: at(11), BOB: at(11)}) == frozenset()
-    assert belief.doubted(at(10), {ANN: at(11), BOB: at(11), EVE: at(60, b"eve")}) == {EVE}
-    assert belief.doubted(at(10), {ANN: at(31), BOB: at(30), EVE: at(32, b"eve")}) == {ANN, EVE}, "the lowest at first"
-    assert belief.doubted(at(10), {ANN: at(11), BOB: at(10)}) == {ANN}, "the other record is perhaps late"
+    assert belief.judge(at(10), {ANN: at(11), BOB: at(11)}).doubted == frozenset()
+    assert belief.judge(at(10), {ANN: at(11), BOB: at(11), EVE: at(60, b"eve")}).doubted == {EVE}
+    assert belief.judge(at(10), {ANN: at(31), BOB: at(30), EVE: at(32, b"eve")}).doubted == {ANN, EVE}, (
+        "the lowest at first"
+    )
+    assert belief.judge(at(10), {ANN: at(11), BOB: at(10)}).doubted == {ANN}, "the other record is perhaps late"
 
 
 def test_those_who_have_gone_do_not_vote() -> None:
-    assert member_of(ANN, BOB).doubted(at(10), {ANN: at(12)}) == frozenset()
+    assert member_of(ANN, BOB).judge(at(10), {ANN: at(12)}).doubted == frozenset()
 
 
 def test_a_newcomer_follows_most_of_those_who_have_learnt_something() -> None:
     records = {ANN: at(10), BOB: at(10), CAROL: at(11), DAVE: at(0), EVE: at(60, b"eve")}
-    assert believed_by_a_newcomer(records).keys() == {ANN, BOB, DAVE}
-    assert Belief(DAVE).doubted(at(0), {ANN: at(3), DAVE: at(0)}) == frozenset(), (
+    assert believed_by_a_newcomer(records, [], poll_of_claims).keys() == {ANN, BOB, DAVE}
+    assert Belief(DAVE).judge(at(0), {ANN: at(3), DAVE: at(0)}).doubted == frozenset(), (
         "one that has learnt nothing does not vote"
     )
 
@@ -76,22 +91,112 @@ def test_one_that_watches_believes_what_more_than_half_hold() -> None:
 def test_one_network_has_one_vote() -> None:
     sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"45.1.1.{number}") for number in range(20)}
     honest = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
-    assert Belief(DAVE).doubted(at(0), honest | sybils) == sybils.keys()
+    assert Belief(DAVE).judge(at(0), honest | sybils).doubted == sybils.keys()
     assert voter_of(EVE, at(1, host="45.1.1.7").addresses) == "45.1.1.0/24"
     assert voter_of(EVE, at(1).addresses) == EVE, "in a private network each is one"
 
 
 def test_peers_without_an_address_vote_only_among_themselves() -> None:
     clients = {PeerId(f"eve {number}"): at(60, b"eve", "") for number in range(20)}
-    assert Belief(DAVE).doubted(at(0), {ANN: at(10), **clients}) == clients.keys()
-    assert Belief(DAVE).doubted(at(0), clients) == frozenset()
+    assert Belief(DAVE).judge(at(0), {ANN: at(10), **clients}).doubted == clients.keys()
+    assert Belief(DAVE).judge(at(0), clients).doubted == frozenset()
+
+
+# which peers vote
+
+
+def reached(hosts: dict[PeerId, str | None]) -> Callable[[PeerId, ProgressRecord], str | None]:
+    """Where peers were reached: an empty host if they were not, None if they were not dialled."""
+    return lambda peer_id, _: host and vote_from(host, peer_id) if (host := hosts.get(peer_id)) is not None else None
+
+
+def sampled(records: Records, hosts: dict[PeerId, str | None]) -> tuple[dict[PeerId, str], list[PeerId]]:
+    return sample(records, reached(hosts), lambda _: 0.0)
+
+
+def test_a_peer_that_was_reached_votes_for_its_network() -> None:
+    assert vote_from("45.1.1.7", EVE) == vote_from("::ffff:45.1.1.8", ANN) == "45.1.1.0/24"
+    assert vote_from("2a00:1:2:3::4", EVE) == "2a00:1:2::/48"
+    assert vote_from("192.168.0.7", EVE) == "192.168.0.7", "a machine of the local network"
+    assert vote_from("100.64.3.4", EVE) == "100.64.3.4", "of a provider's"
+    assert vote_from("127.0.0.1", EVE) == EVE, "on this machine each is one"
+
+
+def test_what_peers_claim_names_no_vote() -> None:
+    sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(4)}
+    records = HONEST | sybils | {CAROL: at(60, b"eve", "192.168.0.1")}
+    voters, undialled = sampled(
+        records, {ANN: "45.2.1.1", BOB: "45.3.1.1", CAROL: ""} | dict.fromkeys(sybils, "47.1.1.1")
+    )
+    assert voters == {ANN: "45.2.1.0/24", BOB: "45.3.1.0/24", **dict.fromkeys(sybils, "47.1.1.0/24")}
+    assert undialled == []
+
+
+def test_peers_that_were_not_dialled_yet_are_dialled_first() -> None:
+    records = HONEST | {CAROL: at(0), DAVE: at(10, host=""), EVE: at(11)}
+    assert sampled(records, {BOB: "45.3.1.1"}) == ({BOB: "45.3.1.0/24"}, [ANN, EVE]), "a client or newcomer is not"
+
+
+def test_of_many_networks_some_decide_one_peer_of_each_first() -> None:
+    sybils = {PeerId(f"eve {number}"): at(60, b"eve", "46.1.1.1") for number in range(500)}
+    honest = {PeerId(f"ann {number}"): at(10, host=f"45.{number}.1.1") for number in range(100)}
+    records = sybils | honest
+    ranks = {peer_id: random.Random(peer_id).random() for peer_id in records}
+    voters, undialled = sample(records, reached({}), ranks.__getitem__)
+    assert voters == {}
+    assert len(set(undialled[:101]) & sybils.keys()) == 1
+    hosts: dict[PeerId, str | None] = {peer_id: f"45.{number}.1.1" for number, peer_id in enumerate(undialled[:50])}
+    voters, undialled = sample(records, reached(hosts), ranks.__getitem__)
+    assert list(voters) == list(hosts)[:ENOUGH_VOTES]
+    assert undialled == []
+    del hosts[next(iter(hosts))]
+    voters, undialled = sample(records, reached(hosts), ranks.__getitem__)
+    assert len(undialled) == 1, "the others that it might need are not dialled meanwhile"
+
+
+def test_connected_clients_vote_where_no_peer_with_an_address_was_reached() -> None:
+    records = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host=""), CAROL: at(10, host="")}
+    hosts: dict[PeerId, str | None] = {BOB: "46.1.1.1", CAROL: ""}
+    assert sampled(records, hosts) == ({}, [ANN])
+    assert sampled(records, hosts | {ANN: ""}) == ({BOB: "46.1.1.0/24"}, [])
+    assert sampled(records, hosts | {ANN: "45.2.1.1"}) == ({ANN: "45.2.1.0/24"}, [])
+
+
+def test_which_parameters_are_right_is_told_by_peers_that_were_met_or_one_of_each_network() -> None:
+    sybils = {PeerId(f"eve {number}"): at(10, host="46.1.1.1") for number in range(4)}
+    records = HONEST | sybils
+    assert member_of(ANN, BOB, CAROL).judges(at(10), records) == {ANN, BOB}
+    told = Belief(DAVE).judges(at(0), records)
+    assert told >= {ANN, BOB}
+    assert len(told) == 3
+    assert Belief(DAVE, poll=lambda records: Poll({ANN: ANN}, is_open=True)).judges(at(0), records) == frozenset()
+
+
+def test_while_a_peer_cannot_tell_it_loads_no_state_and_begins_no_run() -> None:
+    choice = BranchChoice(EVE, at(0), lambda _: True)
+    choice.belief.poll = lambda records: Poll({}, is_open=True)
+    choice.look(at(0), HONEST, now=0.0)
+    assert choice.leading(()).position == at(0).position
+    assert choice.best().position == at(10).position
+    choice.belief.poll = poll_of_claims
+    choice.look(at(0), HONEST, now=1.0)
+    assert choice.leading(()).position == choice.best().position == at(10).position
+
+
+def test_what_a_peer_cannot_tell_for_a_moment_does_not_keep_it_from_most_others() -> None:
+    belief, own, others = member_of(), at(12, b"other"), {ANN: at(11), BOB: at(11)}
+    assert belief.other_majority(own, others, 100.0) is None
+    belief.poll = lambda records: Poll({ANN: ANN}, is_open=True)
+    assert belief.other_majority(own, others, 100.0 + OUTVOTED_S) is None
+    belief.poll = poll_of_claims
+    assert belief.other_majority(own, others, 100.0 + OUTVOTED_S) == at(11).position
 
 
 def test_parts_that_have_never_met_come_together_on_the_higher_branch() -> None:
     lower, higher = member_of(BOB), member_of(DAVE)
-    assert lower.doubted(at(10), {BOB: at(10), CAROL: at(12, b"other"), DAVE: at(12, b"other")}) == frozenset()
+    assert lower.judge(at(10), {BOB: at(10), CAROL: at(12, b"other"), DAVE: at(12, b"other")}).doubted == frozenset()
     others = {ANN: at(10), BOB: at(10), DAVE: at(12, b"other")}
-    assert higher.doubted(at(12, b"other"), others) == frozenset()
+    assert higher.judge(at(12, b"other"), others).doubted == frozenset()
     assert higher.other_majority(at(12, b"other"), others, 1e9) is None, "half is not most"
 
 
@@ -123,26 +228,23 @@ def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
 
 # vouched peers
 
-HONEST = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
-SYBILS = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(20)}
-
 
 def test_vouched_peers_count_in_place_of_any_number_of_networks() -> None:
-    assert Belief(DAVE).doubted(at(0), HONEST | SYBILS) == HONEST.keys(), "so it was without"
+    assert Belief(DAVE).judge(at(0), HONEST | SYBILS).doubted == HONEST.keys(), "so it was without"
     newcomer = Belief(DAVE, lambda: [ANN, BOB, CAROL])
-    assert newcomer.doubted(at(0), HONEST | SYBILS) == SYBILS.keys()
-    assert newcomer.doubted(at(0), HONEST | {BOB: at(0)} | SYBILS) == SYBILS.keys(), "one is enough"
-    assert newcomer.doubted(at(0), SYBILS) == frozenset(), "none of them is there"
-    assert believed_by_a_newcomer(HONEST | SYBILS, [ANN]).keys() == HONEST.keys()
+    assert newcomer.judge(at(0), HONEST | SYBILS).doubted == SYBILS.keys()
+    assert newcomer.judge(at(0), HONEST | {BOB: at(0)} | SYBILS).doubted == SYBILS.keys(), "one is enough"
+    assert newcomer.judge(at(0), SYBILS).doubted == frozenset(), "none of them is there"
+    assert believed_by_a_newcomer(HONEST | SYBILS, [ANN], poll_of_claims).keys() == HONEST.keys()
     assert held_by_most(HONEST | SYBILS, [ANN]) == at(10).position
     assert held_by_most(SYBILS, [ANN]) == at(60, b"eve").position
 
 
 def test_members_stay_with_vouched_peers_that_they_have_met() -> None:
     member = member_of(ANN, BOB)
-    assert member.doubted(at(10), HONEST | SYBILS) == frozenset(), "so it was without"
+    assert member.judge(at(10), HONEST | SYBILS).doubted == frozenset(), "so it was without"
     member.vouched = lambda: [ANN, BOB]
-    assert member.doubted(at(10), HONEST | SYBILS) == SYBILS.keys()
+    assert member.judge(at(10), HONEST | SYBILS).doubted == SYBILS.keys()
     lower = {peer_id: at(9, b"eve", record.addresses[0].split("/")[2]) for peer_id, record in SYBILS.items()}
     for now in (0.0, 1e6):
         assert member.other_majority(at(10), HONEST | lower, now) is None
@@ -152,9 +254,9 @@ def test_of_two_vouched_peers_neither_follows_strangers() -> None:
     """The vote of each counts for itself."""
     ann = member_of(BOB, own_id=ANN)
     others = {BOB: at(10), **SYBILS}
-    assert ann.doubted(at(10), others) == frozenset(), "so it was without"
+    assert ann.judge(at(10), others).doubted == frozenset(), "so it was without"
     ann.vouched = lambda: [ANN, BOB]
-    assert ann.doubted(at(10), others) == SYBILS.keys()
+    assert ann.judge(at(10), others).doubted == SYBILS.keys()
 
 
 @pytest.mark.parametrize("there", [at(60, b"other"), at(9, b"other")], ids=["ahead", "behind"])
@@ -165,12 +267,12 @@ def test_one_vouched_peer_takes_no_member_with_it_and_two_do_so_late(there: Prog
     others = {ANN: there, BOB: at(10), CAROL: at(10), DAVE: at(10)}
     for now in (0.0, 1e6):
         assert member.other_majority(at(10), others, now) is None
-        assert member.doubted(at(10), others) == ({ANN} if there.position.step > 10 else set())
+        assert member.judge(at(10), others).doubted == ({ANN} if there.position.step > 10 else set())
     member.vouched = lambda: [ANN, BOB]
     others[BOB] = there
     assert member.other_majority(at(10), others, 2e6) is None
     assert member.other_majority(at(10), others, 2e6 + VOUCHED_PATIENCE_S - 1) is None
-    assert member.doubted(at(10), others) == ({ANN, BOB} if there.position.step > 10 else set())
+    assert member.judge(at(10), others).doubted == ({ANN, BOB} if there.position.step > 10 else set())
     assert member.other_majority(at(10), others, 2e6 + VOUCHED_PATIENCE_S) == there.position
     member.vouched = lambda: [CAROL, DAVE]
     assert member.other_majority(at(10), others, 3e6) is None
@@ -188,7 +290,7 @@ def test_parts_that_have_never_met_come_together_where_the_vouched_peers_are(ahe
     for now in (0.0, VOUCHED_PATIENCE_S):
         assert ann.other_majority(here, of_ann, now) is None
         moves_to = dave.other_majority(there, of_dave, now)
-    assert ann.doubted(here, of_ann) == ({CAROL, DAVE, EVE} if ahead > 0 else set())
+    assert ann.judge(here, of_ann).doubted == ({CAROL, DAVE, EVE} if ahead > 0 else set())
     assert moves_to == here.position
 
 

@@ -19,7 +19,7 @@ RIGHT, WRONG = packed([1.0] * 16), packed([1.5] * 16)
 @asynccontextmanager
 async def drifting() -> AsyncIterator[tuple[Run, Drift]]:
     async with run_of_one() as run:
-        yield run, Drift(run.tracker.reader, run.endpoint.peer_id, BOUND)
+        yield run, Drift(run.tracker.reader, run.endpoint.peer_id, BOUND, run.tracker.reader.observed)
 
 
 async def hear(run: Run, sketch: bytes, position: Position = HERE, peers: tuple[PeerId, ...] = (BOB, CAROL)) -> None:

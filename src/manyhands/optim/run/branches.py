@@ -4,8 +4,8 @@ The branch with the highest (global step, samples in its lineage, digest) leads.
 which model all peers hold. A peer believes a branch that is ahead of it when
 
 * more than half of the peers that it met in committed rounds and that are still there are ahead on it; or else
-* at least half of all peers that have learnt anything are, itself included. Peers with addresses in one network (a /24
-  or /48) count once; peers without an address count only if no peer has one.
+* at least half of all peers that have learnt anything are, itself included. Of these only peers count that it has
+  reached: see :func:`sample`, and :mod:`manyhands.optim.run.canvass`, which dials them.
 
 In a run with a charter, the trainers for which a coordinator vouches (:mod:`manyhands.monitor.vouching`) count in place
 of all peers. A peer that has met nobody who is there, such as a newcomer, believes more than half of them at once, even
@@ -19,6 +19,7 @@ A peer can only follow a believed branch whose state it can get: from a peer tha
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import math
 from collections import Counter, deque
@@ -48,6 +49,9 @@ DOUBTED_UNTIL_LOGGED_S = 5.0
 """A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
 SHUN_S = 600.0
 """A peer that sent an unusable state is not followed for this long."""
+
+ENOUGH_VOTES = 32
+"""Of more networks, this many decide, chosen at random: in a large run no peer dials all others."""
 
 Records = Mapping[PeerId, ProgressRecord]
 
@@ -82,12 +86,14 @@ class _Electorate(NamedTuple):
 
     Attributes:
         is_patient: they decide only after ``VOUCHED_PATIENCE_S``, and then also for a branch that is ahead.
+        is_open: more peers must be dialled before they decide.
     """
 
     voters: Mapping[PeerId, str]
     num_votes: int
     is_half_enough: bool
     is_patient: bool = False
+    is_open: bool = False
 
     def is_enough(self, peers: Iterable[PeerId]) -> bool:
         num = len({self.voters[peer_id] for peer_id in peers if peer_id in self.voters})
@@ -109,17 +115,52 @@ class _Electorate(NamedTuple):
         return min(votes, key=lambda position: (-votes[position], position.step, position.lineage))
 
 
+class Poll(NamedTuple):
+    """The peers whose votes count, each with the name of its vote.
+
+    Attributes:
+        is_open: more peers must be dialled before it decides.
+    """
+
+    voters: Mapping[PeerId, str]
+    is_open: bool
+
+
+class Judgement(NamedTuple):
+    """The peers that claim to be ahead on a branch that this peer does not follow now.
+
+    Attributes:
+        doubted: too few others are on their branch.
+        open: this peer must reach more peers before it can tell.
+    """
+
+    doubted: frozenset[PeerId] = frozenset()
+    open: frozenset[PeerId] = frozenset()
+
+
+def poll_of_claims(records: Records) -> Poll:
+    """Counts the networks of the addresses that peers claim, for one that only watches."""
+    return Poll(_voters_among(records), is_open=False)
+
+
 class Belief:
     """Decides which of the others' claims about other positions one peer believes.
 
     Attributes:
         been_at: the last positions of this peer, its own one included.
         vouched: returns the peers for which a coordinator of the run vouches.
+        poll: returns which of all peers vote, from their records.
     """
 
-    def __init__(self, own_id: PeerId, vouched: Callable[[], Collection[PeerId]] = frozenset) -> None:
+    def __init__(
+        self,
+        own_id: PeerId,
+        vouched: Callable[[], Collection[PeerId]] = frozenset,
+        poll: Callable[[Records], Poll] = poll_of_claims,
+    ) -> None:
         self._own_id = own_id
         self.vouched = vouched
+        self.poll = poll
         self._met: dict[PeerId, None] = {}
         self.been_at: deque[Position] = deque(maxlen=MAX_BEEN_AT)
         self._has_stepped = False
@@ -142,15 +183,18 @@ class Belief:
         """The peers met last."""
         return list(self._met)[-num:]
 
-    def doubted(self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord]) -> frozenset[PeerId]:
-        """Peers that claim to be ahead on a branch that this peer does not believe in."""
+    def judge(self, own: ProgressRecord, records: Records) -> Judgement:
+        """Judge the peers that claim to be ahead."""
         ahead = {peer_id: record.position for peer_id, record in records.items() if is_ahead(record, own)}
         if not any(position.step for position in ahead.values()):
-            return frozenset()  # nothing has been learnt yet
-        electorates = (electorate for electorate in self._electorates(own, records) if not electorate.is_patient)
-        found = (electorate.believed(ahead) for electorate in electorates)
-        believed = next((position for position in found if position is not None), None)
-        return frozenset(peer_id for peer_id, position in ahead.items() if position != believed)
+            return Judgement()  # nothing has been learnt yet
+        believed = None
+        for electorate in self._electorates(own, records):
+            if electorate.is_open:
+                return Judgement(open=frozenset(ahead))
+            if not electorate.is_patient and (believed := electorate.believed(ahead)) is not None:
+                break
+        return Judgement(frozenset(peer_id for peer_id, position in ahead.items() if position != believed))
 
     def other_majority(
         self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], now: float
@@ -163,6 +207,8 @@ class Belief:
         behind = {peer_id: there for peer_id, there in elsewhere.items() if not is_ahead(records[peer_id], own)}
         if own.position.step and elsewhere:
             for electorate in self._electorates(own, records):
+                if electorate.is_open:
+                    return None  # for a moment; it does not begin anew
                 there = elsewhere if electorate.is_patient else behind
                 if electorate._replace(is_half_enough=False).is_enough(there):
                     self._outvoted_since = min(self._outvoted_since, now)
@@ -171,7 +217,14 @@ class Belief:
         self._outvoted_since = math.inf
         return None
 
-    def _electorates(self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord]) -> Iterator[_Electorate]:
+    def judges(self, own: ProgressRecord, records: Records) -> frozenset[PeerId]:
+        """The peers that tell which parameters are right: those met in committed rounds, else one of each vote."""
+        for electorate in self._electorates(own, records):
+            if electorate.voters and not electorate.is_open:
+                return frozenset({vote: peer_id for peer_id, vote in electorate.voters.items()}.values())
+        return frozenset()
+
+    def _electorates(self, own: ProgressRecord, records: Records) -> Iterator[_Electorate]:
         met = {peer_id: str(peer_id) for peer_id in records if peer_id in self._met}
         yield _Electorate(met, len(met), is_half_enough=False)
         is_own_counted = self._has_stepped and own.position.step > 0
@@ -181,8 +234,48 @@ class Belief:
         if voters and num_votes > bool(met):  # one alone decides nothing for members
             yield _Electorate(voters, num_votes, is_half_enough=False, is_patient=bool(met))
             return
-        voters = _voters_among(records)
-        yield _Electorate(voters, len(set(voters.values())) + is_own_counted, is_half_enough=True)
+        poll = self.poll(records)
+        num_votes = len(set(poll.voters.values())) + is_own_counted
+        yield _Electorate(poll.voters, num_votes, is_half_enough=True, is_open=poll.is_open)
+
+
+def sample(
+    records: Records, vote_of: Callable[[PeerId, ProgressRecord], str | None], rank: Callable[[PeerId], float]
+) -> tuple[dict[PeerId, str], list[PeerId]]:
+    """The peers that vote on where the run is, each with the name of its vote, and those that must be dialled first.
+
+    Peers that have an address vote if they were reached. Without any of these, peers without an address vote. Of many
+    networks ``ENOUGH_VOTES`` are enough.
+
+    Args:
+        vote_of: the name of the vote of a peer that was reached; empty if it cannot be, None if it was not dialled yet.
+        rank: a random number for each peer, which stays the same. Nobody else knows it.
+    """
+    learnt = {peer_id: record for peer_id, record in records.items() if record.position.step}
+    in_order = [peer_id for peer_id, record in learnt.items() if record.addresses]
+    if len(in_order) > ENOUGH_VOTES:  # one of each network that they claim, then another one of each
+        num_before: Counter[str] = Counter()
+        turns: dict[PeerId, int] = {}
+        for peer_id in sorted(in_order, key=rank):
+            network = voter_of(peer_id, learnt[peer_id].addresses)
+            turns[peer_id] = num_before[network]
+            num_before[network] += 1
+        in_order = sorted(turns, key=turns.__getitem__)
+    voters: dict[PeerId, str] = {}
+    votes: set[str] = set()
+    undialled: list[PeerId] = []
+    for peer_id in in_order:
+        if (vote := vote_of(peer_id, learnt[peer_id])) is None:
+            undialled.append(peer_id)
+        elif vote:
+            voters[peer_id] = vote
+            votes.add(vote)
+            if len(votes) == ENOUGH_VOTES:
+                break
+    if not voters and not undialled:
+        found = {peer_id: vote_of(peer_id, record) for peer_id, record in learnt.items() if not record.addresses}
+        voters = {peer_id: vote for peer_id, vote in found.items() if vote}
+    return voters, undialled
 
 
 def _voters_among(records: Records) -> dict[PeerId, str]:
@@ -212,11 +305,16 @@ def held_by_most(records: Records, vouched: Collection[PeerId] = ()) -> Position
     return believed
 
 
-def believed_by_a_newcomer(records: Records, vouched: Collection[PeerId] = ()) -> dict[PeerId, ProgressRecord]:
-    """The records of the branch that most peers are on, for a peer that has met none, such as an evaluator."""
+def believed_by_a_newcomer(
+    records: Records, vouched: Collection[PeerId], poll: Callable[[Records], Poll]
+) -> dict[PeerId, ProgressRecord]:
+    """The records of the branch that most peers are on, for a peer that has met none, such as an evaluator.
+
+    None while it cannot tell.
+    """
     nowhere = ProgressRecord(Position(0, b""), 0, 0.0, 0, is_client=True, addresses=[], ttl_s=0.0)
-    doubted = Belief(PeerId(""), lambda: vouched).doubted(nowhere, records)
-    return {peer_id: record for peer_id, record in records.items() if peer_id not in doubted}
+    doubted, still_open = Belief(PeerId(""), lambda: vouched, poll).judge(nowhere, records)
+    return {peer_id: record for peer_id, record in records.items() if peer_id not in doubted and not still_open}
 
 
 def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
@@ -225,11 +323,23 @@ def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
 
 
 def voter_of(peer_id: PeerId, addresses: Sequence[str]) -> str:
-    """The name of a peer's vote: the network of its public address, which peers of one owner share; else its own id."""
+    """The name of a peer's vote by what it claims: the network of its public address; else its own id."""
     for address in readable_addresses(addresses):
         if address.protocol.startswith("ip") and address.is_public:
             return network_of(address.host)
     return peer_id
+
+
+def vote_from(host: str, name: str) -> str:
+    """The name of the vote of a peer that was reached: its network, which peers of one owner share.
+
+    In a local network each machine has a vote; on this machine, each ``name``.
+    """
+    network = network_of(host)
+    ip_network = ipaddress.ip_network(network)
+    if ip_network.is_global:
+        return network
+    return name if ip_network.is_loopback else host
 
 
 class BranchChoice:
@@ -237,7 +347,7 @@ class BranchChoice:
 
     Attributes:
         belief: decides which claims of the others this peer believes.
-        believed: the others' records, without peers ahead on a branch that this peer does not believe in.
+        believed: the others' records, without peers ahead on a branch that this peer does not believe in, or not yet.
         waits_for_clients: only clients have the state that this peer needs: one of them must connect to it.
     """
 
@@ -248,6 +358,7 @@ class BranchChoice:
         self._own = own
         self._is_connected = is_connected
         self._records: Records = {}
+        self._plausible: Records = {}  # the believed ones, and those of which it cannot tell yet
         self._doubted_since: dict[PeerId, float] = {}  # infinite once logged
         self._shunned: dict[PeerId, float] = {}  # until when
         self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
@@ -260,7 +371,7 @@ class BranchChoice:
         if own.position not in self.belief.been_at:
             self.belief.been_at.append(own.position)
         self._majority = self.belief.other_majority(own, records, now)
-        doubted = self.belief.doubted(own, records)
+        doubted, still_open = self.belief.judge(own, records)
         # one whose record this peer has caught up with may say more in its next one
         unread = {peer for peer in self._doubted_since if peer in records and records[peer] is old.get(peer)}
         self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted | unread}
@@ -271,7 +382,8 @@ class BranchChoice:
                                peer_id, records[peer_id].position.step)  # fmt: skip
         self._shunned = {peer_id: until for peer_id, until in self._shunned.items() if until > now}
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
-        self.believed = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
+        self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
+        self.believed = {peer: record for peer, record in self._plausible.items() if peer not in still_open}
         self._waits_since = min(self._waits_since, now) if self._is_only_with_clients() else math.inf
         self._has_waited = now - self._waits_since >= CLIENT_PATIENCE_S
         self.waits_for_clients = self._waits_since < math.inf and not self._has_waited
@@ -289,16 +401,16 @@ class BranchChoice:
 
     def leading(self, without_state: Container[PeerId]) -> Branch:
         """The branch that this peer should be on, among those whose state others than these can send."""
-        reachable = self._within_reach().items()
+        reachable = self._within_reach(self.believed).items()
         return self._chosen({peer_id: record for peer_id, record in reachable if peer_id not in without_state})
 
     def best(self) -> Branch:
-        """The best known branch, whether or not its state is available now.
+        """The best known branch, whether or not its state is available now, and this peer can tell already.
 
         Clients can never get it from each other: they follow the peers that can be dialled.
         """
         is_within_reach = self._own.is_client or self._has_waited
-        return self._chosen(self._within_reach() if is_within_reach else self.believed)
+        return self._chosen(self._within_reach(self._plausible) if is_within_reach else self._plausible)
 
     def _chosen(self, others: Records) -> Branch:
         """The branch of most peers, if they do not follow the one that this peer is on; else the leading one."""
@@ -310,18 +422,18 @@ class BranchChoice:
             return Branch(self._majority, tuple(holders))
         return leading_branch(others, self._own_id, self._own)
 
-    def _within_reach(self) -> Records:
-        """The believed records, without peers on other branches whose state is not available."""
+    def _within_reach(self, records: Records) -> Records:
+        """These records without peers on other branches whose state is not available."""
         return {
             peer_id: record
-            for peer_id, record in self.believed.items()
+            for peer_id, record in records.items()
             if record.position == self._own.position or self.can_hand_out(peer_id)
         }
 
     def _is_only_with_clients(self) -> bool:
         """Whether only unconnected clients have the state of the best branch."""
-        reachable = self._within_reach()
-        if self._own.is_client or len(reachable) == len(self.believed):
+        reachable = self._within_reach(self._plausible)
+        if self._own.is_client or len(reachable) == len(self._plausible):
             return False
-        best = leading_branch(self.believed, self._own_id, self._own)
+        best = leading_branch(self._plausible, self._own_id, self._own)
         return best.position != self._own.position and reachable.keys().isdisjoint(best.holders)

@@ -28,6 +28,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
+from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
@@ -131,10 +132,16 @@ class Collaboration:
             presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self._local.position,
             self._progress_config, is_auxiliary=self._is_auxiliary, began_at=presence.began_at,
         )  # fmt: skip
-        self.tracker.branches.belief.vouched = lambda: presence.vouched(manifest.run_id)
-        self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
+        belief = self.tracker.branches.belief
+        belief.vouched = lambda: presence.vouched(manifest.run_id)
+        self._canvass = Canvass(presence.endpoint, self._rng, self.tracker.judge)
+        belief.poll = self._canvass.poll
+        self._drift = Drift(
+            self.tracker.reader, presence.peer_id, self._local.drift_bound, self.tracker.judges_of_parameters
+        )
         assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
+            parts.push_async_callback(self._canvass.close)
             members = presence.members.get(manifest.run_id)
             charter = members.charter.charter if members is not None else None
             limits = MemberLimits(**msgspec.structs.asdict(charter.limits)) if charter is not None else OPEN_LIMITS
@@ -391,6 +398,13 @@ class Collaboration:
         """Whether a peer that answers has yet to reach this peer's global step."""
         await self.tracker.look()
         return await self._contacts.any_answers(self.tracker.behind())
+
+    async def choose_branch(self) -> None:
+        """Wait until this peer can tell on which branch the run is; ``Unavailable`` if it has reached no other peer."""
+        await self._canvass.settled()
+        tracker = self.tracker
+        if not tracker.should_load_state() and not tracker.is_on_best_branch() and not self.must_be_called_on():
+            raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
 
     def _donors(self) -> list[PeerId]:
         """Peers that can hand out the state of the leading branch."""

@@ -6,8 +6,8 @@ signs. On average, the square of such a sum is the square of the vector's length
 two peers' sums is that of their distance (Alon, Matias and Szegedy, "The space complexity of approximating the
 frequency moments", 1996). So a change of any parameter changes the sums by its size.
 
-The majority is right. It is more than half of all known peers, not only of those that published: a minority changes
-nothing for the others by what it publishes.
+The majority is right. It is more than half of the peers of earlier rounds, not only of those that published: a minority
+changes nothing for the others by what it publishes. For a newcomer, the peers count that decide which branch it loads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from manyhands.averaging.state.content import State
 from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.manifest import RunManifest
-from manyhands.optim.run.progress_reader import ProgressReader
+from manyhands.optim.run.progress_reader import Observed, ProgressReader
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,11 @@ def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, ow
 class Drift:
     """Compares this peer's parameters with the others' after its last step. Lives on the network thread."""
 
-    def __init__(self, reader: ProgressReader, own_id: PeerId, bound: float) -> None:
+    def __init__(
+        self, reader: ProgressReader, own_id: PeerId, bound: float, judges: Callable[[], Collection[PeerId]]
+    ) -> None:
         self._reader = reader  # of the others' progress records, which have the sketches
+        self._judges = judges  # the other peers that count
         self._own_id = own_id
         self._bound = bound
         self._position: Position | None = None  # after the last step; None once a state was loaded
@@ -204,7 +207,7 @@ class Drift:
 
     def _warn_without_majority(self, here: Position) -> None:
         """Warn once if the peers differ and no majority tells which is right, as with two peers."""
-        num_others = len(self._reader.observed())
+        num_others = len(self._counted())
         apart = self.disagreement()  # of two peers half of what is between them
         if self._has_warned or apart is None or apart <= self._bound or len(self._published_at(here)) < num_others:
             return
@@ -217,7 +220,8 @@ class Drift:
 
     def contradicts(self, position: Position, sketch: Sketch) -> bool:
         """Whether the majority published other sums for a position than those of a state that is said to be of it."""
-        if any(self._reader.observed()[peer_id].record.seat != NO_SEAT for peer_id in self._published_at(position)):
+        counted = self._counted()
+        if any(counted[peer_id].record.seat != NO_SEAT for peer_id in self._published_at(position)):
             return False  # in a grid groups differ by more than rounding
         return self._distances_at(position, sketch).get(self._own_id, 0.0) > self._bound
 
@@ -238,11 +242,15 @@ class Drift:
         sketches = self._published_at(position)
         if own.sums:
             sketches[self._own_id] = own.sums
-        return distances(sketches, len(self._reader.observed()) + 1, self._bound, own.size)
+        return distances(sketches, len(self._counted()) + 1, self._bound, own.size)
+
+    def _counted(self) -> dict[PeerId, Observed]:
+        observed = self._reader.observed()
+        return {peer_id: observed[peer_id] for peer_id in self._judges() if peer_id in observed}
 
     def _published_at(self, position: Position) -> dict[PeerId, bytes]:
         return {
             peer_id: seen.record.sketch
-            for peer_id, seen in self._reader.observed().items()
+            for peer_id, seen in self._counted().items()
             if seen.said == position and seen.record.sketch_step == position.step
         }

@@ -174,13 +174,13 @@ class ProgressTracker:
         self._set_own(
             position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step
         )
-        self._judge()
+        self.judge()
         self._publish_news(urgently=True)
 
     def others_moved(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
         """The members of a round have gone to ``position``, and this peer has not: it has lost the result."""
         self._note_round(position, lineage_samples, members)
-        self._judge()
+        self.judge()
 
     def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
         self.reader.moved(members, position, lineage_samples)
@@ -238,7 +238,7 @@ class ProgressTracker:
         try:
             await self.reader.refresh(quickly=quickly)
         finally:
-            self._judge()  # also of what has expired
+            self.judge()  # also of what has expired
         self._read_at = now = asyncio.get_running_loop().time()
         if not quickly:
             self._wholly_read_at = now
@@ -248,12 +248,12 @@ class ProgressTracker:
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """Take over the progress that a peer has sent directly."""
         self.reader.heard(peer_id, record)
-        self._judge()
+        self.judge()
 
     def report_gone(self, peer_id: PeerId, sequence: int) -> None:
         """Drop a peer that is gone before its last record, of this sequence, has expired."""
         self.reader.forget(peer_id, sequence)
-        self._judge()
+        self.judge()
 
     def unmet(self) -> Mapping[PeerId, Observed]:
         """The records of peers that missed a round or could not send their state."""
@@ -272,13 +272,13 @@ class ProgressTracker:
     def shun(self, peer_id: PeerId) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
         self.branches.shun(peer_id, asyncio.get_running_loop().time())
-        self._judge()
+        self.judge()
 
     def refresh_soon(self) -> None:
         """Read soon: the others' records will explain what has just happened."""
         self._read_wanted.set()
 
-    def _judge(self) -> None:
+    def judge(self) -> None:
         """Update the conclusions after a change of the others' records or this peer's position."""
         now = asyncio.get_running_loop().time()
         self.branches.look(self.own, self.reader.records(), now)
@@ -375,6 +375,10 @@ class ProgressTracker:
         return sorted(
             peer_id for peer_id in trainers.keys() - self._missing.peers() if trainers[peer_id].position.step < here
         )
+
+    def judges_of_parameters(self) -> frozenset[PeerId]:
+        """The other peers that tell which parameters are right: see :meth:`Belief.judges`."""
+        return self.branches.belief.judges(self.own, self.reader.records())
 
     # choice of the branch
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import State
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
-from manyhands.base.errors import Unavailable
+from manyhands.base.errors import Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.loading import MAX_POSITIONS, askable, leading_donors
 from manyhands.optim.local_steps import LocalReplica
+from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
@@ -83,7 +84,10 @@ class StateFollower:
 
     async def _start(self) -> None:
         declare_run(self._peer.dht, self._run_id)
-        self._reader = ProgressReader(self._peer.endpoint, self._peer.dht, self._run_id)
+        presence = self._peer.presence
+        self._reader = ProgressReader(presence.endpoint, presence.dht, self._run_id)
+        self._canvass = Canvass(presence.endpoint, presence.rng)
+        presence.on_close.append(self._canvass.close)
 
     def _fetch_tokenizer(self) -> transformers.PreTrainedTokenizerFast:
         while True:
@@ -97,9 +101,9 @@ class StateFollower:
             self._peer.sleep(RETRY_PERIOD_S if donors else LOOK_PERIOD_S)
 
     def _load_if_due(self, every: int) -> int | None:
-        records, here, has_failed, presence = self._look(), self._step, False, self._peer.presence
+        records, here, has_failed = self._look(), self._step, False
         for _ in range(MAX_POSITIONS):
-            if (leading := leading_donors(records, presence.rng, presence.vouched(self._run_id))) is None:
+            if (leading := self._leading(records)) is None:
                 self._tell("Waiting for a peer of run %s from which the state can be downloaded")
                 break
             position, donors = leading
@@ -134,6 +138,14 @@ class StateFollower:
         except Unavailable as error:
             logger.warning("cannot read the records of the run: %s; trying again", error)
             return {}
+
+    def _leading(self, records: Mapping[PeerId, ProgressRecord]) -> tuple[Position, list[PeerId]] | None:
+        presence = self._peer.presence
+        leading = leading_donors(records, self._canvass, presence.rng, presence.vouched(self._run_id))
+        try:
+            return self._run_coroutine(leading, "looking which peers can be reached")
+        except Timeout:  # in the background this peer goes on dialling them
+            return None
 
     def _download(self, donors: list[PeerId], leading: Position) -> State:
         downloading = download_state(self._peer.endpoint, self.manifest, donors, leading, is_onlooker=True)

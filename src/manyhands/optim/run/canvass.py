@@ -1,0 +1,116 @@
+"""Dials the peers whose votes decide where a run is: what they say of their addresses proves nothing.
+
+A peer that was reached votes for the network in which it was, so the identities of one machine have one vote, wherever
+they claim to be. :func:`manyhands.optim.run.branches.sample` says which peers are needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manyhands.averaging.messages import readable_addresses
+from manyhands.base.errors import PeerError, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.optim.run.branches import Poll, Records, sample, vote_from
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.rpc import Endpoint
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+DIAL_TIMEOUT_S = 5.0
+AT_FIRST = 16
+AT_ONCE = 64
+"""Dials at a time after the first ones: those of a thousand false identities must end within two minutes."""
+FAILED_S = 600.0
+"""A peer that was dialled in vain has no vote for so long, unless it connects to this one meanwhile."""
+AGAIN_S = 10.0
+"""When to dial the same peers again if none was reached: this machine may have been offline."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    at: float  # loop time
+    was_connected: bool
+
+
+class Canvass:
+    """Knows which peers were reached, and dials the others when their votes are needed. Lives on the network thread.
+
+    Args:
+        on_news: called when all peers that a poll needed were dialled.
+    """
+
+    def __init__(self, endpoint: Endpoint, rng: random.Random, on_news: Callable[[], None] = lambda: None) -> None:
+        self._endpoint = endpoint
+        self._rng = rng
+        self._on_news = on_news
+        self._records: Records = {}  # of the last poll
+        self._undialled: list[PeerId] = []
+        self._failed: dict[PeerId, _Failure] = {}
+        self._ranks: dict[PeerId, float] = {}
+        self._dialling: asyncio.Task[None] | None = None
+        self._tasks = TaskOwner("canvass")
+
+    async def close(self) -> None:
+        """Stop dialling."""
+        await self._tasks.close()
+
+    def poll(self, records: Records) -> Poll:
+        """Return the peers that vote, and begin to dial the others that are needed."""
+        self._records = records
+        self._failed = {peer_id: failure for peer_id, failure in self._failed.items() if peer_id in records}
+        self._ranks = {peer_id: rank for peer_id, rank in self._ranks.items() if peer_id in records}
+        voters, self._undialled = sample(records, self._vote_of, self._rank_of)
+        if not voters and self._failed and not self._undialled:
+            tried_before = asyncio.get_running_loop().time() - AGAIN_S
+            self._failed = {peer_id: failure for peer_id, failure in self._failed.items() if failure.at > tried_before}
+        if self._undialled and self._dialling is None and not self._tasks.is_closed:
+            self._dialling = self._tasks.spawn(self._dial(), name="dialling peers to see where they are")
+        return Poll(voters, is_open=bool(self._undialled) or not voters)
+
+    async def settled(self) -> None:
+        """Wait until all peers that the last poll needed were dialled."""
+        while self._dialling is not None and not self._tasks.is_closed:
+            await asyncio.wait([self._dialling])
+
+    def _vote_of(self, peer_id: PeerId, record: ProgressRecord) -> str | None:
+        if not record.addresses:  # it dialled this peer, so the address that is seen may be that of a router
+            host = self._endpoint.host_of(peer_id)
+            return vote_from(host, host) if host else ""
+        if host := self._endpoint.reached_host(peer_id):
+            return vote_from(host, peer_id)
+        failure = self._failed.get(peer_id)
+        if failure is None or asyncio.get_running_loop().time() - failure.at >= FAILED_S:
+            return None
+        return None if self._endpoint.is_connected(peer_id) and not failure.was_connected else ""
+
+    def _rank_of(self, peer_id: PeerId) -> float:
+        return self._ranks.setdefault(peer_id, self._rng.random())
+
+    async def _dial(self) -> None:
+        num = AT_FIRST
+        try:
+            while batch := self._undialled[:num]:
+                await asyncio.gather(*map(self._reach, batch))
+                self.poll(self._records)
+                num = AT_ONCE
+        finally:
+            self._dialling = None
+        self._on_news()
+
+    async def _reach(self, peer_id: PeerId) -> None:
+        if record := self._records.get(peer_id):
+            self._endpoint.learn(peer_id, readable_addresses(record.addresses))
+        try:
+            await self._endpoint.reach(peer_id, DIAL_TIMEOUT_S)
+        except (Unavailable, PeerError) as error:
+            logger.debug("peer %s has no vote on where the run is: %s", peer_id, error)
+        if not self._endpoint.reached_host(peer_id):
+            self._failed[peer_id] = _Failure(
+                asyncio.get_running_loop().time(), was_connected=self._endpoint.is_connected(peer_id)
+            )

@@ -1,0 +1,159 @@
+"""Peers are dialled before their votes count, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+import pytest
+
+from manyhands.averaging.messages import Position
+from manyhands.base.errors import Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.optim.run.branches import ENOUGH_VOTES, Records
+from manyhands.optim.run.canvass import AGAIN_S, AT_ONCE, DIAL_TIMEOUT_S, Canvass
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.rpc import Endpoint
+from manyhands.testing import Host, World
+
+ANSWER_S = 0.2
+
+
+class Dials:
+    """In place of an endpoint: peers that answer, each at a host, and others that never do."""
+
+    def __init__(self, hosts: dict[PeerId, str]) -> None:
+        self.hosts = hosts
+        self.of: Counter[PeerId] = Counter()
+        self.connected: set[PeerId] = set()
+        self.most_at_once = 0
+        self._num = 0
+        self._reached: set[PeerId] = set()
+
+    def learn(self, peer_id: PeerId, addresses: object) -> None:
+        pass
+
+    def is_connected(self, peer_id: PeerId) -> bool:
+        return peer_id in self.connected
+
+    def reached_host(self, peer_id: PeerId) -> str:
+        return self.hosts[peer_id] if peer_id in self._reached else ""
+
+    async def reach(self, peer_id: PeerId, timeout_s: float) -> None:
+        self.of[peer_id] += 1
+        self._num += 1
+        self.most_at_once = max(self.most_at_once, self._num)
+        is_there = peer_id in self.hosts
+        await asyncio.sleep(ANSWER_S if is_there else timeout_s)
+        self._num -= 1
+        if not is_there:
+            raise Unavailable("no answer")
+        self._reached.add(peer_id)
+
+
+def records_of(hosts: dict[PeerId, str]) -> Records:
+    position = Position(10, b"")
+    return {
+        peer_id: ProgressRecord(position, 0, 1.0, 0, is_client=False, addresses=[f"/ip4/{host}/tcp/1"], ttl_s=30.0)
+        for peer_id, host in hosts.items()
+    }
+
+
+def in_virtual_time(check: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def program(_: Host) -> None:
+        await check()
+
+    world = World(1)
+    world.start("here", program)
+    world.run(1000.0)
+
+
+HONEST = {PeerId(f"honest {number}"): f"45.{number}.1.2" for number in range(3)}
+FALSE = {PeerId(f"false {number}"): f"46.{number // 250}.{number % 250}.2" for number in range(1000)}
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_thousand_false_identities_are_dialled_once_and_delay_the_honest_for_less_than_two_minutes(
+    is_answered: bool,
+) -> None:
+    """None of them answers, or all do on one machine."""
+
+    async def check() -> None:
+        now = asyncio.get_running_loop().time
+        dials = Dials(HONEST | (dict.fromkeys(FALSE, "47.1.1.1") if is_answered else {}))
+        canvass = Canvass(cast(Endpoint, dials), random.Random(3))
+        records = records_of(HONEST | FALSE)
+        assert canvass.poll(records).is_open
+        began = now()
+        await canvass.settled()
+        assert now() < began + (10.0 if is_answered else 100.0)
+        voters, is_open = canvass.poll(records)
+        assert not is_open
+        assert voters.keys() >= HONEST.keys()
+        assert len(set(voters.values())) == len(HONEST) + is_answered
+        assert dials.of == dict.fromkeys(records, 1)
+        assert dials.most_at_once <= AT_ONCE
+        await canvass.close()
+
+    in_virtual_time(check)
+
+
+def test_in_a_large_run_few_peers_are_dialled() -> None:
+    async def check() -> None:
+        dials = Dials(FALSE)
+        canvass = Canvass(cast(Endpoint, dials), random.Random(3))
+        canvass.poll(records_of(FALSE))
+        await canvass.settled()
+        voters, is_open = canvass.poll(records_of(FALSE))
+        assert (len(voters), is_open) == (ENOUGH_VOTES, False)
+        assert sum(dials.of.values()) <= ENOUGH_VOTES + AT_ONCE
+        await canvass.close()
+
+    in_virtual_time(check)
+
+
+def test_a_peer_that_was_cut_off_is_dialled_again_when_it_connects() -> None:
+    async def check() -> None:
+        ann, bob, eve = HONEST
+        dials = Dials({bob: HONEST[bob]})
+        dials.connected.add(eve)  # it has dialled this peer, and cannot be dialled itself
+        news: list[float] = []
+        canvass = Canvass(cast(Endpoint, dials), random.Random(3), lambda: news.append(1.0))
+        records = records_of(HONEST)
+        for _ in range(2):
+            canvass.poll(records)
+            await canvass.settled()
+        assert canvass.poll(records).voters.keys() == {bob}
+        assert (len(news), dials.of) == (1, dict.fromkeys(HONEST, 1))
+        dials.hosts[ann] = HONEST[ann]
+        dials.connected.add(ann)
+        assert canvass.poll(records).is_open
+        await canvass.settled()
+        assert canvass.poll(records).voters.keys() == {ann, bob}
+        assert (len(news), dials.of) == (2, {ann: 2, bob: 1, eve: 1})
+        await canvass.close()
+
+    in_virtual_time(check)
+
+
+def test_a_peer_that_reaches_nobody_tries_again() -> None:
+    async def check() -> None:
+        dials = Dials({})
+        canvass = Canvass(cast(Endpoint, dials), random.Random(3))
+        records = records_of(HONEST)
+        canvass.poll(records)
+        await canvass.settled()
+        for _ in range(5):
+            assert canvass.poll(records).is_open, "it cannot tell"
+        assert dials.of == dict.fromkeys(HONEST, 1)
+        dials.hosts |= HONEST
+        await asyncio.sleep(AGAIN_S)
+        while canvass.poll(records).is_open:
+            await asyncio.sleep(DIAL_TIMEOUT_S)
+        assert dials.of == dict.fromkeys(HONEST, 2)
+        await canvass.close()
+
+    in_virtual_time(check)
