@@ -53,6 +53,8 @@ def line_of(standing: Standing, width: int) -> str:
     samples, target = standing.samples, standing.target_batch_size
     head = f"Step {standing.step + 1}: {samples}/{target} samples"
     eta = f"ETA {rough(standing.eta_s)}" if math.isfinite(standing.eta_s) else "ETA unknown"
+    if samples >= target:
+        eta = "step is due"
     parts = [
         "averaging" if standing.is_averaging else eta,
         counted(standing.num_peers, "peer"),

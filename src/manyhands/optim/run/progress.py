@@ -196,9 +196,9 @@ class ProgressLog:
         if is_elsewhere or stage > self._last[2] or now >= self._told_at + LOG_PERIOD_S:
             self._last, self._told_at = (step, progress.num_peers, stage), now
             eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
-            peers = counted(progress.num_peers, "peer")
-            logger.info("Collaboration accumulated %d samples from %s; ETA %s (refresh in %.2fs.)",
-                        progress.samples, peers, eta, refresh_s, extra=SHOWN_LIVE)  # fmt: skip
+            samples, peers = counted(progress.samples, "sample"), counted(progress.num_peers, "peer")
+            logger.info("Collaboration accumulated %s from %s; ETA %s (refresh in %.2fs.)",
+                        samples, peers, eta, refresh_s, extra=SHOWN_LIVE)  # fmt: skip
 
 
 class StrandedNotice:

@@ -58,6 +58,7 @@ def test_the_line_never_wraps(width: int) -> None:
     [
         ({"eta_s": math.inf, "loss": None}, "ETA unknown, 3 peers, your share 33%, 41.3 samples/s"),
         ({"num_peers": 1}, "1 peer, "),
+        ({"eta_s": 0.0, "samples": 256}, "[########################] step is due, 3 peers, "),
         ({"eta_s": 0.0, "samples": 300, "is_averaging": True}, "[########################] averaging, "),
     ],
 )
