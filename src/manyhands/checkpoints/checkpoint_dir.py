@@ -322,7 +322,8 @@ def _put_back(replaced: Path, path: Path) -> None:
 
 
 def _steps_in(folder: Path) -> list[int]:
-    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    entries = folder.iterdir() if folder.is_dir() else ()  # it may have been removed since
+    found = (_NAME.fullmatch(entry.name) for entry in entries if entry.is_dir())
     return sorted(int(match[1]) for match in found if match)
 
 
