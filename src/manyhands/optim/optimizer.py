@@ -15,6 +15,7 @@ from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.state.content import State, sealed
 from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
+from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import Failure, RecentSteps
 from manyhands.optim.accumulator import GradientAccumulator
@@ -524,9 +525,9 @@ class Optimizer(OptimizerWrapper):
             is_farewell = self._collaboration.tracker.reader.last_said_goodbye
             logger.log(
                 logging.INFO if is_farewell else logging.WARNING,
-                "Skipped averaging: %s; the %d samples of this peer count in the next attempt",
+                "Skipped averaging: %s; %s of this peer will count in the next attempt",
                 error,
-                self._samples.waiting,
+                counted(self._samples.waiting, "sample"),
             )
         self.last_failure = failure
         if self._num_failures == 1:

@@ -222,7 +222,7 @@ class StrandedNotice:
         elif now >= self._due_at:
             self._due_at = now + STRANDED_PERIOD_S
             logger.warning(
-                "All %d peers that train are in client mode, so nobody can dial them and they make no step together; "
+                "None of the %d peers that train can be dialled (client mode), so they make no step together; "
                 "their gradients are kept. At least one of them must accept connections, or a machine without data "
                 "helps: on the monitor's machine, or any other that accepts connections, run: manyhands train "
                 "--auxiliary --run-id %s --initial-peers %s",
