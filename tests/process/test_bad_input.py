@@ -111,6 +111,13 @@ def test_a_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         code, output = called("monitor", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}")
         assert code == USAGE
         assert f"port {port} is taken" in output
+        assert not list(tmp_path.iterdir()), "a start that failed leaves nothing"
+        code, output = called("train", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}")
+        assert (code, f"port {port} is taken" in output) == (USAGE, True)
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "manyhands-r.monitor").mkdir()
+        called("monitor", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}")
+        assert (tmp_path / "manyhands-r.monitor" / "identity.pem").exists(), "its folder was there"
 
 
 def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> None:
@@ -161,6 +168,7 @@ def test_an_address_where_no_peer_answers_is_one_line_in_time(
         assert "the initial peer could not be reached" in output
         assert why in output
         assert len(output.strip().splitlines()) == 1, output
+        assert not list(tmp_path.iterdir())
         web.shutdown()
 
 

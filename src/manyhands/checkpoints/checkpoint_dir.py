@@ -87,6 +87,8 @@ class CheckpointDir:
 
     Args:
         num_kept: number of checkpoints to keep; with more than one, a damaged one can be replaced by an older one.
+    Attributes:
+        is_new: whether the folder was made for this.
     Raises:
         FolderInUse: another process uses the folder.
         ConfigError: the folder cannot be used, or its checkpoints are another run's, or of another format.
@@ -98,6 +100,7 @@ class CheckpointDir:
         self.path = path
         self._num_kept = num_kept
         self._lock = FolderLock(path, "checkpoint folder")
+        self.is_new = self._lock.is_new
         try:
             self._tidy()
             self._check_run(run_id)
