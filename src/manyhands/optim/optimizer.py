@@ -25,7 +25,7 @@ from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
-from manyhands.optim.model_checks import HeldBatches, warn_of_running_statistics
+from manyhands.optim.model_checks import HeldBatches, KeptGradients, warn_of_running_statistics
 from manyhands.optim.options import (
     Delay,
     OptimizerMaker,
@@ -214,6 +214,7 @@ class Optimizer(OptimizerWrapper):
             raise ConfigError(fault)
         self._must_check_target = local_steps is not None and batch_size_per_step is None
         self._held = HeldBatches(self._replica.model_parameters)
+        self._kept = KeptGradients(self._replica.model_parameters)
         self._collaboration.on_leaving = self._on_leaving
         self._show()
 
@@ -288,7 +289,7 @@ class Optimizer(OptimizerWrapper):
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
         self._held.check()
-        loss, at_step = None, self._shown_step
+        loss, at_step, counted_before = None, self._shown_step, self.statistics.samples_computed
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -303,6 +304,8 @@ class Optimizer(OptimizerWrapper):
         else:
             self._client.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
+        if self.statistics.samples_computed != counted_before:
+            self._kept.note_counted()
         return loss
 
     def settle(self, timeout_s: float = 120.0) -> None:
@@ -344,6 +347,7 @@ class Optimizer(OptimizerWrapper):
 
     def _on_leaving(self) -> None:
         self._held.close()
+        self._kept.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule.
@@ -380,6 +384,7 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
+        self._kept.check()
         if self._must_check_target:
             self._check_target(samples)
         if advice := self._advice.after_batch(samples, self._options.target_batch_size):
