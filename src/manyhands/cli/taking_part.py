@@ -128,6 +128,15 @@ class Start(ExitStack):
 
         self.push(remove)
 
+    def tells_of_ctrl_c(self) -> None:
+        """Log that nothing was computed; later on a summary says what was."""
+
+        def tell(kind: object, error: BaseException | None, traceback: object) -> None:
+            if isinstance(error, KeyboardInterrupt):
+                logger.info("Stopped before the training began: this machine has computed nothing for the run")
+
+        self.push(tell)
+
     def has_succeeded(self) -> None:
         self.pop_all()
 
@@ -163,6 +172,7 @@ def take_part(
         folders = open_folders(run_id, network, training)
         cleanup.callback(folders.close)
         start = cleanup.enter_context(Start())
+        start.tells_of_ctrl_c()
         if folders.checkpoint_dir is not None and folders.checkpoint_dir.is_new:
             start.removes(folders.checkpoint_dir.path)
         if training.auxiliary and network.client_mode is None:
@@ -185,6 +195,7 @@ def take_part(
             _learn_addresses(peer, run)
         if training.auxiliary:
             assert to_join is not None
+            start.has_succeeded()
             _help(peer, run_id, to_join, training)
         else:
             recipe = to_join.recipe.recipe if to_join is not None else _recipe_to_begin(run_id, given, folders)
@@ -235,7 +246,6 @@ def _train(
         peer, run_id, recipe, training, emit,
         run=run, is_batch_size_chosen=is_chosen, checkpoint_dir=folders.checkpoint_dir,
     )  # fmt: skip
-    start.has_succeeded()
     members = peer.presence.members.get(run_id)
     if members is not None and not members.charter.is_open:
         logger.info("Others join this run with a ticket of its coordinator, which makes it with: manyhands invite")
@@ -243,6 +253,7 @@ def _train(
         logger.info("Others can join this run with one word:")
         charter = members.charter.digest if members is not None else b""
         print_tickets(peer, run_id, trainer.manifest.fingerprint(), charter=charter)
+    start.has_succeeded()
     run_in_view(trainer)
 
 

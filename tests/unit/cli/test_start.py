@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -40,3 +41,19 @@ def test_a_new_folder_is_removed_if_the_start_fails_and_it_holds_an_identity_at_
             raise error
     assert path.exists() is is_kept
     assert StateDir(path).is_new is not is_kept
+
+
+@pytest.mark.parametrize(
+    ("error", "has_succeeded", "is_told"),
+    [(KeyboardInterrupt, False, True), (KeyboardInterrupt, True, False), (ConfigError, False, False)],
+)
+def test_ctrl_c_before_the_training_is_told(
+    error: type[BaseException], has_succeeded: bool, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "manyhands")
+    with suppress(ConfigError, KeyboardInterrupt), Start() as start:
+        start.tells_of_ctrl_c()
+        if has_succeeded:
+            start.has_succeeded()
+        raise error
+    assert ("Stopped before the training began" in caplog.text) is is_told
