@@ -23,6 +23,7 @@ class StateDir:
 
     Attributes:
         path: of the folder, where other parts keep files as well.
+        is_new: whether it was made for this.
         identity_path: the private key, unless the user named another file.
         peers_path: the addresses of other peers.
         port_path: the port that this peer got at its last start, if it asked for a free one.
@@ -38,6 +39,7 @@ class StateDir:
         self.peers_path = self.path / "peers.json"
         self.port_path = self.path / "port"
         self._lock = FolderLock(self.path, "state dir")
+        self.is_new = self._lock.is_new
 
     def load_peers(self) -> KnownPeers:
         """The known peers; none, with a warning, if the file is damaged."""

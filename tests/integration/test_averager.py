@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -361,6 +362,22 @@ async def test_a_peer_averages_once_under_a_run_id() -> None:
         await close_all([await join(peers[0], [torch.ones(3)])])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"auxiliary": "no"}, "auxiliary='no' must be True or False"),
+        ({"averaging": {"codec": "int8"}}, "averaging=.* must be made by manyhands.AveragingConfig"),
+        ({"averaging": None, "matchmaking_time_s": "5"}, "matchmaking_time_s='5' must be a number above 0"),
+        ({"tensors": torch.nn.Linear(2, 2)}, r"tensors is of type Linear; give tensors, such as model\.parameters"),
+    ],
+)
+async def test_arguments_of_a_wrong_kind_are_named(given: dict[str, Any], message: str) -> None:
+    async with sim_peers(1) as peers:
+        with pytest.raises(ConfigError, match=message):
+            await join(peers[0], **{"tensors": [torch.ones(3)]} | given)
+        await close_all([await join(peers[0], [torch.ones(3)])])
+
+
 @pytest.fixture
 async def pair() -> object:
     async with sim_peers(2) as peers:
@@ -373,9 +390,9 @@ async def test_bad_input_to_step_changes_nothing(pair: list[SimPeer]) -> None:
     for weight in (-1.0, float("nan"), float("inf"), -float("inf"), 2.0**33, "two", None):
         with pytest.raises(manyhands.ManyhandsError, match=r"weight=.* must be a number from 0 to 4294967296"):
             await step(averagers[0], weight)  # type: ignore[arg-type]
-    for timeout_s in (0, -1.0, float("nan"), float("inf")):
+    for timeout_s in (0, -1.0, float("nan"), float("inf"), "5"):
         with pytest.raises(manyhands.ManyhandsError, match=r"timeout_s=.* must be more than 0"):
-            await step(averagers[0], 1.0, timeout_s)
+            await step(averagers[0], 1.0, timeout_s)  # type: ignore[arg-type]
     for bad in (float("nan"), float("inf"), -float("inf")):
         tensors[0][1] = bad
         with pytest.raises(manyhands.ManyhandsError, match="tensor 0 has a value that is infinite or NaN"):

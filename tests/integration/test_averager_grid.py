@@ -56,7 +56,9 @@ async def test_weights_of_zero_in_a_grid() -> None:
         await close_all(averagers)
 
 
-@pytest.mark.parametrize("size", [1, 0, -3, 4097])
-def test_group_sizes_that_make_no_sense(size: int) -> None:
-    with pytest.raises(ConfigError, match=f"max_group_size={size} must be from 2 to 4096; for example 256"):
+@pytest.mark.parametrize(
+    ("size", "rule"), [(1, "at least 2"), (0, "at least 2"), (-3, "at least 2"), (4097, "at most 4096")]
+)
+def test_group_sizes_that_make_no_sense(size: int, rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"max_group_size={size} must be {rule}; for example 256"):
         replace(CONFIG, max_group_size=size)

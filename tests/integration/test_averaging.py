@@ -187,7 +187,7 @@ async def test_peers_of_another_lineage_do_not_average() -> None:
 
 async def test_a_run_of_clients_only_says_so_at_once() -> None:
     async with averagers(2, clients=(0, 1)) as members:
-        with pytest.raises(RoundAborted, match="all 2 peers are in client mode"):
+        with pytest.raises(RoundAborted, match="none of the 2 peers can be dialled"):
             await members[0][0].average(torch.ones(5), 1.0)
 
 

@@ -179,7 +179,7 @@ async def test_a_write_that_all_refuse_says_why(swarm: Swarm) -> None:
     for _ in range(3):
         await swarm.add(config=config(max_records=1))
     await swarm.nodes[0].store("first", 1, TTL_S)
-    with pytest.raises(Refused, match="all 3 peers nearest to its key refused the record 'second'") as error:
+    with pytest.raises(Refused, match="the 3 peers nearest to its key refused the record 'second'") as error:
         await swarm.nodes[0].store("second", 2, TTL_S)
     assert error.value.code == "storage_full"
     assert swarm.nodes[1].refusals[Reason.STORAGE_FULL] == 1

@@ -7,17 +7,26 @@ import random
 import socket
 import ssl
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from manyhands.access import Charter, SignedCharter
+from manyhands.averaging.messages import Position
 from manyhands.base.address import Address
+from manyhands.base.ticket import DIGEST_BYTES
 from manyhands.dht import DhtConfig
 from manyhands.doctor import Check, Examination, Report
 from manyhands.doctor.page import lines_of
+from manyhands.optim.manifest import RunManifest, manifest_key
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.reach import EXAMINE
 from manyhands.transport import TlsTransport
@@ -310,3 +319,64 @@ async def test_a_peer_that_hangs_after_the_handshake_ends_in_time(monkeypatch: p
         report = await examined(address_of(peer))
         assert the(report, "dht").ok
         assert the(report, "clock").ok is None
+
+
+# the run
+
+
+async def begin_run(peer: Presence, run_id: str) -> bytes:
+    """Publish what a trainer publishes; returns the fingerprint of its settings."""
+    manifest = RunManifest("manyhands/1", run_id, 8, [], [], "SGD", [], "", "none", {})
+    declare_run(peer.dht, run_id)
+    await peer.dht.store(manifest_key(run_id), zlib.compress(manifest.encoded()), 60.0, subkey=peer.peer_id)
+    record = ProgressRecord(Position(1, b"x"), 4, 1.0, 8, False, [], 60.0)
+    plain = msgspec.to_builtins(record, builtin_types=(bytes,))
+    await peer.dht.store(progress_key(run_id), plain, 60.0, subkey=peer.peer_id)
+    return manifest.fingerprint()
+
+
+async def test_the_settings_of_a_ticket_are_compared_with_those_of_the_run() -> None:
+    async with coordinators(2) as peers:
+        digest = (await begin_run(peers[1], "r"))[:DIGEST_BYTES]
+        report = await examined(address_of(peers[0]), run_id="r", digest=digest)
+        assert report.ok, list(lines_of(report))
+        assert "run 'r' (1 peer) exists" in the(report, "run").detail
+
+        report = await examined(address_of(peers[0]), run_id="r", digest=bytes(DIGEST_BYTES))
+        assert not report.can_join
+        assert "its trainers have other settings than the ticket or the charter says" in the(report, "run").detail
+
+
+async def test_the_settings_of_a_charter_are_compared_also_without_a_ticket() -> None:
+    async with coordinators(2) as peers:
+        owner = identity_of(60)
+        fingerprint = await begin_run(peers[1], "signed")
+        await begin_run(peers[1], "other")
+        for run_id, manifest in (("signed", fingerprint), ("other", bytes(32))):
+            charter = SignedCharter.sign(owner, Charter(run_id, owner.peer_id, manifest=manifest))
+            await peers[0].serve_charter(charter)
+            report = await examined(address_of(peers[0]), run_id=run_id)
+            assert (the(report, "run").ok is False) is (run_id == "other")
+            assert ("other settings" in the(report, "run").detail) is (run_id == "other")
+            report = await examined(address_of(peers[0]), run_id=run_id, charter=charter.digest)
+            assert (the(report, "run").ok is False) is (run_id == "other")
+
+
+async def test_the_charter_of_a_ticket_must_be_that_of_the_run() -> None:
+    async with coordinators(2) as peers:
+        owner = identity_of(60)
+        charter = SignedCharter.sign(owner, Charter("r", owner.peer_id, "invite"))
+        report = await examined(address_of(peers[0]), run_id="r", charter=charter.digest)
+        assert "nobody publishes the charter of run 'r'" in the(report, "run").detail
+
+        await peers[0].serve_charter(charter)
+        report = await examined(address_of(peers[1]), run_id="r", charter=bytes(32))
+        assert "run 'r' has another charter than the ticket says" in the(report, "run").detail
+        report = await examined(address_of(peers[1]), run_id="r", charter=charter.digest)
+        assert report.can_join
+        assert "has the charter that the ticket names" in the(report, "run").detail
+        report = await examined(address_of(peers[0]), run_id="r")
+        assert not report.can_join
+        assert (the(report, "run").detail, the(report, "run").advice) == (
+            "run 'r' is by invitation", "ask its owner for a ticket, in place of the address"
+        )  # fmt: skip

@@ -10,7 +10,7 @@ from manyhands import Peer
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.monitor import RunMonitor
-from manyhands.monitor.events import Happened, HeldoutSeen, MonitorEvent, StepMade
+from manyhands.monitor.events import Happened, HeldoutSeen, MonitorEvent, ProgressMade, StepMade
 from manyhands.optim.account import AccountRecord, RecentSteps, alone_lineage
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key, publish_metrics
 from manyhands.optim.run.progress import ProgressRecord
@@ -125,6 +125,39 @@ def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_whe
         assert shown() == 4
         assert "restarted" not in [event.kind for event in events if isinstance(event, Happened)]
         assert {event.step for event in events if isinstance(event, StepMade)} == {3, 4}
+
+
+def test_while_some_records_tell_of_a_step_and_others_do_not_yet_all_its_peers_count() -> None:
+    events: list[MonitorEvent] = []
+    with (
+        Peer(listen=[LOOPBACK]) as here,
+        Peer(here.addresses, listen=[LOOPBACK]) as first,
+        Peer(here.addresses, listen=[LOOPBACK]) as second,
+    ):
+        monitor = RunMonitor(here, "run", events.append, refresh_s=0.5)
+        here.run(monitor.start(), 5.0, "starting")
+
+        def says(peer: Peer, step: int) -> None:
+            record = ProgressRecord(Position(step, b"x%d" % step), 8, 2.5, 64, False, peer.addresses, 60.0)
+            plain = msgspec.to_builtins(record, builtin_types=(bytes,))
+            peer.store(progress_key("run"), plain, ttl_s=60, subkey=peer.peer_id)
+
+        def shown() -> set[int]:
+            return {row.step for row in monitor.picture.peers} if monitor.picture is not None else set()
+
+        def num_peers() -> list[int]:
+            return [event.num_peers for event in told(events, ProgressMade)]
+
+        says(first, 3)
+        says(second, 3)
+        wait_until(lambda: num_peers()[-1:] == [2])
+        says(first, 4)
+        wait_until(lambda: shown() == {3, 4})
+        says(second, 4)
+        wait_until(lambda: told(events, ProgressMade)[-1].step == 4)
+        assert set(num_peers()[num_peers().index(2) :]) == {2}
+        speeds = {event.samples_per_second for event in told(events, ProgressMade)[num_peers().index(2) :]}
+        assert speeds == {5.0}
 
 
 def test_what_was_published_before_the_run_went_back_does_not_count_in_the_steps_made_since() -> None:

@@ -303,3 +303,53 @@ def test_a_model_with_batch_norm_is_told_once_that_its_statistics_do_not_travel(
             optimizer.step()
             optimizer.zero_grad()
         assert sum("running mean and variance are not shared" in text for text in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"target_batch_size": 10**6},
+        {"delay": "optimizer"},
+        {"delay": "gradients"},
+        {"local_steps": manyhands.LocalSteps()},
+    ],
+    ids=["steps", "far from the target", "delayed steps", "delayed gradients", "local steps"],
+)
+@pytest.mark.parametrize("set_to_none", [None, True, False], ids=["forgotten", "to none", "in place"])
+def test_a_forgotten_zero_grad_is_told_once(
+    set_to_none: bool | None, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with peers(1) as (peer,):
+        model = new_model()
+        optimizer = manyhands.Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.001), peer=peer, run_id="kept", batch_size_per_step=4,
+            **{"target_batch_size": 8} | options,
+        )  # fmt: skip
+        for _ in range(8):
+            model(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+            if set_to_none is not None:
+                optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.settle()
+        num_told = sum("each optimizer.step()\n    optimizer.zero_grad()" in text for text in caplog.messages)
+        assert num_told == (set_to_none is None)
+
+
+def test_a_closure_that_removes_its_gradients_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with peers(1) as (peer,):
+        model = new_model()
+        optimizer = manyhands.Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.001), peer=peer, run_id="kept", batch_size_per_step=4,
+            target_batch_size=8,
+        )  # fmt: skip
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(torch.randn(4, 5)).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(6):
+            optimizer.step(closure)
+        assert not any("zero_grad" in text for text in caplog.messages)

@@ -42,6 +42,12 @@ USAGE = 2
         (["train", "--run-id", "r", "--initial-peers", "31337"], "'31337' has no host"),
         (["train", "--run-id", "r", "--text", "/no/such/file"], "/no/such/file"),
         (["train", "--run-id", "r", "--batch-size", "0"], "batch_size is 0; it must be at least 1"),
+        (["train", "--run-id", "r", "--batch-size", "1.5"], "--batch-size is '1.5'; it must be a whole number"),
+        (["train", "--run-id", "r", "--batch_size=1.5"], "--batch-size is '1.5'; it must be a whole number"),
+        (["join", "127.0.0.1:9", "--threads", "0.5"], "--threads is '0.5'; it must be a whole number"),
+        (["train", "--run-id", "r", "--device", "nonsense"], "device 'nonsense' is unknown; write auto, cpu, cuda,"),
+        (["join", "127.0.0.1:9", "--device", "cuda:"], "device 'cuda:' is unknown"),
+        (["evaluate", "--initial-peers", "127.0.0.1:9", "--device", "gpu"], "device 'gpu' is unknown"),
         (["train", "--run-id", "r", "--precision", "float8"], "float8"),
         (["demo", "--peers", "0"], "--peers is 0; it must be at least 1"),
         (["demo", "--text", "/no/such/file"], "/no/such/file"),
@@ -105,6 +111,13 @@ def test_a_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         code, output = called("monitor", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}")
         assert code == USAGE
         assert f"port {port} is taken" in output
+        assert not list(tmp_path.iterdir()), "a start that failed leaves nothing"
+        code, output = called("train", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}")
+        assert (code, f"port {port} is taken" in output) == (USAGE, True)
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "manyhands-r.monitor").mkdir()
+        called("monitor", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}")
+        assert (tmp_path / "manyhands-r.monitor" / "identity.pem").exists(), "its folder was there"
 
 
 def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> None:
@@ -155,6 +168,7 @@ def test_an_address_where_no_peer_answers_is_one_line_in_time(
         assert "the initial peer could not be reached" in output
         assert why in output
         assert len(output.strip().splitlines()) == 1, output
+        assert not list(tmp_path.iterdir())
         web.shutdown()
 
 

@@ -15,6 +15,7 @@ from tests.process.commands import LOOPBACK, running
 
 pytestmark = pytest.mark.process
 
+FAILED = 1
 USAGE = 2
 INTERRUPTED = 130
 
@@ -140,10 +141,11 @@ def test_a_disk_that_is_full_does_not_stop_the_training(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         with running(*arguments(tmp_path, "--max-steps", "3", "--checkpoint-every", "1")) as trainer:
-            assert trainer.wait() == 0, trainer.output
+            assert trainer.wait() == FAILED, trainer.output
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     for step in (1, 2, 3):
         assert f"the checkpoint of step {step} was not saved" in trainer.output
+    assert f"the model of step 3 was not saved in {tmp_path}" in trainer.output.splitlines()[-1]
     assert not list(tmp_path.glob("checkpoint-*"))
     assert "Traceback" not in trainer.output

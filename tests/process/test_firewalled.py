@@ -18,7 +18,7 @@ TINY = (
     "--num-hidden-layers", "1", "--num-attention-heads", "2", "--intermediate-size", "32", "--num-heldout", "4",
     "--target-batch-size", "64", "--threads", "1",
 )  # fmt: skip
-NOTICE = "All 2 peers that train are in client mode"
+NOTICE = "None of the 2 peers that train can be dialled"
 MORE_STEPS = 3
 
 

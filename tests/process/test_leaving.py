@@ -79,6 +79,15 @@ def test_ctrl_c_on_a_trainer(moment: str) -> None:
 
 
 @pytest.mark.long
+def test_ctrl_c_before_the_training_is_told() -> None:
+    with running_patiently("train", "--run-id", "leaving", "--listen", LOOPBACK, *SMALL) as trainer:
+        trainer.wait_for("Loading PyTorch")
+        trainer.interrupt()
+        assert trainer.wait() == INTERRUPTED, trainer.output
+        assert "Stopped before the training began" in trainer.output.splitlines()[-1]
+
+
+@pytest.mark.long
 def test_ctrl_c_on_a_trainer_that_waits_for_an_averaging_partner() -> None:
     with ExitStack() as stack:
         common = ("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", "--target-batch-size", "32")

@@ -403,7 +403,7 @@ def test_clients_only_say_so_at_once() -> None:
     for name in "abc":
         (reason,) = world[name].reasons
         assert reason == (
-            "all 3 peers are in client mode, so that nobody can be dialled; at least one peer must accept connections"
+            "none of the 3 peers can be dialled: all are in client mode; at least one must accept connections"
         )
         assert world[name].took_s == 0.0
 

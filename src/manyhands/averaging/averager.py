@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from manyhands.averaging.grid.step import StepOutcome
 from manyhands.averaging.messages import MAX_WEIGHT
 from manyhands.averaging.state.content import LoadedState
 from manyhands.averaging.tensor_list import TensorList
+from manyhands.base.arguments import check_flags, made_by, number_of
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
 from manyhands.base.from_hivemind import FromHivemind
 from manyhands.base.identity import PeerId
@@ -111,6 +111,8 @@ class Averager(FromHivemind):
         averaging: AveragingConfig | None = None,
         matchmaking_time_s: float | None = None,
     ) -> None:
+        made_by(AveragingConfig, 'AveragingConfig(codec="int8")', averaging=averaging)
+        check_flags(auxiliary=auxiliary)
         check_peer(peer)
         checked_run_id(run_id)
         self.auxiliary = auxiliary
@@ -147,8 +149,8 @@ class Averager(FromHivemind):
                 resized or freed, or this peer is banned from the run; no tensor was written.
             NothingToAverage: all members gave a weight of 0.
         """
-        if not 0 <= _number(weight) <= MAX_WEIGHT:
-            raise ConfigError(f"weight={weight} must be a number from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
+        if not 0 <= number_of(weight) <= MAX_WEIGHT:
+            raise ConfigError(f"weight={weight!r} must be a number from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
         _check_timeout(timeout_s)
         with self._one_at_a_time():
             return self._step(0.0 if self.auxiliary else float(weight), float(timeout_s))
@@ -240,18 +242,10 @@ class Averager(FromHivemind):
 
 
 def _check_timeout(timeout_s: object) -> None:
-    if not 0 < _number(timeout_s) <= MAX_TIMEOUT_S:
+    if not 0 < number_of(timeout_s) <= MAX_TIMEOUT_S:
         raise ConfigError(
-            f"timeout_s={timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S:.0f} seconds; for example 30.0"
+            f"timeout_s={timeout_s!r} must be more than 0 and at most {MAX_TIMEOUT_S:.0f} seconds; for example 30.0"
         )
-
-
-def _number(value: object) -> float:
-    """Convert any number type to float; NaN for anything else."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return math.nan
 
 
 def _result_of(outcome: StepOutcome) -> RoundResult:

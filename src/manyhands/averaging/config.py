@@ -9,6 +9,7 @@ from typing import Any
 
 from manyhands.averaging.grid.seats import MAX_SIDE
 from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL
+from manyhands.base.arguments import check_flags, check_number, number_of, whole
 from manyhands.base.errors import ConfigError
 
 MAX_BANDWIDTH_MBIT_S = 8_000_000
@@ -59,30 +60,34 @@ class AveragingConfig:
     max_group_size: int = 256
 
     def __post_init__(self) -> None:
-        if not 0 < self.matchmaking_time_s < self.averaging_timeout_s:
+        check_flags(error_feedback=self.error_feedback)
+        for name in ("matchmaking_time_s", "averaging_timeout_s", "stream_timeout_s", "in_doubt_timeout_s"):
+            check_number(name, getattr(self, name), example=getattr(AveragingConfig, name))
+        for name, least in (("chunk_bytes", 4), ("min_span_bytes", 0), ("max_group_size", 2)):
+            number = whole(name, getattr(self, name), least=least, example=getattr(AveragingConfig, name))
+            object.__setattr__(self, name, number)
+        if not self.matchmaking_time_s < self.averaging_timeout_s:
             raise ConfigError(
                 f"matchmaking_time_s={self.matchmaking_time_s} and averaging_timeout_s={self.averaging_timeout_s}: "
                 "a round needs time after its group was found; for example 15 and 60"
             )
-        if not 2 <= self.max_group_size <= MAX_SIDE:
-            raise ConfigError(f"max_group_size={self.max_group_size} must be from 2 to {MAX_SIDE}; for example 256")
-        if self.chunk_bytes < 4 or self.chunk_bytes % 4:
+        if self.max_group_size > MAX_SIDE:
+            raise ConfigError(f"max_group_size={self.max_group_size} must be at most {MAX_SIDE}; for example 256")
+        if self.chunk_bytes % 4:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 1048576")
         if self.codec not in (AUTO, *CODEC_NAMES) and not self.is_sparse:
             names = ", ".join((AUTO, *CODEC_NAMES))
             raise ConfigError(f"codec {self.codec!r} is unknown; one of {names}, for example {AUTO!r}")
-        if self.min_span_bytes < 0:
-            raise ConfigError(f"min_span_bytes={self.min_span_bytes} must be at least 0; for example 16384")
-        if self.bandwidth_mbit_s is not None and not 0 < self.bandwidth_mbit_s <= MAX_BANDWIDTH_MBIT_S:
+        if self.bandwidth_mbit_s is not None and not 0 < number_of(self.bandwidth_mbit_s) <= MAX_BANDWIDTH_MBIT_S:
             raise ConfigError(
-                f"bandwidth_mbit_s={self.bandwidth_mbit_s} must be above 0 and at most {MAX_BANDWIDTH_MBIT_S}; "
+                f"bandwidth_mbit_s={self.bandwidth_mbit_s!r} must be above 0 and at most {MAX_BANDWIDTH_MBIT_S}; "
                 "for example 100.0, or None to have it measured"
             )
 
     @property
     def is_sparse(self) -> bool:
         """Whether only the largest values are sent, as ``LocalSteps(sparse=...)`` sets it."""
-        return SPARSE.fullmatch(self.codec) is not None
+        return isinstance(self.codec, str) and SPARSE.fullmatch(self.codec) is not None
 
 
 def averaging_of(

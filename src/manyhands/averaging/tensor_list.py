@@ -53,6 +53,8 @@ class TensorList:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         if isinstance(tensors, torch.Tensor):
             raise ConfigError("tensors is one tensor; give a list of tensors, for example [tensor]")
+        if not isinstance(tensors, Iterable):
+            raise ConfigError(f"tensors is of type {type(tensors).__name__}; give tensors, such as model.parameters()")
         self._tensors = list(tensors)
         if not self._tensors:
             raise ConfigError("tensors is an empty list; give at least one tensor, for example [torch.zeros(3)]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -23,6 +24,21 @@ def whole(name: str, value: Any, *, least: int, example: int) -> int:
     if number < least:
         raise ConfigError(f"{name}={number} must be at least {least}; for example {example}")
     return number
+
+
+def number_of(value: Any) -> float:
+    """A number of any type, numpy's and torch's too, as a float; NaN for anything else."""
+    try:
+        return math.nan if isinstance(value, (str, bool)) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+
+
+def check_number(name: str, value: Any, *, example: float, may_be_zero: bool = False) -> None:
+    """Raises ``ConfigError`` if a value is not a finite number above 0, or 0 where it may be that."""
+    if not (0 < number_of(value) < math.inf or (may_be_zero and number_of(value) == 0)):
+        least = "of at least 0" if may_be_zero else "above 0"
+        raise ConfigError(f"{name}={value!r} must be a number {least}; for example {example:g}")
 
 
 def made_by(kind: type, example: str, **values: Any) -> None:

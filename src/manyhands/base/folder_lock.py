@@ -29,6 +29,8 @@ class FolderLock:
     Args:
         what: the purpose, as the user named the folder; a process has each once.
         lock_name: of the lock file; locks with different names are independent.
+    Attributes:
+        is_new: whether the folder was made for this.
     Raises:
         FolderInUse: another process has the lock, or this one uses the folder for the same purpose.
         ConfigError: the folder cannot be used.
@@ -36,6 +38,7 @@ class FolderLock:
 
     def __init__(self, path: Path, what: str, lock_name: str = LOCK_NAME) -> None:
         self._what = what
+        self.is_new = not path.exists()
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = path.resolve() / lock_name

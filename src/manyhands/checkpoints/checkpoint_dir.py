@@ -87,6 +87,8 @@ class CheckpointDir:
 
     Args:
         num_kept: number of checkpoints to keep; with more than one, a damaged one can be replaced by an older one.
+    Attributes:
+        is_new: whether the folder was made for this.
     Raises:
         FolderInUse: another process uses the folder.
         ConfigError: the folder cannot be used, or its checkpoints are another run's, or of another format.
@@ -98,6 +100,7 @@ class CheckpointDir:
         self.path = path
         self._num_kept = num_kept
         self._lock = FolderLock(path, "checkpoint folder")
+        self.is_new = self._lock.is_new
         try:
             self._tidy()
             self._check_run(run_id)
@@ -322,7 +325,8 @@ def _put_back(replaced: Path, path: Path) -> None:
 
 
 def _steps_in(folder: Path) -> list[int]:
-    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    entries = folder.iterdir() if folder.is_dir() else ()  # it may have been removed since
+    found = (_NAME.fullmatch(entry.name) for entry in entries if entry.is_dir())
     return sorted(int(match[1]) for match in found if match)
 
 

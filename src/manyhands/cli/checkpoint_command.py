@@ -106,7 +106,7 @@ def _lines_of(run: RunManifest) -> list[tuple[str, str]]:
         ("optimizer", f"{run.optimizer}, {counted(len(groups), 'parameter group')}"),
         *(("", group) for group in groups),
         ("schedule", _schedule_of(run)),
-        ("batch", f"{run.target_batch_size} samples of all peers"),
+        ("batch", f"{counted(run.target_batch_size, 'sample')} of all peers"),
         ("settings", ", ".join(f"{name} {value}" for name, value in sorted(run.extra.items())) or "none"),
     ]
 

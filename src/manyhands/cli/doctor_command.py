@@ -47,8 +47,8 @@ def doctor(
     run_id: Annotated[
         str | None,
         Parameter(
-            help="The run that your peer joins: checks whether any peer is in it. The run of a ticket is the default, "
-            "unless it has a charter."
+            help="The run that your peer joins: checks whether it is there, with the settings and the charter that a "
+            "ticket or the initial peers name. The run of a ticket is the default."
         ),
     ] = None,
     identity: Annotated[Path | None, Parameter(help="File with the private key to use; else a new identity.")] = None,
@@ -62,13 +62,16 @@ def doctor(
     Give the options that your peer was started with. Takes at most 15 s; the exit code is 0 if all is well, else 1.
     """
     places, tickets = split_tickets([*addresses, *initial_peers])
-    run_id = run_of([ticket for ticket in tickets if not ticket.is_charted], run_id)  # only members see the others
+    run_id = run_of(tickets, run_id)
+    of_run = next((ticket for ticket in tickets if ticket.run_id == run_id), None)
     examination = Examination(
         initial_peers=places,
         listen=parse_listen_addresses(listen),
         announce=parse_addresses(announce),
         client_mode=client_mode,
         run_id=checked_run_id(run_id) if run_id is not None else None,
+        digest=of_run.digest if of_run is not None else b"",
+        charter=of_run.charter if of_run is not None else b"",
     )
     own_dir = StateDir(state_dir) if state_dir is not None else None
     if identity is None and own_dir is not None:

@@ -18,6 +18,7 @@ from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import found_data, require_albert
 from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe
 from manyhands.recipes.albert.data.corpus import check_text
+from manyhands.recipes.albert.settings import check_device
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class EvaluationOptions:
     """CPU threads that torch may use; by default torch decides."""
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         for name, example in (("every", 5), ("max_evaluations", 10), ("until_step", 1000), ("threads", 4)):
             value = getattr(self, name)
             if value is not None and value < 1:

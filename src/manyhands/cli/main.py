@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import get_args
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, RepeatArgumentError
 from cyclopts.exceptions import CoercionError, UnknownOptionError, UnusedCliTokensError
@@ -70,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
             for note in translation.notes:
                 print(f"Note: {note}", file=sys.stderr)  # noqa: T201
             code = app(
-                [_with_dashes(word) for word in translation.words],
+                _checked(translation.words),
                 exit_on_error=False,
                 print_error=False,
                 result_action="return_value",
@@ -98,7 +100,7 @@ def check_train(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: it would be refused, or start no trainer.
     """
-    words = [_with_dashes(word) for word in Translation(arguments).words]
+    words = _checked(Translation(arguments).words)
     try:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -106,6 +108,31 @@ def check_train(arguments: Sequence[str]) -> None:
     if command is not train:
         raise ConfigError("--help and --version start no trainer; leave them out")
     AlbertRecipe(**settings_given(bound.arguments.get("recipe")))
+
+
+def _checked(words: Sequence[str]) -> list[str]:
+    """The words with dashes in options. Cyclopts would round fractions where whole numbers are needed.
+
+    Raises:
+        ConfigError: there is such a fraction.
+    """
+    words = [_with_dashes(word) for word in words]
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    fractions = {option: value for option, value in pairwise(parts) if _is_fraction(value)}
+    command = app.parse_commands(words)[1][-1]
+    if fractions and command.default_command is not None:
+        for argument in command.assemble_argument_collection():
+            for option in fractions.keys() & set(argument.names):
+                if int in (argument.hint, *get_args(argument.hint)):
+                    raise ConfigError(f"{option} is {fractions[option]!r}; it must be {NUMBERS[int]}")
+    return words
+
+
+def _is_fraction(value: str) -> bool:
+    try:
+        return "." in value and float(value) % 1 != 0
+    except ValueError:
+        return False
 
 
 def _with_dashes(argument: str) -> str:

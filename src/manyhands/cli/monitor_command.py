@@ -32,7 +32,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
-from manyhands.cli.taking_part import first_free, require_albert
+from manyhands.cli.taking_part import Start, first_free, require_albert
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
@@ -248,9 +248,14 @@ def monitor(
             cleanup.callback(keeper.close)
         if not network.initial_peers and network.client_mode is None:
             network = replace(network, client_mode=False)  # it is there to be dialled, also by peers that it knows
-        peer = cleanup.enter_context(network.connect(own_dir=own_dir(run_id, network)))
+        folder = own_dir(run_id, network)
+        start = cleanup.enter_context(Start())
+        if folder is not None and folder.is_new:
+            start.removes(folder.path)
+        peer = cleanup.enter_context(network.connect(own_dir=folder))
         if signed is None:
             peer.run(peer.presence.check_run(run_id), LOOK_TIMEOUT_S, "looking for a charter")
+        start.has_succeeded()
         name_in_logs(run=run_id, peer=str(peer.peer_id))
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
         if peer.state_path is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import shutil
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +16,7 @@ import msgspec
 
 from manyhands.averaging.messages import readable_addresses
 from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra
-from manyhands.base.folder_lock import FolderInUse
+from manyhands.base.folder_lock import LOCK_NAME, FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.options import NetworkOptions, OutputOptions
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 Tell = Callable[[msgspec.Struct], None]
 Folder = TypeVar("Folder")
 MAX_FOLDERS = 64
+WORTH_NOTHING = {LOCK_NAME, "identity.pem", "port", "peers.json"}
+"""What a start writes into a new folder before it takes part in a run."""
 NOTE_TIMEOUT_S = 5.0
 
 
@@ -111,6 +114,33 @@ class OwnFolders(NamedTuple):
                 folder.close()
 
 
+class Start(ExitStack):
+    """Undoes what a start has made, if it fails before :meth:`has_succeeded`."""
+
+    def removes(self, folder: Path) -> None:
+        """Remove a new folder, unless it holds more than an identity that is in no run: a lease, say."""
+
+        def remove(kind: object, error: BaseException | None, traceback: object) -> None:
+            if isinstance(error, Exception):
+                with suppress(OSError):
+                    if {entry.name for entry in folder.iterdir()} <= WORTH_NOTHING:
+                        shutil.rmtree(folder)
+
+        self.push(remove)
+
+    def tells_of_ctrl_c(self) -> None:
+        """Log that nothing was computed; later on a summary says what was."""
+
+        def tell(kind: object, error: BaseException | None, traceback: object) -> None:
+            if isinstance(error, KeyboardInterrupt):
+                logger.info("Stopped before the training began: this machine has computed nothing for the run")
+
+        self.push(tell)
+
+    def has_succeeded(self) -> None:
+        self.pop_all()
+
+
 def take_part(
     run_id: str,
     network: NetworkOptions,
@@ -141,6 +171,10 @@ def take_part(
         emit = told_to(events, training)
         folders = open_folders(run_id, network, training)
         cleanup.callback(folders.close)
+        start = cleanup.enter_context(Start())
+        start.tells_of_ctrl_c()
+        if folders.checkpoint_dir is not None and folders.checkpoint_dir.is_new:
+            start.removes(folders.checkpoint_dir.path)
         if training.auxiliary and network.client_mode is None:
             network = replace(network, client_mode=False)  # else it would be of no use
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
@@ -161,10 +195,11 @@ def take_part(
             _learn_addresses(peer, run)
         if training.auxiliary:
             assert to_join is not None
+            start.has_succeeded()
             _help(peer, run_id, to_join, training)
         else:
             recipe = to_join.recipe.recipe if to_join is not None else _recipe_to_begin(run_id, given, folders)
-            _train(peer, run_id, recipe, training, emit, to_join, folders, is_chosen="batch_size" in given)
+            _train(peer, run_id, recipe, training, emit, to_join, folders, start, is_chosen="batch_size" in given)
 
 
 def told_to(events: EventWriter, training: TrainingSettings) -> Tell:
@@ -200,6 +235,7 @@ def _train(
     emit: Tell,
     run: RunToJoin | None,
     folders: OwnFolders,
+    start: Start,
     *,
     is_chosen: bool,
 ) -> None:
@@ -217,6 +253,7 @@ def _train(
         logger.info("Others can join this run with one word:")
         charter = members.charter.digest if members is not None else b""
         print_tickets(peer, run_id, trainer.manifest.fingerprint(), charter=charter)
+    start.has_succeeded()
     run_in_view(trainer)
 
 

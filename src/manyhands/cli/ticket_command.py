@@ -12,6 +12,7 @@ import segno
 from cyclopts import Parameter
 
 from manyhands.base.address import Address, parse_addresses
+from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import Ticket
 from manyhands.cli.run_look_up import Scout
@@ -34,6 +35,11 @@ def ticket(
     """
     if run_id is not None:
         checked_run_id(run_id)
+    if any(map(Ticket.is_one, addresses)):
+        raise ConfigError(
+            "this is a ticket already: others join with manyhands join TICKET. To make another one, name the address "
+            "of a peer: manyhands ticket HOST:PORT"
+        )
     places = parse_addresses(addresses)
     with Scout(places) as scout:
         run = scout.choose(run_id)

@@ -12,6 +12,7 @@ import msgspec
 
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
+from manyhands.base.text import counted
 from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.handlers import RequestHandlers
 from manyhands.dht.holder_cache import HolderCache
@@ -199,5 +200,5 @@ def _check_taken(record: Record, outcomes: Outcomes) -> None:
         return
     peer_id, outcome = next(iter(outcomes.items()))
     what = f"the record {record.key!r}" + (f", {record.subkey!r}" if record.subkey else "")
-    who = f"all {len(outcomes)} peers" if len(outcomes) > 1 else "the one peer"
-    raise Refused(peer_id, outcome.code, f"{who} nearest to its key refused {what}")
+    who = f"the {counted(len(outcomes), 'peer')} nearest to its key"
+    raise Refused(peer_id, outcome.code, f"{who} refused {what}")

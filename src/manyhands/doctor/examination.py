@@ -6,13 +6,14 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from manyhands.access.charters import read_charters
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, Unavailable
-from manyhands.base.identity import Identity
+from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig
 from manyhands.dht.reachability import can_find
 from manyhands.doctor import findings
@@ -42,6 +43,8 @@ class Examination:
         initial_peers: as given to a peer.
         listen, announce, client_mode: likewise.
         run_id: the run that the peer should join; None to list the runs.
+        digest: what the fingerprint of its settings begins with, by a ticket; may be empty.
+        charter: digest of its charter, by a ticket; empty for that of the initial peers, if they have one.
     Raises:
         ConfigError: there are no initial peers, or too many.
     """
@@ -51,6 +54,8 @@ class Examination:
     announce: Sequence[Address] = ()
     client_mode: bool = False
     run_id: str | None = None
+    digest: bytes = b""
+    charter: bytes = b""
 
     def __post_init__(self) -> None:
         if not self.initial_peers:
@@ -221,25 +226,35 @@ class _Examiner:
         seen = {contact.peer_id for contact in self._presence.dht.contacts()} | {peer.peer_id for peer in joined}
         finding = findings.peers_seen(len(seen), len(joined), is_part=len(seen) >= DHT_CONFIG.k)
         self._note("peers", finding, None, began)
-        await self._look_for_run()
+        await self._look_for_run({peer.peer_id for peer in joined if peer.peer_id is not None})
 
-    async def _look_for_run(self) -> None:
-        began, run_id = asyncio.get_running_loop().time(), self._examination.run_id
+    async def _look_for_run(self, joined: Collection[PeerId]) -> None:
+        began = asyncio.get_running_loop().time()
         try:
             async with time_limit(SWARM_TIMEOUT_S, "looking which runs are there"):
-                runs = await find_runs(self._presence.dht, run_id)
+                finding = await self._found_run(joined)
         except (Unavailable, PeerError) as error:
-            self._note("run", findings.no_runs_seen(error), None, began)
-            return
+            finding = findings.no_runs_seen(error)
+        self._note("run", finding, None, began)
+
+    async def _found_run(self, joined: Collection[PeerId]) -> Finding:
+        dht, run_id = self._presence.dht, self._examination.run_id
         if run_id is None:
-            self._note("run", findings.runs_seen(runs), None, began)
-            return
+            return findings.runs_seen(await find_runs(dht))
+        wanted = self._examination.charter
+        published = await read_charters(dht, run_id)
+        named = [one for one in published if one.charter.digest == wanted or (not wanted and one.peer_id in joined)]
+        charter = named[0].charter if named else None
+        if wanted and charter is None:
+            return findings.charter_not_there(run_id, has_another=bool(published))
+        if charter is not None and not charter.is_open:
+            return findings.is_by_invitation(run_id, has_ticket=bool(wanted))
+        digest = self._examination.digest or (charter.charter.manifest if charter is not None else b"")
+        runs = await find_runs(dht, run_id, {run_id: digest})
         run = next((run for run in runs if run.run_id == run_id), None)
         if run is None:
-            nobody = nobody_is_in(run_id, self._presence.dht.num_known_peers, runs)
-            self._note("run", findings.run_not_there(nobody), None, began)
-        else:
-            self._note("run", findings.run_is_there(run), None, began)
+            return findings.run_not_there(nobody_is_in(run_id, dht.num_known_peers, runs))
+        return findings.run_is_there(run, is_expected=bool(digest))
 
     async def _look_at_pairs(self, joined: Sequence[Probed]) -> None:
         """Check in a ring that each initial peer finds the next; this shows any split, whichever peers are in it."""

@@ -357,7 +357,14 @@ def runs_seen(runs: Sequence[Run]) -> Finding:
     return Finding(None, f"runs here: {listed(runs)}; --run-id looks at one of them")
 
 
-def run_is_there(run: Run) -> Finding:
+def run_is_there(run: Run, *, is_expected: bool = False) -> Finding:
+    """The finding for a run with peers; ``is_expected`` if only the settings of a ticket or a charter counted."""
+    if run.manifest is None and run.has_trainers and is_expected:
+        return Finding(
+            False,
+            f"run {run} exists, but its trainers have other settings than the ticket or the charter says",
+            "ask for a new ticket; the owner of a charter signs a new one with manyhands run create --manifest-of",
+        )
     if run.manifest is None:
         return Finding(True, f"run {run.run_id!r} exists, but no peer trains in it yet")
     return Finding(True, f"run {run} exists")
@@ -365,3 +372,21 @@ def run_is_there(run: Run) -> Finding:
 
 def run_not_there(nobody_is_in: str) -> Finding:
     return Finding(False, nobody_is_in, "compare --run-id with the names of the runs that are there")
+
+
+def charter_not_there(run_id: str, *, has_another: bool) -> Finding:
+    """The finding for a ticket whose charter nobody publishes."""
+    if has_another:
+        return Finding(False, f"run {run_id!r} has another charter than the ticket says", "ask for a new ticket")
+    return Finding(
+        False,
+        f"nobody publishes the charter of run {run_id!r} that the ticket names",
+        "one of its coordinators must run; try again when one does",
+    )
+
+
+def is_by_invitation(run_id: str, *, has_ticket: bool) -> Finding:
+    """The finding for a run whose peers can be seen by members only."""
+    if has_ticket:
+        return Finding(True, f"run {run_id!r} has the charter that the ticket names; only members see its peers")
+    return Finding(False, f"run {run_id!r} is by invitation", "ask its owner for a ticket, in place of the address")

@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
+import msgspec
+
+from manyhands.averaging.messages import Position
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
@@ -137,7 +140,7 @@ class RunMonitor:
         self._heldout_step = -1
         self._read: set[tuple[PeerId, MetricsRecord | HeldoutRecord]] = set()  # at the last look
         self._stale = self._read  # published before the run went back to an earlier step
-        self._last_progress: Progress | None = None
+        self._last_progress: tuple[int, Progress] | None = None
         self._progress: Progress | None = None  # of the last look
         self._target = 0
         self._painted_at = -math.inf
@@ -217,12 +220,13 @@ class RunMonitor:
         self._tell_stranded()
         leading = held_by_most(trainers, self._peer.presence.vouched(self._run_id))
         target = await self._target_batch_size()
-        progress = View(present, leading).progress(None, target, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        progress = View(_all_at(leading, present, now), leading).progress(None, target, now)
         delay_s = next_refresh_s(progress, self._config)
         self._progress, self._target = progress, target
-        if progress != self._last_progress:
+        if (leading.step, progress) != self._last_progress:
             self._report_progress(leading.step, target, progress, delay_s)
-            self._last_progress = progress
+            self._last_progress = (leading.step, progress)
         if leading.step + 1 < self._steps.newest_step:  # the run was begun anew, or resumed from a checkpoint
             self._painter.restarted(self._steps.newest_step, leading.step, self._peer.presence.wall_clock())
             self._steps, self._heldout_step, self._stale = CompleteSteps(), -1, self._read
@@ -316,6 +320,16 @@ class RunMonitor:
                 )  # fmt: skip
                 self._painter.heldout[record.step] = record.loss
                 self._on_event(HeldoutSeen(record.step, record.loss, record.mlm_accuracy, record.sop_accuracy))
+
+
+def _all_at(leading: Position, present: Mapping[PeerId, Observed], now: float) -> dict[PeerId, Observed]:
+    """The records, with peers one step off counted at ``leading``: of a step, some records tell before others do."""
+    counted_there = dict(present)
+    for peer_id, seen in present.items():
+        if abs(seen.record.position.step - leading.step) == 1:
+            record = msgspec.structs.replace(seen.record, position=leading, samples=0, counted_s_ago=0.0)
+            counted_there[peer_id] = msgspec.structs.replace(seen, record=record, since=now)
+    return counted_there
 
 
 def checked_refresh_s(refresh_s: float) -> float:

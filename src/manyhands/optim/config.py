@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manyhands.base.arguments import check_number
 from manyhands.base.errors import ConfigError
 
 
@@ -29,7 +30,11 @@ class ProgressConfig:
     ttl_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_refresh_s <= self.max_refresh_s < self.ttl_s:
+        for name in ("min_refresh_s", "max_refresh_s", "default_refresh_s", "ttl_s"):
+            check_number(name, getattr(self, name), example=getattr(ProgressConfig, name))
+        for name in ("expected_drift_peers", "expected_drift_rate"):
+            check_number(name, getattr(self, name), example=getattr(ProgressConfig, name), may_be_zero=True)
+        if not self.min_refresh_s <= self.max_refresh_s < self.ttl_s:
             raise ConfigError(
                 f"min_refresh_s={self.min_refresh_s}, max_refresh_s={self.max_refresh_s}, ttl_s={self.ttl_s} "
                 "must rise in this order; for example 0.5, 10 and 30"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from manyhands.base.text import counted
+
 logger = logging.getLogger(__name__)
 
 FIRST_HEALTH_CHECK_S = 20.0
@@ -57,7 +59,7 @@ class Statistics:
         """For a log line."""
         share = self.samples_used / self.samples_computed if self.samples_computed else 1.0
         counts = [
-            f"{self.samples_computed} samples computed here so far",
+            f"{counted(self.samples_computed, 'sample')} computed here so far",
             f"{self.samples_used} of them used ({share:.1%})",
         ]
         if self.samples_dropped:

@@ -1,4 +1,4 @@
-"""Looks at the user's model for two mistakes that an optimizer cannot see: held-back batches and BatchNorm."""
+"""Looks for mistakes in a loop and its model: batches that are held back, a forgotten ``zero_grad()``, BatchNorm."""
 
 from __future__ import annotations
 
@@ -61,6 +61,67 @@ class HeldBatches:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+class KeptGradients:
+    """Detects a forgotten ``zero_grad()``: batches are added to gradients that have counted, so these count again.
+
+    It watches the smallest parameter. torch counts the writes to a tensor, so it is known if only backward passes wrote
+    to a gradient. ``grad.data.zero_()`` is not counted, so the second time the values are looked at.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameter = min(parameters, key=torch.Tensor.numel)
+        self._grad: torch.Tensor | None = None  # as it has counted; None once something else has written to it
+        self._num_writes = self._num_added = 0
+        self._is_suspected = self._was_zero = False
+        self._handles = [
+            self._parameter.register_hook(self._before),  # type: ignore[no-untyped-call]
+            self._parameter.register_post_accumulate_grad_hook(self._after),  # type: ignore[no-untyped-call]
+        ]
+
+    def _before(self, _: torch.Tensor) -> None:
+        if self._is_suspected and self._grad is not None:
+            self._was_zero |= not self._grad.any()
+
+    def _after(self, _: torch.Tensor) -> None:
+        grad = self._grad
+        if grad is not None and self._parameter.grad is grad and _num_writes(grad) == self._num_writes + 1:
+            self._num_writes, self._num_added = self._num_writes + 1, self._num_added + 1
+        else:
+            self._grad = None
+
+    def check(self) -> None:
+        """Warn, once, if the gradients of two batches were added to those that had counted."""
+        if self._grad is None or self._parameter.grad is not self._grad or not self._num_added:
+            return
+        if not self._is_suspected:
+            self._is_suspected = True
+            return
+        if not self._was_zero:
+            logger.warning(
+                "The gradients of earlier batches are still in .grad, so they count again with each batch, and the "
+                "model gets worse. Write after each optimizer.step()\n    optimizer.zero_grad()"
+            )
+        self.close()
+
+    def note_counted(self) -> None:
+        """The gradients have counted; the next batch needs others."""
+        grad = self._parameter.grad
+        is_watched = grad is not None and grad.layout is torch.strided and not grad.is_inference()
+        self._grad, self._num_added = grad if is_watched else None, 0
+        if self._grad is not None:
+            self._num_writes = _num_writes(self._grad)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._grad = None
+        for handle in self._handles:
+            handle.remove()
+
+
+def _num_writes(tensor: torch.Tensor) -> int:
+    return tensor._version  # noqa: SLF001 (torch has no public name for it)
 
 
 def warn_of_running_statistics(parameters: Iterable[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.state.content import State, sealed
 from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
+from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import Failure, RecentSteps
 from manyhands.optim.accumulator import GradientAccumulator
@@ -24,7 +25,7 @@ from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
-from manyhands.optim.model_checks import HeldBatches, warn_of_running_statistics
+from manyhands.optim.model_checks import HeldBatches, KeptGradients, warn_of_running_statistics
 from manyhands.optim.options import (
     Delay,
     OptimizerMaker,
@@ -213,7 +214,8 @@ class Optimizer(OptimizerWrapper):
             raise ConfigError(fault)
         self._must_check_target = local_steps is not None and batch_size_per_step is None
         self._held = HeldBatches(self._replica.model_parameters)
-        self._collaboration.on_leaving = self._held.close
+        self._kept = KeptGradients(self._replica.model_parameters)
+        self._collaboration.on_leaving = self._on_leaving
         self._show()
 
     @property
@@ -287,7 +289,7 @@ class Optimizer(OptimizerWrapper):
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
         self._held.check()
-        loss, at_step = None, self._shown_step
+        loss, at_step, counted_before = None, self._shown_step, self.statistics.samples_computed
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -302,6 +304,8 @@ class Optimizer(OptimizerWrapper):
         else:
             self._client.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
+        if self.statistics.samples_computed != counted_before:
+            self._kept.note_counted()
         return loss
 
     def settle(self, timeout_s: float = 120.0) -> None:
@@ -341,6 +345,10 @@ class Optimizer(OptimizerWrapper):
         """Leave the run; the peer stays. Closing the peer does this too."""
         self._client.leave()
 
+    def _on_leaving(self) -> None:
+        self._held.close()
+        self._kept.close()
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule.
 
@@ -376,6 +384,7 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
+        self._kept.check()
         if self._must_check_target:
             self._check_target(samples)
         if advice := self._advice.after_batch(samples, self._options.target_batch_size):
@@ -521,9 +530,9 @@ class Optimizer(OptimizerWrapper):
             is_farewell = self._collaboration.tracker.reader.last_said_goodbye
             logger.log(
                 logging.INFO if is_farewell else logging.WARNING,
-                "Skipped averaging: %s; the %d samples of this peer count in the next attempt",
+                "Skipped averaging: %s; %s of this peer will count in the next attempt",
                 error,
-                self._samples.waiting,
+                counted(self._samples.waiting, "sample"),
             )
         self.last_failure = failure
         if self._num_failures == 1:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.averaging.state.content import DTYPES_OF_STATES
 from manyhands.averaging.tensor_list import DTYPES, overlaps_itself
-from manyhands.base.arguments import whole
+from manyhands.base.arguments import number_of, whole
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
@@ -56,7 +56,7 @@ class Options:
             raise ConfigError(
                 f"batch_size_lead={lead} must be from 0 to below target_batch_size={target}; for example {target // 16}"
             )
-        if self.max_grad_norm is not None and not 0 < _number(self.max_grad_norm) < math.inf:
+        if self.max_grad_norm is not None and not 0 < number_of(self.max_grad_norm) < math.inf:
             raise ConfigError(f"max_grad_norm={self.max_grad_norm!r} must be above 0; for example 1.0, or None")
         if self.delay is not None and self.delay not in DELAYS:
             raise ConfigError(f"delay={self.delay!r} is unknown; one of {', '.join(map(repr, DELAYS))}, or None")
@@ -105,14 +105,6 @@ class Options:
     def facts(self) -> dict[str, str]:
         """Settings that must be equal on all peers of a run."""
         return {"max_grad_norm": str(float(self.max_grad_norm))} if self.max_grad_norm is not None else {}
-
-
-def _number(value: Any) -> float:
-    """A number of any type as a float; NaN for anything else."""
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return math.nan
 
 
 def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> torch.optim.Optimizer:
@@ -176,7 +168,7 @@ def checked_batch(batch_size: int | None, weight: float | None) -> int:
             "step() needs to know how many samples are behind the gradients; "
             "give batch_size_per_step=32 to the optimizer, or batch_size=32 to step()"
         )
-    if weight is not None and not 0 <= _number(weight) < math.inf:
+    if weight is not None and not 0 <= number_of(weight) < math.inf:
         raise ConfigError(f"weight={weight!r} must be at least 0, such as the tokens over which the loss is a mean")
     return whole("batch_size", batch_size, least=0, example=32)
 

@@ -23,6 +23,7 @@ def made_in_inference_mode() -> torch.Tensor:
     ("tensors", "message"),
     [
         ([], "tensors is an empty list; give at least one"),
+        (torch.nn.Linear(2, 2), r"tensors is of type Linear; give tensors, such as model\.parameters\(\)"),
         (torch.zeros(3), r"tensors is one tensor; give a list of tensors, for example \[tensor\]"),
         ([torch.zeros(3), [1.0]], "tensor 1 is a list; a torch.Tensor is needed"),
         ([torch.zeros(3, dtype=torch.int64)], "tensor 0 is torch.int64; those that can be averaged are torch.float16"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 import manyhands
-from manyhands.base.errors import RunNotFound
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, RunNotFound
+from manyhands.base.ticket import Ticket
 from manyhands.cli.run_look_up import Scout
-from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.ticket_command import print_ticket, ticket
 
 
 def test_a_ticket_for_this_machine_alone_says_so(
@@ -27,3 +29,9 @@ def test_where_no_run_is_one_can_be_begun(monkeypatch: pytest.MonkeyPatch) -> No
         begin = f"manyhands train --run-id NAME --start-new --initial-peers {first.addresses[0]}$"
         with pytest.raises(RunNotFound, match=begin):
             scout.choose(None)
+
+
+def test_a_ticket_in_place_of_an_address_is_answered_with_what_to_do() -> None:
+    pasted = str(Ticket("r", [Address.parse("127.0.0.1:9")]))
+    with pytest.raises(ConfigError, match=r"a ticket already: others join with manyhands join TICKET\. .* HOST:PORT"):
+        ticket((pasted,))

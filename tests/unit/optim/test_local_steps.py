@@ -327,7 +327,7 @@ def test_own_parameters_that_are_not_finite_are_left_out_and_named(
     with torch.no_grad():
         trainer.replica._own[0][1] = float("nan")
     step = trainer.begin()
-    assert "4 samples are dropped: the parameters of this peer are not finite any more" in caplog.text
+    assert "Dropped 4 samples: the parameters of this peer are not finite any more" in caplog.text
     assert "look at its learning rate" in caplog.text
     assert step.contribution.weight == 0
     assert step.contribution.mean_N[:8].tolist() == [0.0] * 8

@@ -47,6 +47,8 @@ def test_an_eta_is_news_when_it_becomes_known_and_not_when_it_is_lost(caplog: py
 def test_the_words_are_those_of_the_tutorials(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "manyhands"):
         ProgressLog().tell(0, Progress(64, 1, 8.0, 24.0), 0.5, 0.0)
+        ProgressLog().tell(0, Progress(1, 2, 8.0, 24.0), 0.5, 0.0)
     assert caplog.messages == [
-        "Collaboration accumulated 64 samples from 1 peer; ETA 24.00 seconds (refresh in 0.50s.)"
+        "Collaboration accumulated 64 samples from 1 peer; ETA 24.00 seconds (refresh in 0.50s.)",
+        "Collaboration accumulated 1 sample from 2 peers; ETA 24.00 seconds (refresh in 0.50s.)",
     ]

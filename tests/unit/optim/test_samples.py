@@ -10,6 +10,7 @@ from manyhands.averaging.state.content import Origin
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.extra_tensors import ExtraTensors
+from manyhands.optim.health import Statistics
 from manyhands.optim.step.global_step import SampleCounter
 from manyhands.optim.step.replica import Replica
 
@@ -47,3 +48,9 @@ def test_what_is_dropped_and_why(
     counts = samples.statistics
     assert (samples.waiting, counts.samples_carried, counts.samples_dropped) == ((0, 0, 8) if reason else (8, 8, 0))
     assert reason in caplog.text
+
+
+def test_one_sample_is_no_samples() -> None:
+    assert Statistics(samples_computed=1, samples_used=1).summary() == (
+        "1 sample computed here so far, 1 of them used (100.0%)"
+    )

@@ -60,6 +60,13 @@ def test_what_is_reckoned_takes_the_place_of_what_was_said() -> None:
     assert outlook == Progress(samples=17, num_peers=2, samples_per_second=5.0, eta_s=2.0)
 
 
+def test_what_is_predicted_ends_at_the_target_and_what_was_published_does_not() -> None:
+    view = view_of(record(samples=50, speed=60.0), record(samples=8, speed=2.0))
+    assert view.progress(None, 64, 5.0) == Progress(samples=64, num_peers=2, samples_per_second=62.0, eta_s=0.0)
+    assert view.progress(record(samples=1), 64, 5.0).samples == 64
+    assert view.progress(record(samples=16), 64, 5.0).samples == 74
+
+
 def test_what_many_slow_peers_have_of_a_sample_counts_together() -> None:
     view = view_of(*[record(speed=0.0625)] * 40)
     assert view.progress(None, 100, 8.0).samples == 20
@@ -68,4 +75,6 @@ def test_what_many_slow_peers_have_of_a_sample_counts_together() -> None:
 def test_what_a_liar_adds_to_the_sum_is_bounded() -> None:
     liar = record(samples=2**53, speed=1e308, counted_s_ago=1e308)
     assert 2**53 <= view_of(record(samples=10, speed=1.0), liar).progress(None, 100, 5.0).samples <= 2**54
+    quick = record(speed=1e308, counted_s_ago=1e308)
+    assert view_of(record(samples=10, speed=1.0), quick).progress(None, 100, 5.0).samples == 100
     assert view_of(record(samples=10, speed=1.0)).progress(None, 100, 5.0).samples == 15

@@ -11,7 +11,7 @@ from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.model import build_model, loss_of
 
 
-@pytest.mark.parametrize("device", ["cuda:77", "meta"])
+@pytest.mark.parametrize("device", ["cuda:77", "cuda:999", "xpu"])
 def test_a_device_that_cannot_be_used_is_named(device: str) -> None:
     with pytest.raises(ConfigError, match=f"device '{device}' cannot be used here: .+; for example cpu"):
         Compute(device, "auto")
@@ -19,7 +19,7 @@ def test_a_device_that_cannot_be_used_is_named(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["gpu", "", "cpu:x"])
 def test_a_mistyped_device_is_answered_with_those_that_are_used(device: str) -> None:
-    with pytest.raises(ConfigError, match=f"^device '{device}' is unknown; write cpu, cuda, cuda:1 or mps$"):
+    with pytest.raises(ConfigError, match=f"^device '{device}' is unknown; write auto, cpu, cuda, cuda:1 or mps$"):
         Compute(device, "auto")
 
 

@@ -300,8 +300,8 @@ class Matchmaker:
             reason = "no peer that could lead a group can be reached from here"
             raise RoundAborted(self.candidates.with_refusals(reason), sorted(unreachable))
         raise RoundAborted(
-            f"all {len(expected) + 1} peers are in client mode, so that nobody can be dialled; "
-            "at least one peer must accept connections"
+            f"none of the {len(expected) + 1} peers can be dialled: all are in client mode; at least one must accept "
+            "connections"
         )
 
     async def _follow(

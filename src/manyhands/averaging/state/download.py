@@ -49,6 +49,7 @@ from manyhands.averaging.state.server import (
 from manyhands.base.deadline import time_limit, wait_at_most, while_moving
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.text import counted
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
@@ -214,8 +215,8 @@ class Download:
     def _tell(self) -> None:
         if self._state is not None:
             logger.info(
-                "Received %.1f of %.1f MB of the state from %d peers",
-                self._num_bytes / 1e6, self._state.content.numel() / 1e6, len(self._sources),
+                "Received %.1f of %.1f MB of the state from %s",
+                self._num_bytes / 1e6, self._state.content.numel() / 1e6, counted(len(self._sources), "peer"),
             )  # fmt: skip
 
     # whom to ask

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rich.console import Console
 
+from manyhands.base.errors import ManyhandsError
 from manyhands.base.text import counted, rough
 from manyhands.cli.output.card import print_card
 from manyhands.cli.output.live_view import LiveLine
@@ -32,7 +33,11 @@ class Trainer(Protocol):
 
 
 def run_in_view(trainer: Trainer) -> None:
-    """Run a trainer until it ends or Ctrl-C, with a status line, and print the summary."""
+    """Run a trainer until it ends or Ctrl-C, with a status line, and print the summary.
+
+    Raises:
+        ManyhandsError: it ended, and its model could not be saved.
+    """
     console = Console(highlight=False)
     live_line = LiveLine(console, lambda width: line_of(trainer.standing(), width))
     try:
@@ -42,7 +47,10 @@ def run_in_view(trainer: Trainer) -> None:
         with delay_exit(SUMMARY_TIMEOUT_S):
             print_card(console, card_of(trainer.summary()))
         raise
-    print_card(console, card_of(trainer.summary()))
+    summary = trainer.summary()
+    print_card(console, card_of(summary))
+    if summary.folder is not None and summary.saved_step < summary.step:
+        raise ManyhandsError(f"the model of step {summary.step} was not saved in {summary.folder}; the log says why")
 
 
 def line_of(standing: Standing, width: int) -> str:
@@ -53,6 +61,8 @@ def line_of(standing: Standing, width: int) -> str:
     samples, target = standing.samples, standing.target_batch_size
     head = f"Step {standing.step + 1}: {samples}/{target} samples"
     eta = f"ETA {rough(standing.eta_s)}" if math.isfinite(standing.eta_s) else "ETA unknown"
+    if samples >= target:
+        eta = "step is due"
     parts = [
         "averaging" if standing.is_averaging else eta,
         counted(standing.num_peers, "peer"),
@@ -99,6 +109,7 @@ def card_of(summary: TrainingSummary) -> tuple[str, list[tuple[str, str]]]:
         next_start = "begins anew" if summary.is_alone else "loads the state of the others"
         lines.append(("model", f"not saved yet; the next start with {summary.folder} {next_start}"))
     else:
-        lines.append(("model", str(summary.checkpoint)))
+        missing = f"; step {summary.step} was not saved" if summary.saved_step < summary.step else ""
+        lines.append(("model", f"{summary.checkpoint}{missing}"))
         lines.append(("try it", f'manyhands fill {shlex.quote(str(summary.folder))} "{SAMPLE_TEXT}"'))
     return f"Your part in run {summary.run_id!r}, {rough(summary.seconds)}", lines

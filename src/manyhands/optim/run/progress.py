@@ -192,9 +192,9 @@ class ProgressLog:
         if is_elsewhere or stage > self._last[2] or now >= self._told_at + LOG_PERIOD_S:
             self._last, self._told_at = (step, progress.num_peers, stage), now
             eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
-            peers = counted(progress.num_peers, "peer")
-            logger.info("Collaboration accumulated %d samples from %s; ETA %s (refresh in %.2fs.)",
-                        progress.samples, peers, eta, refresh_s, extra=SHOWN_LIVE)  # fmt: skip
+            samples, peers = counted(progress.samples, "sample"), counted(progress.num_peers, "peer")
+            logger.info("Collaboration accumulated %s from %s; ETA %s (refresh in %.2fs.)",
+                        samples, peers, eta, refresh_s, extra=SHOWN_LIVE)  # fmt: skip
 
 
 class StrandedNotice:
@@ -218,7 +218,7 @@ class StrandedNotice:
         elif now >= self._due_at:
             self._due_at = now + STRANDED_PERIOD_S
             logger.warning(
-                "All %d peers that train are in client mode, so nobody can dial them and they make no step together; "
+                "None of the %d peers that train can be dialled (client mode), so they make no step together; "
                 "their gradients are kept. At least one of them must accept connections, or a machine without data "
                 "helps: on the monitor's machine, or any other that accepts connections, run: manyhands train "
                 "--auxiliary --run-id %s --initial-peers %s",

@@ -153,13 +153,16 @@ class View:
         """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
 
         Args:
-            now: predict the samples of the others for this instant; by default those that they have published count.
+            now: predict the samples of the others for this instant, up to the target; by default those that they have
+                published count.
         """
-        num_peers, speed, samples = len(self.trainers), self._speed, self._samples
+        num_peers, speed, samples, more = len(self.trainers), self._speed, self._samples, 0
         if now is not None:
-            samples = int(sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()]))
+            predicted = [reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()]
+            more = int(sum(predicted)) - samples
         if own is not None and not own.is_auxiliary:
             num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
+        samples += max(min(more, target_batch_size - samples), 0)  # peers that wait for others compute no more
         missing = max(target_batch_size - samples, 0)
         eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
         return Progress(samples, num_peers, speed, eta_s)

@@ -17,6 +17,7 @@ import torch
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.account import alone_lineage
 from manyhands.optim.accumulator import Accumulator, Contribution
@@ -165,10 +166,11 @@ class SampleCounter:
         if is_added:
             return
         self.statistics.samples_dropped += samples
+        batch = counted(samples, "sample")
         if is_overflow:
-            logger.info("the scaled gradients overflowed: the %d samples of this micro-batch are dropped", samples)
+            logger.info("the scaled gradients overflowed: this micro-batch of %s is dropped", batch)
         else:
-            logger.warning("a gradient of this micro-batch is not finite; its %d samples are dropped", samples)
+            logger.warning("a gradient is not finite: this micro-batch of %s is dropped", batch)
         if fault := self._accumulator.fault():
             self.drop_waiting(fault)
 
@@ -249,8 +251,8 @@ class SampleCounter:
 
     def _carried(self, samples: int) -> None:
         self.statistics.samples_carried += samples
-        logger.info("The others made global step %d without %d samples of this peer; they count in the next one",
-                    self._replica.position.step, samples)  # fmt: skip
+        logger.info("The others made global step %d without %s of this peer, which will count in the next one",
+                    self._replica.position.step, counted(samples, "sample"))  # fmt: skip
 
     def _drop(self, step: GlobalStep, reason: str) -> None:
         self._count_dropped(step.contribution.samples, reason)
@@ -258,7 +260,7 @@ class SampleCounter:
 
     def _count_dropped(self, samples: int, reason: str) -> None:
         self.statistics.samples_dropped += samples
-        logger.warning("%d samples are dropped: %s", samples, reason)
+        logger.warning("Dropped %s: %s", counted(samples, "sample"), reason)
 
     def _forget(self, step: GlobalStep) -> None:
         """Forget a contribution, whose memory the wrapped optimizer may still hold after a step alone."""

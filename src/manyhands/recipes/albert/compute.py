@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from manyhands.base.errors import ConfigError
 from manyhands.base.text import counted
 from manyhands.recipes.albert.packages import torch, transformers
-from manyhands.recipes.albert.settings import Precision
+from manyhands.recipes.albert.settings import Precision, check_device
 from manyhands.recipes.albert.trial import OutOfMemory
 
 logger = logging.getLogger(__name__)
@@ -112,11 +112,9 @@ def _device_named(name: str) -> torch.device:
 
 
 def _checked(name: str) -> torch.device:
+    check_device(name)
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device {name!r} is unknown; write cpu, cuda, cuda:1 or mps") from error
-    try:
         torch.ones(1, device=device).add_(1).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on how torch was built
         reason = str(error).strip().partition("\n")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,17 @@ from manyhands.optim.metrics import TTL_S
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 MAX_TTL_S = DhtConfig.max_ttl_s
+_DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
+
+
+def check_device(name: str) -> None:
+    """Check the form of a device's name; torch, which takes seconds to import, says whether it is there.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if not _DEVICE.fullmatch(name):
+        raise ConfigError(f"device {name!r} is unknown; write auto, cpu, cuda, cuda:1 or mps")
 
 
 def own_rank() -> int:
@@ -180,6 +192,7 @@ class TrainingSettings:
     """Times and speeds of this peer."""
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         if self.name is not None:
             checked_name(self.name)
         if num_ranks() > 1 and self.stop_file is not None:

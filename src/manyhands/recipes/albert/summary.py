@@ -56,6 +56,7 @@ class TrainingSummary:
         heldout: None if there was no time to compute it.
         folder: with the checkpoints; None if none are kept.
         checkpoint: the newest one in the folder, if any.
+        saved_step: its global step; 0 without one.
     """
 
     run_id: str
@@ -71,3 +72,4 @@ class TrainingSummary:
     heldout: HeldoutLosses | None
     folder: Path | None
     checkpoint: Path | None
+    saved_step: int

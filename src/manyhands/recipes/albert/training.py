@@ -219,6 +219,7 @@ class AlbertTrainer:
             heldout=self._compare_heldout(),
             folder=folder.path if folder is not None else None,
             checkpoint=folder.newest_path() if folder is not None else None,
+            saved_step=folder.newest_step() if folder is not None else 0,
         )
 
     def _is_alone(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from manyhands.base.errors import ManyhandsError
 from manyhands.cli.output.card import print_card
 from manyhands.cli.output.training_view import card_of, line_of, run_in_view
 from manyhands.recipes.albert.summary import HeldoutLosses, Standing, TrainingSummary
@@ -22,6 +23,7 @@ ACCOUNT = TrainingSummary(
     run_id="demo", seconds=723.0, step=318, num_steps=118, samples_used=4096, samples_of_all=16384,
     first_loss=8.321, last_loss=6.51, heldout=HeldoutLosses(before=8.31, after=6.49, num_samples=64),
     folder=Path("my model"), checkpoint=Path("my model/checkpoint-318"), samples_lost=0, is_alone=False,
+    saved_step=318,
 )  # fmt: skip
 
 
@@ -58,6 +60,7 @@ def test_the_line_never_wraps(width: int) -> None:
     [
         ({"eta_s": math.inf, "loss": None}, "ETA unknown, 3 peers, your share 33%, 41.3 samples/s"),
         ({"num_peers": 1}, "1 peer, "),
+        ({"eta_s": 0.0, "samples": 256}, "[########################] step is due, 3 peers, "),
         ({"eta_s": 0.0, "samples": 300, "is_averaging": True}, "[########################] averaging, "),
     ],
 )
@@ -118,8 +121,9 @@ def test_the_command_of_the_card_can_be_copied_from_a_narrow_terminal() -> None:
 
 
 class ATrainer:
-    def __init__(self, end: type[BaseException] | None) -> None:
+    def __init__(self, end: type[BaseException] | None, summary: TrainingSummary = ACCOUNT) -> None:
         self._end = end
+        self._summary = summary
 
     def run(self) -> None:
         if self._end is not None:
@@ -129,7 +133,7 @@ class ATrainer:
         return STANDING
 
     def summary(self) -> TrainingSummary:
-        return ACCOUNT
+        return self._summary
 
 
 @pytest.mark.parametrize(("end", "has_card"), [(None, True), (KeyboardInterrupt, True), (ValueError, False)])
@@ -142,3 +146,22 @@ def test_the_card_comes_at_the_end_and_at_ctrl_c(
         with pytest.raises(end):
             run_in_view(ATrainer(end))
     assert ("Your part in run 'demo'" in capsys.readouterr().out) is has_card
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({"saved_step": 300, "checkpoint": Path("my model/checkpoint-300")}, "checkpoint-300; step 318 was not saved"),
+        ({"saved_step": 0, "checkpoint": None}, "not saved yet"),
+    ],
+)
+def test_a_trainer_that_could_not_save_its_model_fails_after_its_card(
+    saved: dict[str, object], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = replace(ACCOUNT, **saved)  # type: ignore[arg-type]
+    with pytest.raises(ManyhandsError, match="the model of step 318 was not saved in my model; the log says why"):
+        run_in_view(ATrainer(None, summary))
+    assert words in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        run_in_view(ATrainer(KeyboardInterrupt, summary))
+    run_in_view(ATrainer(None, replace(summary, folder=None)))

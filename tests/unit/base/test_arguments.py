@@ -1,0 +1,65 @@
+"""Settings of a wrong kind are named with their value and their rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.base.arguments import number_of
+from manyhands.base.errors import ConfigError
+from manyhands.optim.config import ProgressConfig
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"matchmaking_time_s": "5"}, "matchmaking_time_s='5' must be a number above 0; for example 15"),
+        ({"averaging_timeout_s": None}, "averaging_timeout_s=None must be a number above 0; for example 60"),
+        ({"averaging_timeout_s": float("inf")}, "averaging_timeout_s=inf must be a number above 0; for example 60"),
+        ({"stream_timeout_s": -1}, "stream_timeout_s=-1 must be a number above 0; for example 10"),
+        ({"in_doubt_timeout_s": NAN}, "in_doubt_timeout_s=nan must be a number above 0; for example 3"),
+        ({"matchmaking_time_s": 60}, "matchmaking_time_s=60 and averaging_timeout_s=60.0: a round needs time after"),
+        ({"error_feedback": "no"}, "error_feedback='no' must be True or False"),
+        ({"chunk_bytes": 4096.0}, "chunk_bytes=4096.0 must be a whole number; for example"),
+        ({"chunk_bytes": 4097}, "chunk_bytes=4097 is not a multiple of 4; for example"),
+        ({"min_span_bytes": "16"}, "min_span_bytes='16' must be a whole number; for example 16384"),
+        ({"max_group_size": None}, "max_group_size=None must be a whole number; for example 256"),
+        ({"codec": None}, "codec None is unknown; one of auto, none"),
+        ({"bandwidth_mbit_s": "100"}, "bandwidth_mbit_s='100' must be above 0 and at most"),
+    ],
+)
+def test_settings_of_rounds(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        AveragingConfig(**given)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"min_refresh_s": "0.5"}, "min_refresh_s='0.5' must be a number above 0; for example 0.5"),
+        ({"default_refresh_s": 0}, "default_refresh_s=0 must be a number above 0; for example 1"),
+        ({"ttl_s": True}, "ttl_s=True must be a number above 0; for example 30"),
+        ({"expected_drift_peers": -1}, "expected_drift_peers=-1 must be a number of at least 0; for example 3"),
+        ({"expected_drift_rate": None}, "expected_drift_rate=None must be a number of at least 0; for example 0.2"),
+        ({"min_refresh_s": 20.0}, "min_refresh_s=20.0, max_refresh_s=10.0, ttl_s=30.0 must rise in this order"),
+    ],
+)
+def test_settings_of_progress(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ProgressConfig(**given)
+    assert message in str(error.value)
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    assert AveragingConfig(matchmaking_time_s=np.float32(5), chunk_bytes=np.int64(4096)).chunk_bytes == 4096
+    assert type(AveragingConfig(chunk_bytes=np.int64(4096)).chunk_bytes) is int
+    assert ProgressConfig(expected_drift_peers=0).expected_drift_peers == 0
+    assert number_of(torch.tensor(2.5)) == 2.5
+    assert all(number_of(value) != number_of(value) for value in ("2", True, None, [1], torch.zeros(2)))
