@@ -136,12 +136,9 @@ async def leading_donors(
     Args:
         vouched: peers for which a coordinator of the run vouches.
     """
-    believed = believed_by_a_newcomer(records, vouched, canvass.poll)
-    if not believed:
-        await canvass.settled()
-        believed = believed_by_a_newcomer(records, vouched, canvass.poll)
-    if not believed:
-        return None
+    while not (believed := believed_by_a_newcomer(records, vouched, canvass.poll)):
+        if not await canvass.brings_news():
+            return None
     position = max(believed.values(), key=branch_order).position
     donors = [peer_id for peer_id, record in believed.items() if record.position == position]
     rng.shuffle(donors)

@@ -169,12 +169,12 @@ def test_which_parameters_are_right_is_told_by_peers_that_were_met_or_one_of_eac
     told = Belief(DAVE).judges(at(0), records)
     assert told >= {ANN, BOB}
     assert len(told) == 3
-    assert Belief(DAVE, poll=lambda records: Poll({ANN: ANN}, is_open=True)).judges(at(0), records) == frozenset()
+    assert Belief(DAVE, poll=lambda records: Poll({ANN: ANN}, num_open=1)).judges(at(0), records) == frozenset()
 
 
 def test_while_a_peer_cannot_tell_it_loads_no_state_and_begins_no_run() -> None:
     choice = BranchChoice(EVE, at(0), lambda _: True)
-    choice.belief.poll = lambda records: Poll({}, is_open=True)
+    choice.belief.poll = lambda records: Poll({}, num_open=1)
     choice.look(at(0), HONEST, now=0.0)
     assert choice.leading(()).position == at(0).position
     assert choice.best().position == at(10).position
@@ -186,7 +186,7 @@ def test_while_a_peer_cannot_tell_it_loads_no_state_and_begins_no_run() -> None:
 def test_what_a_peer_cannot_tell_for_a_moment_does_not_keep_it_from_most_others() -> None:
     belief, own, others = member_of(), at(12, b"other"), {ANN: at(11), BOB: at(11)}
     assert belief.other_majority(own, others, 100.0) is None
-    belief.poll = lambda records: Poll({ANN: ANN}, is_open=True)
+    belief.poll = lambda records: Poll({ANN: ANN}, num_open=1)
     assert belief.other_majority(own, others, 100.0 + OUTVOTED_S) is None
     belief.poll = poll_of_claims
     assert belief.other_majority(own, others, 100.0 + OUTVOTED_S) == at(11).position

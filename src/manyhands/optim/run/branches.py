@@ -86,14 +86,15 @@ class _Electorate(NamedTuple):
 
     Attributes:
         is_patient: they decide only after ``VOUCHED_PATIENCE_S``, and then also for a branch that is ahead.
-        is_open: more peers must be dialled before they decide.
+        num_votes: of all, with those of peers that are still to be dialled, which may be for anything.
+        num_open: peers that are still to be dialled.
     """
 
     voters: Mapping[PeerId, str]
     num_votes: int
     is_half_enough: bool
     is_patient: bool = False
-    is_open: bool = False
+    num_open: int = 0
 
     def is_enough(self, peers: Iterable[PeerId]) -> bool:
         num = len({self.voters[peer_id] for peer_id in peers if peer_id in self.voters})
@@ -119,11 +120,11 @@ class Poll(NamedTuple):
     """The peers whose votes count, each with the name of its vote.
 
     Attributes:
-        is_open: more peers must be dialled before it decides.
+        num_open: peers that are still to be dialled; 1 if nobody votes, until somebody does.
     """
 
     voters: Mapping[PeerId, str]
-    is_open: bool
+    num_open: int
 
 
 class Judgement(NamedTuple):
@@ -140,7 +141,7 @@ class Judgement(NamedTuple):
 
 def poll_of_claims(records: Records) -> Poll:
     """Counts the networks of the addresses that peers claim, for one that only watches."""
-    return Poll(_voters_among(records), is_open=False)
+    return Poll(_voters_among(records), num_open=0)
 
 
 class Belief:
@@ -190,10 +191,10 @@ class Belief:
             return Judgement()  # nothing has been learnt yet
         believed = None
         for electorate in self._electorates(own, records):
-            if electorate.is_open:
-                return Judgement(open=frozenset(ahead))
             if not electorate.is_patient and (believed := electorate.believed(ahead)) is not None:
                 break
+            if electorate.num_open:
+                return Judgement(open=frozenset(ahead))
         return Judgement(frozenset(peer_id for peer_id, position in ahead.items() if position != believed))
 
     def other_majority(
@@ -207,20 +208,20 @@ class Belief:
         behind = {peer_id: there for peer_id, there in elsewhere.items() if not is_ahead(records[peer_id], own)}
         if own.position.step and elsewhere:
             for electorate in self._electorates(own, records):
-                if electorate.is_open:
-                    return None  # for a moment; it does not begin anew
                 there = elsewhere if electorate.is_patient else behind
                 if electorate._replace(is_half_enough=False).is_enough(there):
                     self._outvoted_since = min(self._outvoted_since, now)
                     patience_s = VOUCHED_PATIENCE_S if electorate.is_patient else OUTVOTED_S
                     return electorate.most_voted(there) if now >= self._outvoted_since + patience_s else None
+                if electorate.num_open:
+                    return None  # for a moment; it does not begin anew
         self._outvoted_since = math.inf
         return None
 
     def judges(self, own: ProgressRecord, records: Records) -> frozenset[PeerId]:
         """The peers that tell which parameters are right: those met in committed rounds, else one of each vote."""
         for electorate in self._electorates(own, records):
-            if electorate.voters and not electorate.is_open:
+            if electorate.voters and not electorate.num_open:
                 return frozenset({vote: peer_id for peer_id, vote in electorate.voters.items()}.values())
         return frozenset()
 
@@ -235,8 +236,8 @@ class Belief:
             yield _Electorate(voters, num_votes, is_half_enough=False, is_patient=bool(met))
             return
         poll = self.poll(records)
-        num_votes = len(set(poll.voters.values())) + is_own_counted
-        yield _Electorate(poll.voters, num_votes, is_half_enough=True, is_open=poll.is_open)
+        num_votes = len(set(poll.voters.values())) + is_own_counted + poll.num_open
+        yield _Electorate(poll.voters, num_votes, is_half_enough=True, num_open=poll.num_open)
 
 
 def sample(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from manyhands.averaging.messages import readable_addresses
+from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import Poll, Records, sample, vote_from
@@ -42,7 +43,7 @@ class Canvass:
     """Knows which peers were reached, and dials the others when their votes are needed. Lives on the network thread.
 
     Args:
-        on_news: called when all peers that a poll needed were dialled.
+        on_news: called when a peer was reached, and when all that a poll needed were dialled.
     """
 
     def __init__(self, endpoint: Endpoint, rng: random.Random, on_news: Callable[[], None] = lambda: None) -> None:
@@ -54,6 +55,7 @@ class Canvass:
         self._failed: dict[PeerId, _Failure] = {}
         self._ranks: dict[PeerId, float] = {}
         self._dialling: asyncio.Task[None] | None = None
+        self._has_news = asyncio.Event()
         self._tasks = TaskOwner("canvass")
 
     async def close(self) -> None:
@@ -71,12 +73,15 @@ class Canvass:
             self._failed = {peer_id: failure for peer_id, failure in self._failed.items() if failure.at > tried_before}
         if self._undialled and self._dialling is None and not self._tasks.is_closed:
             self._dialling = self._tasks.spawn(self._dial(), name="dialling peers to see where they are")
-        return Poll(voters, is_open=bool(self._undialled) or not voters)
+        return Poll(voters, num_open=len(self._undialled) or int(not voters))
 
-    async def settled(self) -> None:
-        """Wait until all peers that the last poll needed were dialled."""
-        while self._dialling is not None and not self._tasks.is_closed:
-            await asyncio.wait([self._dialling])
+    async def brings_news(self) -> bool:
+        """Wait until more votes are known; False at once if nobody is being dialled."""
+        if self._dialling is None:
+            return False
+        self._has_news.clear()
+        await wait_at_most(self._has_news, DIAL_TIMEOUT_S)
+        return True
 
     def _vote_of(self, peer_id: PeerId, record: ProgressRecord) -> str | None:
         if not record.addresses:  # it dialled this peer, so the address that is seen may be that of a router
@@ -101,6 +106,7 @@ class Canvass:
                 num = AT_ONCE
         finally:
             self._dialling = None
+            self._has_news.set()
         self._on_news()
 
     async def _reach(self, peer_id: PeerId) -> None:
@@ -110,7 +116,10 @@ class Canvass:
             await self._endpoint.reach(peer_id, DIAL_TIMEOUT_S)
         except (Unavailable, PeerError) as error:
             logger.debug("peer %s has no vote on where the run is: %s", peer_id, error)
-        if not self._endpoint.reached_host(peer_id):
+        if self._endpoint.reached_host(peer_id):
+            self._on_news()
+            self._has_news.set()
+        else:
             self._failed[peer_id] = _Failure(
                 asyncio.get_running_loop().time(), was_connected=self._endpoint.is_connected(peer_id)
             )

@@ -401,10 +401,10 @@ class Collaboration:
 
     async def choose_branch(self) -> None:
         """Wait until this peer can tell on which branch the run is; ``Unavailable`` if it has reached no other peer."""
-        await self._canvass.settled()
         tracker = self.tracker
-        if not tracker.should_load_state() and not tracker.is_on_best_branch() and not self.must_be_called_on():
-            raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
+        while not tracker.should_load_state() and not tracker.is_on_best_branch() and not self.must_be_called_on():
+            if not await self._canvass.brings_news():
+                raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
 
     def _donors(self) -> list[PeerId]:
         """Peers that can hand out the state of the leading branch."""
