@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from manyhands import Peer
 from manyhands.averaging.messages import Position
@@ -24,7 +25,10 @@ def told(events: list[MonitorEvent], kind: Any) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_last_trainer_has_left() -> None:
+def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_last_trainer_has_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "manyhands.monitor")
     events: list[MonitorEvent] = []
 
     with (
@@ -88,6 +92,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         wait_until(lambda: len(told(events, StepMade)) == 3)
         wait_until(lambda: "restarted" in [event.kind for event in told(events, Happened)])
         assert told(events, StepMade)[2].step == 1
+        assert caplog.text.count("The run goes on from step 1: the newest one here was #4.") == 1
 
 
 def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_when_it_goes() -> None:

@@ -224,6 +224,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
         return [folder]
     paths = [folder / f"checkpoint-{step}" for step in reversed(_steps_in(folder))]
     if not paths:
+        if below := sorted(folder.glob(f"*/checkpoint-*/{ABOUT}")):
+            raise ConfigError(f"there is no checkpoint in {folder} itself; name a folder in it: {below[0].parents[1]}")
         raise ConfigError(
             f"there is no checkpoint in {folder}; a trainer saves one every --checkpoint-every global steps, and at "
             "its end"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import get_args
+from typing import Any, get_args
 
-from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, RepeatArgumentError
+from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter, RepeatArgumentError
 from cyclopts.exceptions import CoercionError, UnknownOptionError, UnusedCliTokensError
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
@@ -54,14 +54,23 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", consume_multiple=True, show_default=_shown),
 )
-for command in (join, train, evaluate, fill, monitor, first_peer, ticket, invite, ban, members, doctor, demo):
-    app.command(command, help_epilogue=help_of(command.__name__.replace("_", "-")))
-app.command(data)
-app.command(checkpoint)
-app.command(run_key)
-app.command(notebook)
-app.command(plot)
-app.command(aws)
+COMMANDS: dict[str, Sequence[App | Callable[..., Any]]] = {
+    "Train together": (demo, join, train, monitor),
+    "Model and curves": (fill, evaluate, plot, checkpoint),
+    "For those who join": (ticket, doctor, first_peer, notebook, data),
+    "Run by invitation": (run_key, invite, members, ban),
+    "Rented machines": (aws,),
+}
+for number, (heading, commands) in enumerate(COMMANDS.items()):
+    group = Group(heading, sort_key=number)
+    for place, command in enumerate(commands):
+        if isinstance(command, App):
+            command.group, command.sort_key = (group,), place
+            app.command(command)
+        else:
+            old_names = help_of(command.__name__.replace("_", "-"))
+            app.command(command, group=group, sort_key=place, help_epilogue=old_names)
+app["--help"].group = app["--version"].group = Group("Options", sort_key=len(COMMANDS))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -229,6 +229,11 @@ class RunMonitor:
             self._last_progress = (leading.step, progress)
         if leading.step + 1 < self._steps.newest_step:  # the run was begun anew, or resumed from a checkpoint
             self._painter.restarted(self._steps.newest_step, leading.step, self._peer.presence.wall_clock())
+            logger.log(
+                self._told_level,
+                "The run goes on from step %d: the newest one here was #%d. It was begun anew, or from a checkpoint",
+                leading.step, self._steps.newest_step,
+            )  # fmt: skip
             self._steps, self._heldout_step, self._stale = CompleteSteps(), -1, self._read
         self._leading_step = leading.step
         await self._report_what_was_learnt(trainers)

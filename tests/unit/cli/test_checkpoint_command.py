@@ -144,6 +144,7 @@ def test_what_is_no_checkpoint_is_one_line(
     for path, says in (
         (tmp_path / "missing", "missing is not a folder"),
         (tmp_path / "empty", "there is no checkpoint in"),
+        (tmp_path, f"there is no checkpoint in {tmp_path} itself; name a folder in it: {folder}"),
         (folder, "checkpoint-200 has format 2, and this version reads format 1; update manyhands, or"),
     ):
         assert run(["checkpoint", command, str(path)]) == USAGE

@@ -113,6 +113,15 @@ def test_a_monitor_never_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_first_screen_begins_with_what_a_newcomer_tries_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    screen = capsys.readouterr().out
+    names = ("demo", "join", "train", "monitor", "fill", "doctor", "ban", "aws")
+    places = [screen.index(f" {name} ") for name in names]
+    assert places == sorted(places)
+    assert screen.index("--version") > places[-1]
+
+
 def test_a_monitor_needs_no_package_of_an_extra() -> None:
     extras = ["torch", "numpy", "transformers", "tokenizers", "datasets", "accelerate", "huggingface_hub"]
     extras += ["boto3", "botocore", "wandb", "tensorboardX", "blake3", "numba", "safetensors", "matplotlib"]

@@ -70,8 +70,8 @@ def line_of(standing: Standing, width: int) -> str:
     ]
     if standing.loss is not None:
         parts.append(f"loss {standing.loss:.3f}")
-    speed = f"{standing.samples_per_second:.1f} samples/s"
-    for tail in (", ".join([*parts, speed]), ", ".join(parts)):
+    speed = [f"{standing.samples_per_second:.1f} samples/s"] if standing.samples_per_second > 0 else []
+    for tail in (", ".join([*parts, *speed]), ", ".join(parts)):
         bar_width = min(width - len(head) - len(tail) - 5, MAX_BAR)  # two brackets, two spaces, last column
         if bar_width >= MIN_BAR:
             full = min(bar_width * samples // target, bar_width)

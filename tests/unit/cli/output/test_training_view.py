@@ -68,6 +68,10 @@ def test_the_line_in_other_moments(changes: dict[str, object], words: str) -> No
     assert words in line_of(replace(STANDING, **changes), 120)  # type: ignore[arg-type]
 
 
+def test_before_the_first_batch_no_speed_is_shown() -> None:
+    assert line_of(replace(STANDING, loss=None, samples_per_second=0.0), 120).endswith("your share 33%")
+
+
 def test_the_card_of_a_trainer_that_kept_its_model() -> None:
     heading, lines = card_of(ACCOUNT)
     assert heading == "Your part in run 'demo', 12 min"
