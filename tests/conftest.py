@@ -64,11 +64,13 @@ def nothing_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def the_log_as_before() -> Iterator[None]:
-    """Many tests silence the warnings of what they do on purpose; others read them."""
-    logger = logging.getLogger("manyhands")
-    level = logger.level
+    """Many tests silence the warnings of what they do on purpose, or run commands that set up the log."""
+    loggers = [logging.getLogger(), logging.getLogger("manyhands")]
+    before = [(logger.level, list(logger.handlers)) for logger in loggers]
     yield
-    logger.setLevel(level)
+    for logger, (level, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.fixture
