@@ -367,7 +367,7 @@ async def test_a_peer_averages_once_under_a_run_id() -> None:
     [
         ({"auxiliary": "no"}, "auxiliary='no' must be True or False"),
         ({"averaging": {"codec": "int8"}}, "averaging=.* must be made by manyhands.AveragingConfig"),
-        ({"averaging": None, "matchmaking_time_s": "5"}, "matchmaking_time_s='5' must be a number above 0"),
+        ({"averaging": None, "matchmaking_time_s": "5"}, "matchmaking_time_s='5' must be a finite number above 0"),
         ({"tensors": torch.nn.Linear(2, 2)}, r"tensors is of type Linear; give tensors, such as model\.parameters"),
     ],
 )

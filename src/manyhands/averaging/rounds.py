@@ -231,6 +231,7 @@ class RoundRunner:
 
     async def _commit(self, recovery: Recovery, formed_at: float) -> CommittedRound:
         """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
+
         Raises:
             RoundAborted: the round did not commit.
         """

@@ -38,7 +38,7 @@ def check_number(name: str, value: Any, *, example: float, may_be_zero: bool = F
     """Raises ``ConfigError`` if a value is not a finite number above 0, or 0 where it may be that."""
     if not (0 < number_of(value) < math.inf or (may_be_zero and number_of(value) == 0)):
         least = "of at least 0" if may_be_zero else "above 0"
-        raise ConfigError(f"{name}={value!r} must be a number {least}; for example {example:g}")
+        raise ConfigError(f"{name}={value!r} must be a finite number {least}; for example {example:g}")
 
 
 def made_by(kind: type, example: str, **values: Any) -> None:

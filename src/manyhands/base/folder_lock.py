@@ -38,9 +38,11 @@ class FolderLock:
 
     def __init__(self, path: Path, what: str, lock_name: str = LOCK_NAME) -> None:
         self._what = what
-        self.is_new = not path.exists()
+        self.is_new = False
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not path.is_dir():
+                path.mkdir(mode=0o700, parents=True)
+                self.is_new = True
             self._file = path.resolve() / lock_name
             self._lock = filelock.FileLock(self._file, timeout=0, thread_local=False, is_singleton=True)
             with _guard:

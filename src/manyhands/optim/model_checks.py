@@ -74,14 +74,11 @@ class KeptGradients:
         self._parameter = min(parameters, key=torch.Tensor.numel)
         self._grad: torch.Tensor | None = None  # as it has counted; None once something else has written to it
         self._num_writes = self._num_added = 0
-        self._is_suspected = self._was_zero = False
-        self._handles = [
-            self._parameter.register_hook(self._before),  # type: ignore[no-untyped-call]
-            self._parameter.register_post_accumulate_grad_hook(self._after),  # type: ignore[no-untyped-call]
-        ]
+        self._is_suspected = self._was_zero = self._is_closed = False
+        self._handles = [self._parameter.register_post_accumulate_grad_hook(self._after)]  # type: ignore[no-untyped-call]
 
     def _before(self, _: torch.Tensor) -> None:
-        if self._is_suspected and self._grad is not None:
+        if self._grad is not None:
             self._was_zero |= not self._grad.any()
 
     def _after(self, _: torch.Tensor) -> None:
@@ -97,6 +94,7 @@ class KeptGradients:
             return
         if not self._is_suspected:
             self._is_suspected = True
+            self._handles.append(self._parameter.register_hook(self._before))  # type: ignore[no-untyped-call]
             return
         if not self._was_zero:
             logger.warning(
@@ -109,13 +107,13 @@ class KeptGradients:
         """The gradients have counted; the next batch needs others."""
         grad = self._parameter.grad
         is_watched = grad is not None and grad.layout is torch.strided and not grad.is_inference()
-        self._grad, self._num_added = grad if is_watched else None, 0
+        self._grad, self._num_added = grad if is_watched and not self._is_closed else None, 0
         if self._grad is not None:
             self._num_writes = _num_writes(self._grad)
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._grad = None
+        self._grad, self._is_closed = None, True
         for handle in self._handles:
             handle.remove()
 

@@ -19,11 +19,14 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"matchmaking_time_s": "5"}, "matchmaking_time_s='5' must be a number above 0; for example 15"),
-        ({"averaging_timeout_s": None}, "averaging_timeout_s=None must be a number above 0; for example 60"),
-        ({"averaging_timeout_s": float("inf")}, "averaging_timeout_s=inf must be a number above 0; for example 60"),
-        ({"stream_timeout_s": -1}, "stream_timeout_s=-1 must be a number above 0; for example 10"),
-        ({"in_doubt_timeout_s": NAN}, "in_doubt_timeout_s=nan must be a number above 0; for example 3"),
+        ({"matchmaking_time_s": "5"}, "matchmaking_time_s='5' must be a finite number above 0; for example 15"),
+        ({"averaging_timeout_s": None}, "averaging_timeout_s=None must be a finite number above 0; for example 60"),
+        (
+            {"averaging_timeout_s": float("inf")},
+            "averaging_timeout_s=inf must be a finite number above 0; for example 60",
+        ),
+        ({"stream_timeout_s": -1}, "stream_timeout_s=-1 must be a finite number above 0; for example 10"),
+        ({"in_doubt_timeout_s": NAN}, "in_doubt_timeout_s=nan must be a finite number above 0; for example 3"),
         ({"matchmaking_time_s": 60}, "matchmaking_time_s=60 and averaging_timeout_s=60.0: a round needs time after"),
         ({"error_feedback": "no"}, "error_feedback='no' must be True or False"),
         ({"chunk_bytes": 4096.0}, "chunk_bytes=4096.0 must be a whole number; for example"),
@@ -43,11 +46,14 @@ def test_settings_of_rounds(given: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"min_refresh_s": "0.5"}, "min_refresh_s='0.5' must be a number above 0; for example 0.5"),
-        ({"default_refresh_s": 0}, "default_refresh_s=0 must be a number above 0; for example 1"),
-        ({"ttl_s": True}, "ttl_s=True must be a number above 0; for example 30"),
-        ({"expected_drift_peers": -1}, "expected_drift_peers=-1 must be a number of at least 0; for example 3"),
-        ({"expected_drift_rate": None}, "expected_drift_rate=None must be a number of at least 0; for example 0.2"),
+        ({"min_refresh_s": "0.5"}, "min_refresh_s='0.5' must be a finite number above 0; for example 0.5"),
+        ({"default_refresh_s": 0}, "default_refresh_s=0 must be a finite number above 0; for example 1"),
+        ({"ttl_s": True}, "ttl_s=True must be a finite number above 0; for example 30"),
+        ({"expected_drift_peers": -1}, "expected_drift_peers=-1 must be a finite number of at least 0; for example 3"),
+        (
+            {"expected_drift_rate": None},
+            "expected_drift_rate=None must be a finite number of at least 0; for example 0.2",
+        ),
         ({"min_refresh_s": 20.0}, "min_refresh_s=20.0, max_refresh_s=10.0, ttl_s=30.0 must rise in this order"),
     ],
 )

@@ -233,10 +233,13 @@ class Butterfly:
 
     def _outgoing(self, rank: int) -> Iterator[memoryview | Condition]:
         if self._owes_values_to(rank):
-            yield memoryview(self._label_of(rank))
-            yield from self._own_values(rank) if self.partition.is_exact else self._encoded_values(rank)
+            yield from self._values(rank)
         if self._reducer.chunks:
             yield from self._means()
+
+    def _values(self, reducer: int) -> Iterator[memoryview]:
+        yield memoryview(self._label_of(reducer))
+        yield from self._own_values(reducer) if self.partition.is_exact else self._encoded_values(reducer)
 
     def _own_values(self, reducer: int) -> Iterator[memoryview]:
         """Unencoded values; each piece is checked just before it is sent, which brings it into the cache."""

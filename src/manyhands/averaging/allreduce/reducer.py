@@ -307,7 +307,7 @@ class SpanReducer:
             return None  # a codec refuses what is not finite
         if self._norms is not None:
             self._square = square_of(mean)
-        if math.isfinite(self._square) if self._norms is not None else is_finite(mean):  # the norms need that anyway
+        if self._is_finite(mean):
             return None
         for rank in present:
             if rank != self._rank and not is_finite(received[rank].view(own.dtype)):
@@ -315,6 +315,10 @@ class SpanReducer:
         if not is_finite(mean):
             raise NotFinite("NaN or infinite values cannot be averaged")
         return None
+
+    def _is_finite(self, mean: torch.Tensor) -> bool:
+        """Whether all values of a mean are finite, judged by its square, if the norms need that anyway."""
+        return math.isfinite(self._square) if self._norms is not None else is_finite(mean)
 
 
 def _numel(part: slice) -> int:

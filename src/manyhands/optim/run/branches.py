@@ -109,6 +109,14 @@ class _Electorate(NamedTuple):
                 return self.most_voted(near) if not self.voters.keys().isdisjoint(near) else None
         return None
 
+    def agreed(self, ahead: Mapping[PeerId, Position]) -> Position | None:
+        """The position of more than half, which those that are still to be dialled cannot change; None without one."""
+        if self.voters.keys().isdisjoint(ahead):
+            return None
+        position = self.most_voted(ahead)
+        there = [peer_id for peer_id in ahead if ahead[peer_id] == position]
+        return position if self._replace(is_half_enough=False).is_enough(there) else None
+
     def most_voted(self, positions: Mapping[PeerId, Position]) -> Position:
         """The position with the most votes; of several the lowest, so that no peer alone can lift itself up."""
         told = {(position, self.voters[peer_id]) for peer_id, position in positions.items() if peer_id in self.voters}
@@ -137,6 +145,17 @@ class Judgement(NamedTuple):
 
     doubted: frozenset[PeerId] = frozenset()
     open: frozenset[PeerId] = frozenset()
+
+
+class Judges(NamedTuple):
+    """The other peers that tell which parameters are right.
+
+    Attributes:
+        num_open: further peers, which are still to be dialled.
+    """
+
+    peers: frozenset[PeerId] = frozenset()
+    num_open: int = 0
 
 
 def poll_of_claims(records: Records) -> Poll:
@@ -191,10 +210,12 @@ class Belief:
             return Judgement()  # nothing has been learnt yet
         believed = None
         for electorate in self._electorates(own, records):
-            if not electorate.is_patient and (believed := electorate.believed(ahead)) is not None:
-                break
             if electorate.num_open:
-                return Judgement(open=frozenset(ahead))
+                believed = electorate.agreed(ahead)
+                if believed is None:
+                    return Judgement(open=frozenset(ahead))
+            elif not electorate.is_patient and (believed := electorate.believed(ahead)) is not None:
+                break
         return Judgement(frozenset(peer_id for peer_id, position in ahead.items() if position != believed))
 
     def other_majority(
@@ -208,22 +229,23 @@ class Belief:
         behind = {peer_id: there for peer_id, there in elsewhere.items() if not is_ahead(records[peer_id], own)}
         if own.position.step and elsewhere:
             for electorate in self._electorates(own, records):
+                if electorate.num_open:
+                    return None  # for a moment; it does not begin anew
                 there = elsewhere if electorate.is_patient else behind
                 if electorate._replace(is_half_enough=False).is_enough(there):
                     self._outvoted_since = min(self._outvoted_since, now)
                     patience_s = VOUCHED_PATIENCE_S if electorate.is_patient else OUTVOTED_S
                     return electorate.most_voted(there) if now >= self._outvoted_since + patience_s else None
-                if electorate.num_open:
-                    return None  # for a moment; it does not begin anew
         self._outvoted_since = math.inf
         return None
 
-    def judges(self, own: ProgressRecord, records: Records) -> frozenset[PeerId]:
+    def judges(self, own: ProgressRecord, records: Records) -> Judges:
         """The peers that tell which parameters are right: those met in committed rounds, else one of each vote."""
         for electorate in self._electorates(own, records):
-            if electorate.voters and not electorate.num_open:
-                return frozenset({vote: peer_id for peer_id, vote in electorate.voters.items()}.values())
-        return frozenset()
+            if electorate.voters:
+                each = {vote: peer_id for peer_id, vote in electorate.voters.items()}
+                return Judges(frozenset(each.values()), electorate.num_open)
+        return Judges()
 
     def _electorates(self, own: ProgressRecord, records: Records) -> Iterator[_Electorate]:
         met = {peer_id: str(peer_id) for peer_id in records if peer_id in self._met}
@@ -311,7 +333,7 @@ def believed_by_a_newcomer(
 ) -> dict[PeerId, ProgressRecord]:
     """The records of the branch that most peers are on, for a peer that has met none, such as an evaluator.
 
-    None while it cannot tell.
+    Empty while it cannot tell.
     """
     nowhere = ProgressRecord(Position(0, b""), 0, 0.0, 0, is_client=True, addresses=[], ttl_s=0.0)
     doubted, still_open = Belief(PeerId(""), lambda: vouched, poll).judge(nowhere, records)
@@ -336,11 +358,11 @@ def vote_from(host: str, name: str) -> str:
 
     In a local network each machine has a vote; on this machine, each ``name``.
     """
-    network = network_of(host)
-    ip_network = ipaddress.ip_network(network)
-    if ip_network.is_global:
-        return network
-    return name if ip_network.is_loopback else host
+    address = ipaddress.ip_address(host.partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_loopback:
+        return name
+    return network_of(host) if address.is_global else host
 
 
 class BranchChoice:

@@ -43,7 +43,7 @@ class Canvass:
     """Knows which peers were reached, and dials the others when their votes are needed. Lives on the network thread.
 
     Args:
-        on_news: called when a peer was reached, and when all that a poll needed were dialled.
+        on_news: called whenever a peer was dialled.
     """
 
     def __init__(self, endpoint: Endpoint, rng: random.Random, on_news: Callable[[], None] = lambda: None) -> None:
@@ -77,7 +77,7 @@ class Canvass:
 
     async def brings_news(self) -> bool:
         """Wait until more votes are known; False at once if nobody is being dialled."""
-        if self._dialling is None:
+        if self._dialling is None or self._dialling.done():
             return False
         self._has_news.clear()
         await wait_at_most(self._has_news, DIAL_TIMEOUT_S)
@@ -101,13 +101,18 @@ class Canvass:
         num = AT_FIRST
         try:
             while batch := self._undialled[:num]:
-                await asyncio.gather(*map(self._reach, batch))
+                dials = {
+                    self._tasks.spawn(self._reach(peer_id), name="dialling a peer for its vote") for peer_id in batch
+                }
+                while dials:
+                    _, dials = await asyncio.wait(dials, return_when=asyncio.FIRST_COMPLETED)
+                    self._on_news()
+                    self._has_news.set()
                 self.poll(self._records)
                 num = AT_ONCE
         finally:
             self._dialling = None
             self._has_news.set()
-        self._on_news()
 
     async def _reach(self, peer_id: PeerId) -> None:
         if record := self._records.get(peer_id):
@@ -116,10 +121,7 @@ class Canvass:
             await self._endpoint.reach(peer_id, DIAL_TIMEOUT_S)
         except (Unavailable, PeerError) as error:
             logger.debug("peer %s has no vote on where the run is: %s", peer_id, error)
-        if self._endpoint.reached_host(peer_id):
-            self._on_news()
-            self._has_news.set()
-        else:
+        if not self._endpoint.reached_host(peer_id):
             self._failed[peer_id] = _Failure(
                 asyncio.get_running_loop().time(), was_connected=self._endpoint.is_connected(peer_id)
             )

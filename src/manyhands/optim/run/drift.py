@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from manyhands.averaging.state.content import State
 from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.manifest import RunManifest
+from manyhands.optim.run.branches import Judges
 from manyhands.optim.run.progress_reader import Observed, ProgressReader
 
 logger = logging.getLogger(__name__)
@@ -133,9 +134,7 @@ def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, ow
 class Drift:
     """Compares this peer's parameters with the others' after its last step. Lives on the network thread."""
 
-    def __init__(
-        self, reader: ProgressReader, own_id: PeerId, bound: float, judges: Callable[[], Collection[PeerId]]
-    ) -> None:
+    def __init__(self, reader: ProgressReader, own_id: PeerId, bound: float, judges: Callable[[], Judges]) -> None:
         self._reader = reader  # of the others' progress records, which have the sketches
         self._judges = judges  # the other peers that count
         self._own_id = own_id
@@ -207,7 +206,7 @@ class Drift:
 
     def _warn_without_majority(self, here: Position) -> None:
         """Warn once if the peers differ and no majority tells which is right, as with two peers."""
-        num_others = len(self._counted())
+        num_others = self._num_others()
         apart = self.disagreement()  # of two peers half of what is between them
         if self._has_warned or apart is None or apart <= self._bound or len(self._published_at(here)) < num_others:
             return
@@ -242,11 +241,15 @@ class Drift:
         sketches = self._published_at(position)
         if own.sums:
             sketches[self._own_id] = own.sums
-        return distances(sketches, len(self._counted()) + 1, self._bound, own.size)
+        return distances(sketches, self._num_others() + 1, self._bound, own.size)
 
     def _counted(self) -> dict[PeerId, Observed]:
         observed = self._reader.observed()
-        return {peer_id: observed[peer_id] for peer_id in self._judges() if peer_id in observed}
+        return {peer_id: observed[peer_id] for peer_id in self._judges().peers if peer_id in observed}
+
+    def _num_others(self) -> int:
+        """The other peers of which more than half decide, also those whose parameters do not count yet."""
+        return len(self._counted()) + self._judges().num_open
 
     def _published_at(self, position: Position) -> dict[PeerId, bytes]:
         return {

@@ -18,7 +18,7 @@ from manyhands.optim.metrics import TTL_S
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 MAX_TTL_S = DhtConfig.max_ttl_s
-_DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
+_DEVICE = re.compile(r"auto|(cpu|cuda|hpu|mps|npu|xla|xpu)(:\d+)?")
 
 
 def check_device(name: str) -> None:
