@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import filelock
@@ -40,9 +41,11 @@ class FolderLock:
         self._what = what
         self.is_new = False
         try:
-            if not path.is_dir():
+            with suppress(FileExistsError):
                 path.mkdir(mode=0o700, parents=True)
                 self.is_new = True
+            if not path.is_dir():
+                raise FileExistsError
             self._file = path.resolve() / lock_name
             self._lock = filelock.FileLock(self._file, timeout=0, thread_local=False, is_singleton=True)
             with _guard:
