@@ -8,6 +8,7 @@ import manyhands
 from manyhands.averaging.state.content import State
 from manyhands.optim.loading import leading_donors
 from manyhands.optim.manifest import read_manifest
+from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
@@ -55,7 +56,9 @@ class Newcomer:
             run = await read_manifest(presence.dht, RUN_ID)
             reader = ProgressReader(presence.endpoint, presence.dht, RUN_ID)
             await reader.refresh()
-            leading = leading_donors(reader.records(), presence.rng)
+            canvass = Canvass(presence.endpoint, presence.rng)
+            leading = await leading_donors(reader.records(), canvass, presence.rng)
+            await canvass.close()
             assert run is not None
             assert leading is not None
             position, donors = leading
