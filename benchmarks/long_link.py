@@ -26,7 +26,7 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint, Method
 from manyhands.rpc.striping import num_stripes
-from manyhands.transport import Stream, TlsTransport
+from manyhands.transport import Stream, TlsTransport, tcp
 
 KIND = "benchmark"
 STALL_S = 20.0
@@ -98,7 +98,7 @@ def measure(
                 "mb": mb,
                 "one_connection_mb_per_s": round(statistics.median(speeds["one_connection"]), 2),
                 "striped_mb_per_s": round(statistics.median(speeds["striped"]), 2),
-                "connections": num_stripes(min(round_trips), len(data)),
+                "connections": num_stripes(min(round_trips), len(data), has_bbr=tcp.has_bbr()),
             }
         finally:
             await endpoint.close()
