@@ -18,6 +18,7 @@ from manyhands.optim.run.branches import ENOUGH_VOTES, Records, believed_by_a_ne
 from manyhands.optim.run.canvass import AGAIN_S, AT_ONCE, DIAL_TIMEOUT_S, Canvass
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.rpc import Endpoint
+from manyhands.rpc.backoff import TooEarly
 from manyhands.testing import Host, World
 
 ANSWER_S = 0.2
@@ -31,6 +32,7 @@ class Dials:
         self.of: Counter[PeerId] = Counter()
         self.connected: set[PeerId] = set()
         self.most_at_once = 0
+        self.held_back: set[PeerId] = set()
         self._num = 0
         self._reached: set[PeerId] = set()
 
@@ -44,6 +46,8 @@ class Dials:
         return self.hosts[peer_id] if peer_id in self._reached else ""
 
     async def reach(self, peer_id: PeerId, timeout_s: float) -> None:
+        if peer_id in self.held_back:
+            raise TooEarly("the last dial failed a moment ago")
         self.of[peer_id] += 1
         self._num += 1
         self.most_at_once = max(self.most_at_once, self._num)
@@ -202,6 +206,25 @@ def test_a_peer_that_does_not_answer_holds_nobody_up_whom_most_have_answered() -
         while not believed_by_a_newcomer(records, (), canvass.poll):
             assert await canvass.brings_news()
         assert now() < began + 2 * ANSWER_S
+        await canvass.close()
+
+    in_virtual_time(check)
+
+
+def test_a_peer_that_the_backoff_kept_from_being_dialled_is_dialled_soon() -> None:
+    async def check() -> None:
+        ann, *_ = HONEST
+        dials, records = Dials(HONEST), records_of(HONEST)
+        dials.held_back.add(ann)
+        canvass = Canvass(cast(Endpoint, dials), random.Random(3))
+        canvass.poll(records)
+        await ended(canvass)
+        assert canvass.poll(records).voters.keys() == HONEST.keys() - {ann}
+        dials.held_back.clear()
+        await asyncio.sleep(AGAIN_S)
+        canvass.poll(records)
+        await ended(canvass)
+        assert canvass.poll(records).voters.keys() == HONEST.keys()
         await canvass.close()
 
     in_virtual_time(check)

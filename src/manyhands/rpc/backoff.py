@@ -16,6 +16,10 @@ TOGETHER_S = 20.0
 MAX_PEERS = 4096
 
 
+class TooEarly(Unavailable):
+    """A peer was not dialled, because the last dial failed a moment ago."""
+
+
 @dataclass
 class _Failures:
     num: int
@@ -62,8 +66,8 @@ class Backoff:
                     failures.retry_at = min(failures.retry_at, now)
 
     def check(self, peer_id: PeerId, now: float) -> None:
-        """Raise ``Unavailable`` with the reason of the last failure while it is too early for another dial."""
+        """Raise ``TooEarly`` with the reason of the last failure while it is too early for another dial."""
         failures = self._failures.get(peer_id)
         if failures is not None and now < failures.retry_at:
             wait_s = failures.retry_at - now
-            raise Unavailable(f"peer {peer_id} is dialled again in {wait_s:.1f} s; the last time: {failures.reason}")
+            raise TooEarly(f"peer {peer_id} is dialled again in {wait_s:.1f} s; the last time: {failures.reason}")

@@ -55,8 +55,6 @@ AGENT = f"manyhands/{__version__}"
 
 LOOK_PERIOD_S = 10.0
 """How often this machine's addresses are looked at."""
-
-
 REACHED_S = 600.0
 """A peer that is not connected counts as reached for so long after a dial."""
 
@@ -391,7 +389,8 @@ class Endpoint:
         """Check that a peer can be dialled, even if it is connected, in the way of :meth:`probe`.
 
         Raises:
-            Unavailable: none of its addresses answers, or it is too early for another dial.
+            Unavailable: none of its addresses answers.
+            TooEarly: it was not dialled, because the last dial failed a moment ago.
         """
         addresses, now = self._addresses_to_dial(peer_id), asyncio.get_running_loop().time()
         self._backoff.check(peer_id, now)

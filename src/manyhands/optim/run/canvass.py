@@ -19,6 +19,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import Poll, Records, sample, vote_from
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.rpc import Endpoint
+from manyhands.rpc.backoff import TooEarly
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -30,12 +31,14 @@ AT_ONCE = 64
 FAILED_S = 600.0
 """A peer that was dialled in vain has no vote for so long, unless it connects to this one meanwhile."""
 AGAIN_S = 10.0
-"""When to dial the same peers again if none was reached: this machine may have been offline."""
+"""When to dial the same peers again if none was reached, as this machine may have been offline; and a peer that was not
+dialled, as the last dial failed a moment before."""
 
 
 @dataclass(frozen=True)
 class _Failure:
     at: float  # loop time
+    lasts_s: float
     was_connected: bool
 
 
@@ -90,7 +93,7 @@ class Canvass:
         if host := self._endpoint.reached_host(peer_id):
             return vote_from(host, peer_id)
         failure = self._failed.get(peer_id)
-        if failure is None or asyncio.get_running_loop().time() - failure.at >= FAILED_S:
+        if failure is None or asyncio.get_running_loop().time() - failure.at >= failure.lasts_s:
             return None
         return None if self._endpoint.is_connected(peer_id) and not failure.was_connected else ""
 
@@ -117,11 +120,13 @@ class Canvass:
     async def _reach(self, peer_id: PeerId) -> None:
         if record := self._records.get(peer_id):
             self._endpoint.learn(peer_id, readable_addresses(record.addresses))
+        lasts_s = FAILED_S
         try:
             await self._endpoint.reach(peer_id, DIAL_TIMEOUT_S)
         except (Unavailable, PeerError) as error:
+            lasts_s = AGAIN_S if isinstance(error, TooEarly) else FAILED_S
             logger.debug("peer %s has no vote on where the run is: %s", peer_id, error)
         if not self._endpoint.reached_host(peer_id):
             self._failed[peer_id] = _Failure(
-                asyncio.get_running_loop().time(), was_connected=self._endpoint.is_connected(peer_id)
+                asyncio.get_running_loop().time(), lasts_s, was_connected=self._endpoint.is_connected(peer_id)
             )
