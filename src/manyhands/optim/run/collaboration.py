@@ -282,7 +282,7 @@ class Collaboration:
             self._has_parted = True
             return Decision.RELOAD
         is_arriving = may_wait and tracker.is_arriving()
-        if is_arriving and samples:
+        if samples and may_wait and tracker.is_near():
             self._contacts.tell(tracker.view.reachable)
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
             self._note_lull(samples)

@@ -323,18 +323,18 @@ class ProgressTracker:
             self._due.clear()
             await wait_at_most(self._due, left_s)
 
-    def is_arriving(self) -> bool:
-        """Whether the target is reached once each of the others has finished its current batch.
-
-        Never in a crowd, where each peer would have to tell many, in a grid, or more than two batches from the target.
-        """
-        view = self.view
+    def is_near(self) -> bool:
+        """Whether the target is at most two batches away; never in a grid, or in a crowd, where each tells many."""
         if self._crowd_factor > 1.0 or self.own.seat.layout.sides:
             return False
-        if self.outlook.eta_s > 2 * view.longest_batch_s:
+        return self.outlook.eta_s <= 2 * self.view.longest_batch_s
+
+    def is_arriving(self) -> bool:
+        """Whether the target is near, and reached once each of the others has finished its current batch."""
+        if not self.is_near():
             return False
         now, samples = asyncio.get_running_loop().time(), 0 if self.own.is_auxiliary else self.own.samples
-        samples += sum(samples_with_batch(seen.record, now - seen.since) for seen in view.awaited.values())
+        samples += sum(samples_with_batch(seen.record, now - seen.since) for seen in self.view.awaited.values())
         return samples >= self.target_batch_size
 
     def seconds_until(self, samples: int) -> float:
