@@ -95,6 +95,13 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         assert caplog.text.count("The run goes on from step 1: the newest one here was #4.") == 1
 
 
+def store_progress(peer: Peer, step: int, lineage: bytes = b"x") -> None:
+    """Publish that a peer is at a step."""
+    record = ProgressRecord(Position(step, lineage), 8, 2.5, 64, False, peer.addresses, 60.0)
+    plain = msgspec.to_builtins(record, builtin_types=(bytes,))
+    peer.store(progress_key("run"), plain, ttl_s=60, subkey=peer.peer_id)
+
+
 def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_when_it_goes() -> None:
     events: list[MonitorEvent] = []
     with (
@@ -106,9 +113,7 @@ def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_whe
         here.run(monitor.start(), 5.0, "starting")
 
         def says(peer: Peer, step: int) -> None:
-            record = ProgressRecord(Position(step, b"x%d" % step), 8, 2.5, 64, False, peer.addresses, 60.0)
-            plain = msgspec.to_builtins(record, builtin_types=(bytes,))
-            peer.store(progress_key("run"), plain, ttl_s=60, subkey=peer.peer_id)
+            store_progress(peer, step, b"x%d" % step)
             metrics = MetricsRecord(step, 1.5, 64, 18.0, 4)
             peer.run(publish_metrics(peer.dht, peer.peer_id, "run", metrics), 5.0, "publishing")
 
@@ -142,23 +147,18 @@ def test_while_some_records_tell_of_a_step_and_others_do_not_yet_all_its_peers_c
         monitor = RunMonitor(here, "run", events.append, refresh_s=0.5)
         here.run(monitor.start(), 5.0, "starting")
 
-        def says(peer: Peer, step: int) -> None:
-            record = ProgressRecord(Position(step, b"x%d" % step), 8, 2.5, 64, False, peer.addresses, 60.0)
-            plain = msgspec.to_builtins(record, builtin_types=(bytes,))
-            peer.store(progress_key("run"), plain, ttl_s=60, subkey=peer.peer_id)
-
         def shown() -> set[int]:
             return {row.step for row in monitor.picture.peers} if monitor.picture is not None else set()
 
         def num_peers() -> list[int]:
             return [event.num_peers for event in told(events, ProgressMade)]
 
-        says(first, 3)
-        says(second, 3)
+        store_progress(first, 3)
+        store_progress(second, 3)
         wait_until(lambda: num_peers()[-1:] == [2])
-        says(first, 4)
+        store_progress(first, 4)
         wait_until(lambda: shown() == {3, 4})
-        says(second, 4)
+        store_progress(second, 4)
         wait_until(lambda: told(events, ProgressMade)[-1].step == 4)
         assert set(num_peers()[num_peers().index(2) :]) == {2}
         speeds = {event.samples_per_second for event in told(events, ProgressMade)[num_peers().index(2) :]}
@@ -177,9 +177,7 @@ def test_what_was_published_before_the_run_went_back_does_not_count_in_the_steps
         here.run(monitor.start(), 5.0, "starting")
 
         def says(peer: Peer, step: int, lineage: bytes, loss: float) -> None:
-            record = ProgressRecord(Position(step, lineage), 8, 2.5, 64, False, peer.addresses, 60.0)
-            plain = msgspec.to_builtins(record, builtin_types=(bytes,))
-            peer.store(progress_key("run"), plain, ttl_s=60, subkey=peer.peer_id)
+            store_progress(peer, step, lineage)
             metrics = MetricsRecord(step, 1.5, 64, loss, 4)
             peer.run(publish_metrics(peer.dht, peer.peer_id, "run", metrics), 5.0, "publishing")
             held = HeldoutRecord(step, loss, 0.25, 0.5, 64)
