@@ -147,17 +147,6 @@ class Judgement(NamedTuple):
     open: frozenset[PeerId] = frozenset()
 
 
-class Judges(NamedTuple):
-    """The other peers that tell which parameters are right.
-
-    Attributes:
-        num_open: further peers, which are still to be dialled.
-    """
-
-    peers: frozenset[PeerId] = frozenset()
-    num_open: int = 0
-
-
 def poll_of_claims(records: Records) -> Poll:
     """Counts the networks of the addresses that peers claim, for one that only watches."""
     return Poll(_voters_among(records), num_open=0)
@@ -239,13 +228,13 @@ class Belief:
         self._outvoted_since = math.inf
         return None
 
-    def judges(self, own: ProgressRecord, records: Records) -> Judges:
+    def judges(self, own: ProgressRecord, records: Records) -> Poll:
         """The peers that tell which parameters are right: those met in committed rounds, else one of each vote."""
         for electorate in self._electorates(own, records):
             if electorate.voters:
                 each = {vote: peer_id for peer_id, vote in electorate.voters.items()}
-                return Judges(frozenset(each.values()), electorate.num_open)
-        return Judges()
+                return Poll({peer_id: vote for vote, peer_id in each.items()}, electorate.num_open)
+        return Poll({}, num_open=0)
 
     def _electorates(self, own: ProgressRecord, records: Records) -> Iterator[_Electorate]:
         met = {peer_id: str(peer_id) for peer_id in records if peer_id in self._met}
