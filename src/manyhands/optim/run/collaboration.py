@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, Ste
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_steps
+from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_step
 from manyhands.peer import Presence
 from manyhands.reach.clocks import clock_offset_s
 from manyhands.runtime import TaskOwner
@@ -46,8 +46,6 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
-AT_ONCE = 2
-"""Steps that a newcomer fetches at a time take about the memory of so many vectors in float32."""
 MAX_DOUBTED = 3
 """States to download until one has the sums that the majority published."""
 NEAR_TIMEOUT_S = 1.0
@@ -104,9 +102,9 @@ class Collaboration:
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
         self._rng = presence.rng
-        self._courtesy = Courtesy()
+        self._awaited: set[PeerId] = set()  # peers that load the state, for which this step has waited
+        self._pause_until = -math.inf  # loop time; until then no step waits for such peers
         self._lull_until = -math.inf  # loop time
-        self._lull_samples = 0
         self._due_from: Position | None = None  # where a step is due, ...
         self._due_since = -math.inf  # ... and since when (loop time)
         self._waited_in_vain_at: Position | None = None
@@ -285,7 +283,8 @@ class Collaboration:
         if is_arriving and samples:
             self._contacts.tell(tracker.view.reachable)
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
-            self._note_lull(samples)
+            if FAR_S < min(tracker.progress.eta_s, tracker.outlook.eta_s) < math.inf:
+                self._lull_until = asyncio.get_running_loop().time() + LULL_S
             return Decision.ACCUMULATE
         if self._due_from != tracker.own.position:
             self._due_from, self._due_since = tracker.own.position, asyncio.get_running_loop().time()
@@ -309,19 +308,9 @@ class Collaboration:
         else:
             await self.tracker.wait_until_due(seconds)
 
-    # far from the target
-
-    def is_lull(self, samples: int, now: float) -> bool:
+    def is_lull(self, now: float) -> bool:
         """Whether a batch need not be reported and nothing is due; safe to call from any thread."""
-        is_wanted = self.tracker.is_called or self.tracker.twin.is_older
-        return now < self._lull_until and samples < self._lull_samples and not is_wanted
-
-    def _note_lull(self, samples: int) -> None:
-        progress, outlook = self.tracker.progress, self.tracker.outlook
-        if FAR_S < min(progress.eta_s, outlook.eta_s) < math.inf:
-            missing = self.tracker.target_batch_size - max(progress.samples, outlook.samples)
-            self._lull_until = asyncio.get_running_loop().time() + LULL_S
-            self._lull_samples = samples + missing // 2
+        return now < self._lull_until and not (self.tracker.is_called or self.tracker.twin.is_older)
 
     # at the target
 
@@ -355,18 +344,20 @@ class Collaboration:
             return self._allow_solo and self.tracker.is_stranded
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
 
-    # newcomers
-
     def _begin_wait_for_newcomers(self, *, is_alone: bool) -> bool:
         """Go on computing while others load the state, which a step would make out of date; returns whether to.
 
         A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
-        computes, and only for those whose last download took longer than a step: they would never take part else.
+        computes, and only for those whose last download took longer than a step: they would never take part else. After
+        a wait in vain this peer waits for nobody for ``PAUSE_S`` seconds, whatever identities the others take.
         """
         config, now = self.averaging, asyncio.get_running_loop().time()
-        if now - self._due_since >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
+        longest_s = config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2
+        if now - self._due_since >= longest_s or now < self._pause_until:
             return False
-        return self._courtesy.begin_wait(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
+        followers = self._server.followers(NEWCOMER_S, by_latecomers=not is_alone)
+        self._awaited |= followers
+        return bool(followers)
 
     # from position to position
 
@@ -375,7 +366,9 @@ class Collaboration:
         self._presence.own_mode.listen_if_possible()
         if outcome.members:
             self._num_vain_loads = 0
-        self._courtesy.note_step(outcome.members, asyncio.get_running_loop().time())
+        if self._awaited and self._awaited.isdisjoint(outcome.members):
+            self._pause_until = asyncio.get_running_loop().time() + PAUSE_S
+        self._awaited = set()
         self.tracker.move(position, lineage_samples, outcome.members, sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
@@ -407,80 +400,53 @@ class Collaboration:
                 raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
 
     def _donors(self) -> list[PeerId]:
-        """Peers that can hand out the state of the leading branch."""
-        records, can_hand_out = self.tracker.reader.records(), self.tracker.branches.can_hand_out
-        holders = self.tracker.leading_branch().holders
-        return [peer_id for peer_id in holders if peer_id in records and can_hand_out(peer_id)]
+        """Peers that can hand out the state of the leading branch, the best ones first."""
+        branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
+        can_hand_out = self.tracker.branches.can_hand_out
+        donors = [peer_id for peer_id in branch.holders if peer_id in records and can_hand_out(peer_id)]
+        self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
+        donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
+        return self._drift.ordered(donors, branch.position)
 
     async def download(self) -> State:
         """Download the state of the leading branch; raises ``Unavailable`` if none of its holders could send it."""
-        donors = self._donors()
+        donors, loop, tracker = self._donors(), asyncio.get_running_loop(), self.tracker
         if not donors:  # their records have expired since they were read
-            await self.tracker.look()
+            await tracker.look()
             donors = self._donors()
-        branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
-        if not donors and self.tracker.branches.waits_for_clients:
+        if not donors and tracker.branches.waits_for_clients:
             where = ", ".join(map(str, self._presence.endpoint.addresses))
             raise Unavailable(
                 "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
                 f"they dial it at {where}, so that must accept connections"
             )
-        self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
-        donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
-        donors = self._drift.ordered(donors, branch.position)
-        loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
         started = loop.time()
         try:
-            state = await self._download_believable(donors, branch.position, is_late=is_late)
+            state = await self._download_believable(donors, tracker.leading_branch().position)
         except Unavailable:
             for donor in donors:
-                self.tracker.report_without_state(donor)
+                tracker.report_without_state(donor)
             raise
         self._num_vain_loads += 1
         self._state_donors = state.donors
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
             took_s, target = loop.time() - started, self._manifest.target_batch_size
-            speed = sum(record.samples_per_second for record in self.tracker.reader.records().values())
+            speed = sum(record.samples_per_second for record in tracker.reader.records().values())
             computing_s = target / speed if speed > 0 else 0.0
             logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
         return state
 
-    async def missed_steps(self) -> list[MissedStep]:
-        """Fetch the steps that the others have made since this peer loaded a state, as far as its donors kept them."""
-        if not self._num_vain_loads or self._has_parted or not self._local.can_replay:
-            return []
-        position, believed = self._local.position, self.tracker.branches.believed.values()
-        num_due = max((record.position.step for record in believed), default=0) + 1 - position.step  # donors know first
-        numel = sum(math.prod(shape) for shape in self._local.shapes)
-        for donor in self._state_donors if num_due > 0 else ():
-            try:
-                steps, is_current = await fetch_steps(
-                    self._presence.endpoint, self.run_id, donor, position, self._plan_of,
-                    max_bytes=AT_ONCE * 4 * numel,
-                )  # fmt: skip
-            except (PeerError, Unavailable) as error:
-                logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
-                if isinstance(error, ProtocolViolation):
-                    self.tracker.shun(donor)
-                continue
-            if steps or (is_current and num_due == 1):  # else it lies, or lags: another may have them
-                return steps[:num_due]
-        return []
-
-    def _plan_of(self, code: int) -> Plan:
-        return plan_of(self._local.shapes, codec_of_code(code, self.averaging.codec))
-
-    async def _download_believable(self, donors: list[PeerId], position: Position, *, is_late: bool) -> State:
+    async def _download_believable(self, donors: Sequence[PeerId], position: Position) -> State:
         """Download a state whose sums the majority has published, if a few attempts find one.
 
         Else it is the first one: users' own code may change the parameters of all peers after they published.
         """
         doubted: list[State] = []
-        while True:
+        while not doubted or (donors and len(doubted) < MAX_DOUBTED):
             try:
                 state = await download_state(
                     self._presence.endpoint, self._manifest, donors, position,
-                    is_late=is_late, on_violation=self.tracker.shun,
+                    is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun,
                 )  # fmt: skip
             except Unavailable:
                 if doubted:
@@ -495,32 +461,29 @@ class Collaboration:
                 return state
             doubted.append(state)
             donors = [donor for donor in donors if donor not in state.donors]
-            if not donors or len(doubted) == MAX_DOUBTED:
-                break
         logger.warning("The state of peer %s is not what the majority published. It is used: code that changes the "
                        "parameters beside the optimizer may explain it", ", ".join(doubted[0].donors))  # fmt: skip
         return doubted[0]
 
+    async def missed_step(self) -> MissedStep | None:
+        """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""
+        if not self._num_vain_loads or self._has_parted or not self._local.can_replay:
+            return None
+        position, believed = self._local.position, self.tracker.branches.believed.values()
+        last_step = max((record.position.step for record in believed), default=0)  # a donor may know of one more
+        for donor in self._state_donors if position.step <= last_step else ():
+            try:
+                step, is_current = await fetch_step(
+                    self._presence.endpoint, self.run_id, donor, position, self._plan_of
+                )
+            except (PeerError, Unavailable) as error:
+                logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
+                if isinstance(error, ProtocolViolation):
+                    self.tracker.shun(donor)
+                continue
+            if step is not None or (is_current and position.step == last_step):  # else it lies, or lags
+                return step
+        return None
 
-class Courtesy:
-    """Limits how often this peer waits for others that load the state and then miss the round. Times are loop times.
-
-    After a wait in vain it waits for nobody for ``PAUSE_S`` seconds, whatever identities the others take.
-    """
-
-    def __init__(self) -> None:
-        self._followers: set[PeerId] = set()  # peers that this step has waited for
-        self._pause_until = -math.inf
-
-    def begin_wait(self, followers: Collection[PeerId], now: float) -> bool:
-        """Have the next step wait for these peers, which load the state; returns whether it may, and there are any."""
-        if now < self._pause_until:
-            return False
-        self._followers |= set(followers)
-        return bool(followers)
-
-    def note_step(self, members: Collection[PeerId], now: float) -> None:
-        """These peers have made the step."""
-        if self._followers and self._followers.isdisjoint(members):
-            self._pause_until = now + PAUSE_S
-        self._followers = set()
+    def _plan_of(self, code: int) -> Plan:
+        return plan_of(self._local.shapes, codec_of_code(code, self.averaging.codec))
