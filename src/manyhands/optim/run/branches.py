@@ -20,10 +20,11 @@ A peer can only follow a believed branch whose state it can get: from a peer tha
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,8 +40,7 @@ LAG_STEPS = 2
 OUTVOTED_S = 20.0
 """How long most peers must be elsewhere before this one follows them to a branch that is not ahead."""
 VOUCHED_PATIENCE_S = 300.0
-"""How long most vouched peers must be elsewhere before a member follows them. One that only fell behind catches up
-sooner, or its coordinator no longer vouches for it."""
+"""The same for vouched peers. One that fell behind catches up sooner, or its coordinator no longer vouches for it."""
 MAX_MET = 4096
 MAX_BEEN_AT = 256
 CLIENT_PATIENCE_S = 60.0
@@ -49,7 +49,6 @@ DOUBTED_UNTIL_LOGGED_S = 5.0
 """A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
 SHUN_S = 600.0
 """A peer that sent an unusable state is not followed for this long."""
-
 ENOUGH_VOTES = 32
 """Of more networks, this many decide, chosen at random: in a large run no peer dials all others."""
 
@@ -71,23 +70,21 @@ def leading_branch(others: Records, own_id: PeerId, own: ProgressRecord) -> Bran
     can be dialled, so that all can follow; without any, of the auxiliary peers; without these, of all.
     """
     candidates = {**others, own_id: own}
-    last_step = max(record.position.step for record in candidates.values())
-    if last_step == 0:
+    best = max(candidates.values(), key=branch_order)
+    if best.position.step == 0:
         hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
-    best = max(candidates.values(), key=branch_order) if last_step > 0 else candidates[min(candidates)]
-    holders = [peer_id for peer_id in sorted(candidates) if candidates[peer_id].position == best.position]
-    return Branch(best.position, tuple(holders))
+        best = candidates[min(candidates)]
+    return Branch(best.position, tuple(sorted(one for one in candidates if candidates[one].position == best.position)))
 
 
 class _Electorate(NamedTuple):
-    """The voters: peers, each with the name of its vote; peers with the same name share one vote.
+    """The voters, each with the name of its vote, which several may share.
 
     Attributes:
+        num_votes: of all, with those of the ``num_open`` peers that are still to be dialled, which may be for anything.
         is_patient: they decide only after ``VOUCHED_PATIENCE_S``, and then also for a branch that is ahead.
-        num_votes: of all, with those of peers that are still to be dialled, which may be for anything.
-        num_open: peers that are still to be dialled.
     """
 
     voters: Mapping[PeerId, str]
@@ -125,26 +122,17 @@ class _Electorate(NamedTuple):
 
 
 class Poll(NamedTuple):
-    """The peers whose votes count, each with the name of its vote.
-
-    Attributes:
-        num_open: peers that are still to be dialled; 1 if nobody votes, until somebody does.
-    """
+    """The peers whose votes count, each with the name of its vote."""
 
     voters: Mapping[PeerId, str]
-    num_open: int
+    num_open: int  # peers that are still to be dialled; 1 if nobody votes, until somebody does
 
 
 class Judgement(NamedTuple):
-    """The peers that claim to be ahead on a branch that this peer does not follow now.
+    """The peers that claim to be ahead on a branch that this peer does not follow now."""
 
-    Attributes:
-        doubted: too few others are on their branch.
-        open: this peer must reach more peers before it can tell.
-    """
-
-    doubted: frozenset[PeerId] = frozenset()
-    open: frozenset[PeerId] = frozenset()
+    doubted: frozenset[PeerId] = frozenset()  # too few others are on their branch
+    open: frozenset[PeerId] = frozenset()  # this peer must reach more peers before it can tell
 
 
 def poll_of_claims(records: Records) -> Poll:
@@ -155,8 +143,7 @@ def poll_of_claims(records: Records) -> Poll:
 class Belief:
     """Decides which of the others' claims about other positions one peer believes.
 
-    Attributes:
-        been_at: the last positions of this peer, its own one included.
+    Args:
         vouched: returns the peers for which a coordinator of the run vouches.
         poll: returns which of all peers vote, from their records.
     """
@@ -170,8 +157,8 @@ class Belief:
         self._own_id = own_id
         self.vouched = vouched
         self.poll = poll
-        self._met: dict[PeerId, None] = {}
-        self.been_at: deque[Position] = deque(maxlen=MAX_BEEN_AT)
+        self._met: dict[PeerId, None] = {}  # the last ones at the end
+        self.been_at: deque[Position] = deque(maxlen=MAX_BEEN_AT)  # this peer, now and before
         self._has_stepped = False
         self._outvoted_since = math.inf
 
@@ -207,9 +194,7 @@ class Belief:
                 break
         return Judgement(frozenset(peer_id for peer_id, position in ahead.items() if position != believed))
 
-    def other_majority(
-        self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], now: float
-    ) -> Position | None:
+    def other_majority(self, own: ProgressRecord, records: Records, now: float) -> Position | None:
         """The position of most peers for a while, if this peer was never there and does not follow them at once."""
         elsewhere = {
             peer_id: record.position for peer_id, record in records.items()
@@ -241,7 +226,7 @@ class Belief:
         yield _Electorate(met, len(met), is_half_enough=False)
         is_own_counted = self._has_stepped and own.position.step > 0
         vouched = self.vouched()
-        voters = _voters_among(_vouched_among(records, vouched))
+        voters = _voters_among({peer_id: records[peer_id] for peer_id in vouched if peer_id in records})
         num_votes = len(set(voters.values())) + (is_own_counted and self._own_id in vouched)
         if voters and num_votes > bool(met):  # one alone decides nothing for members
             yield _Electorate(voters, num_votes, is_half_enough=False, is_patient=bool(met))
@@ -266,13 +251,9 @@ def sample(
     learnt = {peer_id: record for peer_id, record in records.items() if record.position.step}
     in_order = [peer_id for peer_id, record in learnt.items() if record.addresses]
     if len(in_order) > ENOUGH_VOTES:  # one of each network that they claim, then another one of each
-        num_before: Counter[str] = Counter()
-        turns: dict[PeerId, int] = {}
-        for peer_id in sorted(in_order, key=rank):
-            network = voter_of(peer_id, learnt[peer_id].addresses)
-            turns[peer_id] = num_before[network]
-            num_before[network] += 1
-        in_order = sorted(turns, key=turns.__getitem__)
+        turns: dict[str, itertools.count[int]] = defaultdict(itertools.count)
+        in_order.sort(key=rank)
+        in_order.sort(key=lambda peer_id: next(turns[voter_of(peer_id, learnt[peer_id].addresses)]))
     voters: dict[PeerId, str] = {}
     votes: set[str] = set()
     undialled: list[PeerId] = []
@@ -297,10 +278,6 @@ def _voters_among(records: Records) -> dict[PeerId, str]:
     return voters or {peer_id: str(peer_id) for peer_id in learnt}
 
 
-def _vouched_among(records: Records, vouched: Collection[PeerId]) -> Records:
-    return {peer_id: records[peer_id] for peer_id in vouched if peer_id in records}
-
-
 def held_by_most(records: Records, vouched: Collection[PeerId] = ()) -> Position:
     """The highest position that more than half of the peers are at, or were shortly before, for one that only watches.
 
@@ -308,13 +285,11 @@ def held_by_most(records: Records, vouched: Collection[PeerId] = ()) -> Position
         records: of at least one peer.
         vouched: only these peers count, if any of them is there.
     """
-    records = _vouched_among(records, vouched) or records
+    records = {peer_id: records[peer_id] for peer_id in vouched if peer_id in records} or records
     voters = _voters_among(records)
     electorate = _Electorate(voters, len(set(voters.values())), is_half_enough=False)
     believed = electorate.believed({peer_id: record.position for peer_id, record in records.items()})
-    if believed is None:  # nothing has been learnt yet
-        return max(records.values(), key=branch_order).position
-    return believed
+    return believed or max(records.values(), key=branch_order).position  # if nothing has been learnt yet
 
 
 def believed_by_a_newcomer(
@@ -326,7 +301,7 @@ def believed_by_a_newcomer(
     """
     nowhere = ProgressRecord(Position(0, b""), 0, 0.0, 0, is_client=True, addresses=[], ttl_s=0.0)
     doubted, still_open = Belief(PeerId(""), lambda: vouched, poll).judge(nowhere, records)
-    return {peer_id: record for peer_id, record in records.items() if peer_id not in doubted and not still_open}
+    return {} if still_open else {peer_id: record for peer_id, record in records.items() if peer_id not in doubted}
 
 
 def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
@@ -411,18 +386,18 @@ class BranchChoice:
             return record is not None
         return not self._own.is_client and self._is_connected(peer_id)
 
-    def leading(self, without_state: Container[PeerId]) -> Branch:
+    def leading(self, without_state: Collection[PeerId]) -> Branch:
         """The branch that this peer should be on, among those whose state others than these can send."""
-        reachable = self._within_reach(self.believed).items()
-        return self._chosen({peer_id: record for peer_id, record in reachable if peer_id not in without_state})
+        believed = {peer_id: self.believed[peer_id] for peer_id in self.believed if peer_id not in without_state}
+        return self._chosen(self._within_reach(believed))
 
     def best(self) -> Branch:
         """The best known branch, whether or not its state is available now, and this peer can tell already.
 
         Clients can never get it from each other: they follow the peers that can be dialled.
         """
-        is_within_reach = self._own.is_client or self._has_waited
-        return self._chosen(self._within_reach(self._plausible) if is_within_reach else self._plausible)
+        must_be_reachable = self._own.is_client or self._has_waited
+        return self._chosen(self._within_reach(self._plausible) if must_be_reachable else self._plausible)
 
     def _chosen(self, others: Records) -> Branch:
         """The branch of most peers, if they do not follow the one that this peer is on; else the leading one."""
@@ -436,11 +411,8 @@ class BranchChoice:
 
     def _within_reach(self, records: Records) -> Records:
         """These records without peers on other branches whose state is not available."""
-        return {
-            peer_id: record
-            for peer_id, record in records.items()
-            if record.position == self._own.position or self.can_hand_out(peer_id)
-        }
+        here = self._own.position
+        return {one: record for one, record in records.items() if record.position == here or self.can_hand_out(one)}
 
     def _is_only_with_clients(self) -> bool:
         """Whether only unconnected clients have the state of the best branch."""
