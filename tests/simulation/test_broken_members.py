@@ -142,7 +142,7 @@ class Stranger:
         self.endpoint = RunEndpoint(presence.endpoint, RUN_ID)
         self.reader = ProgressReader(presence.endpoint, presence.dht, RUN_ID)
         self.loop = asyncio.get_running_loop()
-        self.fingerprint = next(iter(swarm.members.values())).optimizer._collaboration._manifest.fingerprint()
+        self.fingerprint = next(iter(swarm.members.values())).optimizer._collaboration.manifest.fingerprint()
         self.honest = [member.peer.peer_id for member in swarm.members.values()]
         self.position = Position(0, b"")
         self.is_leading = False

@@ -8,6 +8,7 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -139,6 +140,7 @@ def _shown_fact(manifest: RunManifest, key: str) -> str:
     return readable(manifest.extra.get(key, "not set"))
 
 
+@dataclass(eq=False)
 class ManifestKeeper:
     """Compares this peer's manifest with that of the run at join, then keeps it alive in the DHT.
 
@@ -149,26 +151,20 @@ class ManifestKeeper:
         ConfigError: the manifest is too long for others to read.
     """
 
-    def __init__(
-        self,
-        dht: DhtNode,
-        own_id: PeerId,
-        manifest: RunManifest,
-        may_begin: Callable[[], Awaitable[None]],
-        expected: bytes,
-    ) -> None:
-        if (num_bytes := len(manifest.encoded())) > MAX_BYTES:
-            raise ConfigError(
-                f"the settings of the run have {num_bytes} bytes, with the names and shapes of {len(manifest.tensors)} "
-                f"tensors; at most {MAX_BYTES} can be published: shorten the names, or train fewer tensors"
-            )
-        self._may_begin = may_begin
-        self._expected = expected
-        self._dht = dht
-        self._own_id = own_id
-        self._manifest = manifest
-        self._key = manifest_key(manifest.run_id)
+    dht: DhtNode
+    own_id: PeerId
+    manifest: RunManifest
+    may_begin: Callable[[], Awaitable[None]]
+    expected: bytes
+
+    def __post_init__(self) -> None:
         self._tasks = TaskOwner("run manifest")
+        if (num_bytes := len(self.manifest.encoded())) > MAX_BYTES:
+            raise ConfigError(
+                f"the settings of the run have {num_bytes} bytes, with the names and shapes of "
+                f"{len(self.manifest.tensors)} tensors; at most {MAX_BYTES} can be published: shorten the names, or "
+                "train fewer tensors"
+            )
 
     async def agree(self) -> None:
         """Join the run, or begin it.
@@ -178,7 +174,7 @@ class ManifestKeeper:
             Unavailable: the DHT does not answer.
         """
         if not await self._compare():
-            await self._may_begin()
+            await self.may_begin()
         await self._publish()
         try:
             await self._compare()  # of two that begin at once, both see both
@@ -194,24 +190,27 @@ class ManifestKeeper:
 
     async def _compare(self) -> bool:
         """Whether a peer has signed a manifest; this peer's is then equal to it, and the one that the owner signed."""
-        run_id, own = self._manifest.run_id, self._manifest.fingerprint()
-        run = await read_manifest(self._dht, run_id, self._expected)
+        run_id, own = self.manifest.run_id, self.manifest.fingerprint()
+        run = await read_manifest(self.dht, run_id, self.expected)
         if run is not None and run.manifest.fingerprint() != own:
-            raise ManifestMismatch(run_id, differences(self._manifest, run.manifest))
-        if not own.startswith(self._expected):
-            here, there = own.hex()[:SHOWN_DIGITS], self._expected.hex()[:SHOWN_DIGITS]
+            raise ManifestMismatch(run_id, differences(self.manifest, run.manifest))
+        if not own.startswith(self.expected):
+            here, there = own.hex()[:SHOWN_DIGITS], self.expected.hex()[:SHOWN_DIGITS]
             raise ManifestMismatch(
                 run_id, [f"its owner signed other settings (fingerprint {there}, here {here}); ask the owner for these"]
             )
         return run is not None
 
+    async def _store(self, value: bytes | None) -> None:
+        await self.dht.store(manifest_key(self.manifest.run_id), value, TTL_S, subkey=self.own_id)
+
     async def _publish(self) -> None:
-        await self._dht.store(self._key, zlib.compress(self._manifest.encoded()), TTL_S, subkey=self._own_id)
+        await self._store(zlib.compress(self.manifest.encoded()))
 
     async def _withdraw(self) -> None:
         try:
             async with time_limit(WITHDRAW_TIMEOUT_S, "withdrawing the run manifest"):
-                await self._dht.store(self._key, None, TTL_S, subkey=self._own_id)
+                await self._store(None)
         except ManyhandsError as error:
             logger.debug("the run manifest of this peer expires by itself: %s", error)
 

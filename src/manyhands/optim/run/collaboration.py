@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import msgspec
 
@@ -71,37 +71,33 @@ class Decision(enum.Enum):
     RELOAD = "most peers at this position hold other parameters: load their state"
 
 
+@dataclass(eq=False)
 class Collaboration:
-    """One peer's part in one run: its manifest, progress, rounds and state server."""
+    """One peer's part in one run: its manifest, progress, rounds and state server.
 
-    def __init__(
-        self,
-        presence: Presence,
-        manifest: RunManifest,
-        local: LocalState,
-        averaging: AveragingConfig,
-        progress: ProgressConfig,
-        *,
-        batch_size_lead: int | None,
-        is_auxiliary: bool,
-        allow_solo: bool,
-        start_new: bool | None,
-    ) -> None:
-        self._start_new = start_new
-        self._presence = presence
-        self._manifest = manifest
-        self._local = local
-        self.averaging = averaging
-        self._progress_config = progress
-        self._batch_size_lead = batch_size_lead
-        self._is_auxiliary = is_auxiliary
-        self._allow_solo = allow_solo
+    Attributes:
+        on_leaving: called as this peer leaves the run.
+    """
+
+    presence: Presence
+    manifest: RunManifest
+    local: LocalState
+    averaging: AveragingConfig
+    progress: ProgressConfig
+    _: KW_ONLY
+    batch_size_lead: int | None
+    is_auxiliary: bool
+    allow_solo: bool
+    start_new: bool | None
+    on_leaving: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
         self._num_vain_loads = 0  # since this peer took part in a step
         self._state_donors: Sequence[PeerId] = ()  # of the last state
         self._has_parted = False  # this peer's parameters were once not those of the majority
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
-        self._rng = presence.rng
+        self._rng = self.presence.rng
         self._awaited: set[PeerId] = set()  # peers that load the state, for which this step has waited
         self._pause_until = -math.inf  # loop time; until then no step waits for such peers
         self._lull_until = -math.inf  # loop time
@@ -110,9 +106,7 @@ class Collaboration:
         self._waited_in_vain_at: Position | None = None
         self._parts = AsyncExitStack()
         self.tasks = TaskOwner("collaboration")
-        self.on_leaving: Callable[[], None] | None = None
-        """Called as this peer leaves the run."""
-        self.run_id = manifest.run_id
+        self.run_id = self.manifest.run_id
 
     async def start(self) -> None:
         """Join the run.
@@ -122,51 +116,51 @@ class Collaboration:
             ManifestMismatch: this peer does not fit it.
             Unavailable: the DHT does not answer.
         """
-        presence, manifest = self._presence, self._manifest
+        presence, manifest = self.presence, self.manifest
         await presence.check_run(manifest.run_id)
         await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
         self.tracker = ProgressTracker(
-            presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self._local.position,
-            self._progress_config, is_auxiliary=self._is_auxiliary, began_at=presence.began_at,
+            presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self.local.position,
+            self.progress, is_auxiliary=self.is_auxiliary, began_at=presence.began_at,
         )  # fmt: skip
         belief = self.tracker.branches.belief
         belief.vouched = lambda: presence.vouched(manifest.run_id)
         self._canvass = Canvass(presence.endpoint, self._rng, self.tracker.judge)
         belief.poll = self._canvass.poll
         self._drift = Drift(
-            self.tracker.reader, presence.peer_id, self._local.drift_bound, self.tracker.judges_of_parameters
+            self.tracker.reader, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters
         )
         assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
-            members = presence.members.get(manifest.run_id)
-            charter = members.charter.charter if members is not None else None
-            limits = MemberLimits(**msgspec.structs.asdict(charter.limits)) if charter is not None else OPEN_LIMITS
-            limits = replace(limits, norm_grows=self._local.norm_grows)
+            members, limits = presence.members.get(manifest.run_id), OPEN_LIMITS
+            if members is not None:
+                limits = MemberLimits(**msgspec.structs.asdict(members.charter.charter.limits))
+            limits = replace(limits, norm_grows=self.local.norm_grows)
             self._rounds = RoundRunner(
                 presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, self._rng,
                 limits=limits,
             )  # fmt: skip
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self.tasks.close)
-            look_ahead = LookAhead(self._rounds.matchmaker, self.tracker, self.tasks, self._batch_size_lead)
+            look_ahead = LookAhead(self._rounds.matchmaker, self.tracker, self.tasks, self.batch_size_lead)
             self.step_rounds = StepRounds(
-                presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self._local,
+                presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self.local,
                 self.averaging,
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
             try:
                 self._server = StateServer(
-                    presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position
+                    presence.endpoint, manifest.run_id, self.local.capture, lambda: self.local.position
                 )
             except ConfigError as error:
                 raise ConfigError(
                     "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
                 ) from error
             parts.push_async_callback(self._server.close)
-            if self._local.can_replay:
-                steps = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self._local.position)
+            if self.local.can_replay:
+                steps = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self.local.position)
                 parts.callback(steps.close)
                 self._rounds.on_means.append(steps.add)
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
@@ -184,14 +178,14 @@ class Collaboration:
 
     async def _check_new_run(self) -> None:
         """Warn that no peer trains in this run yet, or raise ``RunNotFound`` if it must not be begun."""
-        dht = self._presence.dht
-        if self._start_new or not dht.num_known_peers:
+        dht = self.presence.dht
+        if self.start_new or not dht.num_known_peers:
             return
         runs = await find_runs(dht, self.run_id)
         if any(run.run_id == self.run_id for run in runs):  # only its monitor is there, say
             return
         message = nobody_is_in(self.run_id, dht.num_known_peers, runs)
-        if self._start_new is False:
+        if self.start_new is False:
             raise RunNotFound(f"{message}. Check the run id; start_new=True begins a run")
         if runs:  # else there is no run that could be meant
             logger.warning("%s. This peer begins it; if that is meant, start_new=True says so", message)
@@ -200,7 +194,7 @@ class Collaboration:
         """This peer's health report."""
         now, since = asyncio.get_running_loop().time(), self._alone_since
         return Health(
-            step=self._local.position.step,
+            step=self.local.position.step,
             publish_failures=self.tracker.publisher.num_failures,
             alone_s=now - since if since is not None else None,
             last_said_goodbye=self.tracker.reader.last_said_goodbye,
@@ -211,7 +205,7 @@ class Collaboration:
         log = HealthLog()
         await asyncio.sleep(FIRST_HEALTH_CHECK_S)
         while True:
-            presence = self._presence
+            presence = self.presence
             others = list(filter(presence.endpoint.is_connected, self.tracker.reader.observed()))
             if not others:  # with a wrong clock it can read no records
                 others = [contact.peer_id for contact in presence.dht.contacts()]
@@ -230,8 +224,8 @@ class Collaboration:
 
     async def close(self) -> None:
         """Leave the run. May be called twice."""
-        if self.close in self._presence.on_close:
-            self._presence.on_close.remove(self.close)
+        if self.close in self.presence.on_close:
+            self.presence.on_close.remove(self.close)
             self._lull_until = -math.inf
             if self.on_leaving is not None:
                 self.on_leaving()
@@ -269,7 +263,7 @@ class Collaboration:
             raise ManyhandsError("this peer left the run")
         tracker = self.tracker
         tracker.twin.check(asyncio.get_running_loop().time())
-        self._presence.check_own(self.run_id)
+        self.presence.check_own(self.run_id)
         tracker.report(samples, samples_per_second, batch_s)
         self._contacts.warn_if_stranded()
         if tracker.is_worth_a_look():
@@ -340,8 +334,8 @@ class Collaboration:
 
     def _is_alone(self) -> bool:
         """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
-        if self._presence.endpoint.client_mode and self.tracker.reader.trainers():
-            return self._allow_solo and self.tracker.is_stranded
+        if self.presence.endpoint.client_mode and self.tracker.reader.trainers():
+            return self.allow_solo and self.tracker.is_stranded
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
 
     def _begin_wait_for_newcomers(self, *, is_alone: bool) -> bool:
@@ -363,7 +357,7 @@ class Collaboration:
 
     def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
         """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
-        self._presence.own_mode.listen_if_possible()
+        self.presence.own_mode.listen_if_possible()
         if outcome.members:
             self._num_vain_loads = 0
         if self._awaited and self._awaited.isdisjoint(outcome.members):
@@ -415,7 +409,7 @@ class Collaboration:
             await tracker.look()
             donors = self._donors()
         if not donors and tracker.branches.waits_for_clients:
-            where = ", ".join(map(str, self._presence.endpoint.addresses))
+            where = ", ".join(map(str, self.presence.endpoint.addresses))
             raise Unavailable(
                 "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
                 f"they dial it at {where}, so that must accept connections"
@@ -430,7 +424,7 @@ class Collaboration:
         self._num_vain_loads += 1
         self._state_donors = state.donors
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
-            took_s, target = loop.time() - started, self._manifest.target_batch_size
+            took_s, target = loop.time() - started, self.manifest.target_batch_size
             speed = sum(record.samples_per_second for record in tracker.reader.records().values())
             computing_s = target / speed if speed > 0 else 0.0
             logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
@@ -445,14 +439,14 @@ class Collaboration:
         while not doubted or (donors and len(doubted) < MAX_DOUBTED):
             try:
                 state = await download_state(
-                    self._presence.endpoint, self._manifest, donors, position,
+                    self.presence.endpoint, self.manifest, donors, position,
                     is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun,
                 )  # fmt: skip
             except Unavailable:
                 if doubted:
                     break
                 raise
-            sketch = await run_to_end(sketch_of_state, state, self._manifest)
+            sketch = await run_to_end(sketch_of_state, state, self.manifest)
             if not self._drift.contradicts(state.header.position, sketch):
                 for liar in {donor for other in doubted for donor in other.donors}:
                     logger.warning("Peer %s sent another state of step %d than the majority has; it is not followed",
@@ -467,15 +461,13 @@ class Collaboration:
 
     async def missed_step(self) -> MissedStep | None:
         """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""
-        if not self._num_vain_loads or self._has_parted or not self._local.can_replay:
+        if not self._num_vain_loads or self._has_parted or not self.local.can_replay:
             return None
-        position, believed = self._local.position, self.tracker.branches.believed.values()
+        position, believed = self.local.position, self.tracker.branches.believed.values()
         last_step = max((record.position.step for record in believed), default=0)  # a donor may know of one more
         for donor in self._state_donors if position.step <= last_step else ():
             try:
-                step, is_current = await fetch_step(
-                    self._presence.endpoint, self.run_id, donor, position, self._plan_of
-                )
+                step, is_current = await fetch_step(self.presence.endpoint, self.run_id, donor, position, self._plan_of)
             except (PeerError, Unavailable) as error:
                 logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
                 if isinstance(error, ProtocolViolation):
@@ -486,4 +478,4 @@ class Collaboration:
         return None
 
     def _plan_of(self, code: int) -> Plan:
-        return plan_of(self._local.shapes, codec_of_code(code, self.averaging.codec))
+        return plan_of(self.local.shapes, codec_of_code(code, self.averaging.codec))

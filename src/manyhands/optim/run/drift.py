@@ -17,6 +17,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -119,6 +120,7 @@ def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, ow
     return apart if 2 * sum(distance <= bound for distance in apart.values()) > num_peers else {}
 
 
+@dataclass(eq=False)
 class Drift:
     """Compares this peer's parameters with the others' after its last step. Lives on the network thread.
 
@@ -126,17 +128,17 @@ class Drift:
         judges: the other peers that count.
     """
 
-    def __init__(self, reader: ProgressReader, own_id: PeerId, bound: float, judges: Callable[[], Poll]) -> None:
-        self._reader = reader
-        self._judges = judges
-        self._own_id = own_id
-        self._bound = bound
-        self._position: Position | None = None  # after the last step; None once a state was loaded
-        self._sketch = Sketch()
-        self._is_in_grid = False
-        self._compared: tuple[int, Position] | None = None  # at which records, and where
-        self._named: set[PeerId] = set()
-        self._has_reloaded = self._has_warned = False
+    reader: ProgressReader
+    own_id: PeerId
+    bound: float
+    judges: Callable[[], Poll]
+    _position: Position | None = None  # after the last step; None once a state was loaded
+    _sketch: Sketch = field(default_factory=Sketch)
+    _is_in_grid: bool = False
+    _compared: tuple[int, Position] | None = None  # at which records, and where
+    _named: set[PeerId] = field(default_factory=set)
+    _has_reloaded: bool = False
+    _has_warned: bool = False  # that there is no majority
 
     def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
         """This peer has made a step. In a grid groups differ by more than rounding, so no peer is judged."""
@@ -148,9 +150,9 @@ class Drift:
         Peers publish right after a step; users' own code, the same on all peers, may have changed the state since.
         """
         self._position = None
-        if self._own_id in self._named:
+        if self.own_id in self._named:
             self._has_reloaded = True
-            self._named.discard(self._own_id)  # it is named once more if this did not help
+            self._named.discard(self.own_id)  # it is named once more if this did not help
 
     def disagreement(self) -> float | None:
         """Distance of this peer from the majority after its last step, as a fraction of their size.
@@ -161,7 +163,7 @@ class Drift:
             return None
         (told, _), apart = self._told_at(self._position), self._distances_at(self._position)
         if apart and not self._is_in_grid:
-            told = {peer_id: record for peer_id, record in told.items() if apart.get(peer_id, math.inf) <= self._bound}
+            told = {peer_id: record for peer_id, record in told.items() if apart.get(peer_id, math.inf) <= self.bound}
         return disagreement_of([self._sketch.sums, *(record.sketch for record in told.values())])
 
     def compare(self) -> bool:
@@ -170,15 +172,15 @@ class Drift:
         Returns whether this peer must load the majority's state now: at most once for the same records.
         """
         here = self._position
-        if here is None or self._is_in_grid or self._compared == (basis := (self._reader.version, here)):
+        if here is None or self._is_in_grid or self._compared == (basis := (self.reader.version, here)):
             return False
         self._compared = basis
         if not (apart := self._distances_at(here)):
             self._warn_without_majority(here)
-        differing = {peer_id for peer_id, distance in apart.items() if distance > self._bound}
+        differing = {peer_id for peer_id, distance in apart.items() if distance > self.bound}
         for peer_id in sorted(differing - self._named):
             who, then = f"peer {peer_id}", "; that peer should load the majority's state"
-            if peer_id == self._own_id:
+            if peer_id == self.own_id:
                 who, then = "this peer", ": it loads the majority's state"
                 if self._has_reloaded:
                     then = (
@@ -186,32 +188,32 @@ class Drift:
                         f"({CAUSES}). It goes on with its own; remove the cause and restart it"
                     )
             logger.warning("The parameters of %s differ from those of the majority by %.3g%% (rounding: %g%%)%s",
-                           who, 100 * apart[peer_id], 100 * self._bound, then)  # fmt: skip
+                           who, 100 * apart[peer_id], 100 * self.bound, then)  # fmt: skip
         self._named |= differing
-        return self._own_id in differing and not self._has_reloaded
+        return self.own_id in differing and not self._has_reloaded
 
     def _warn_without_majority(self, here: Position) -> None:
         """Warn once if the peers differ and no majority tells which is right, as with two peers."""
         (told, num_others), apart = self._told_at(here), self.disagreement()  # of two half of what is between them
-        if self._has_warned or apart is None or apart <= self._bound or len(told) < num_others:
+        if self._has_warned or apart is None or apart <= self.bound or len(told) < num_others:
             return
         self._has_warned = True
         logger.warning(
             "The parameters of the %d peers are %.3g%% from their mean (rounding: %g%%), and no majority holds the "
             "same: nobody can tell whose are right. Look for what one of them has alone (%s)",
-            num_others + 1, 100 * apart, 100 * self._bound, CAUSES,
+            num_others + 1, 100 * apart, 100 * self.bound, CAUSES,
         )  # fmt: skip
 
     def contradicts(self, position: Position, sketch: Sketch) -> bool:
         """Whether the majority published other sums for a position than those of a state that is said to be of it."""
         if any(record.seat != NO_SEAT for record in self._told_at(position)[0].values()):
             return False  # in a grid groups differ by more than rounding
-        return self._distances_at(position, sketch).get(self._own_id, 0.0) > self._bound
+        return self._distances_at(position, sketch).get(self.own_id, 0.0) > self.bound
 
     def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
         """Order donors: first those that hold the majority's parameters, then the unknown ones."""
         apart = self._distances_at(position)
-        return sorted(donors, key=lambda donor: apart[donor] > self._bound if donor in apart else 0.5)
+        return sorted(donors, key=lambda donor: apart[donor] > self.bound if donor in apart else 0.5)
 
     def _distances_at(self, position: Position, own: Sketch | None = None) -> dict[PeerId, float]:
         if own is None:
@@ -219,12 +221,12 @@ class Drift:
         told, num_others = self._told_at(position)
         sketches = {peer_id: record.sketch for peer_id, record in told.items()}
         if own.sums:
-            sketches[self._own_id] = own.sums
-        return distances(sketches, num_others + 1, self._bound, own.size)
+            sketches[self.own_id] = own.sums
+        return distances(sketches, num_others + 1, self.bound, own.size)
 
     def _told_at(self, position: Position) -> tuple[dict[PeerId, ProgressRecord], int]:
         """The records with sums at a position, and how many others count in all, also those still to be dialled."""
-        judges, observed = self._judges(), self._reader.observed()
+        judges, observed = self.judges(), self.reader.observed()
         counted = {peer_id: observed[peer_id] for peer_id in judges.voters if peer_id in observed}
         told = {
             peer_id: seen.record

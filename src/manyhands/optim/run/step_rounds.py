@@ -112,35 +112,35 @@ class Averaged:
     disagreement: float | None = None
 
 
+@dataclass(eq=False)
 class LookAhead:
     """Holds a place in the group of the next step, from shortly before its target on; ``tasks`` owns the search.
 
     Args:
-        batch_size_lead: begin this many samples before the target, at the predicted speed; 0 never searches ahead.
-            Default: ``AHEAD_S`` before the predicted time of the target.
+        lead: begin this many samples before the target, at the predicted speed; 0 never searches ahead. Default:
+            ``AHEAD_S`` before the predicted time of the target.
     """
 
-    def __init__(
-        self, matchmaker: Matchmaker, tracker: ProgressTracker, tasks: TaskOwner, batch_size_lead: int | None
-    ) -> None:
-        self._matchmaker = matchmaker
-        self._tracker = tracker
-        self._tasks = tasks
-        self._lead = batch_size_lead
-        self._position: Position | None = None  # of the step whose group is looked for
-        self._is_over = False  # an attempt at that step has begun
-        self._timer: asyncio.TimerHandle | None = None
-        self._search: asyncio.Task[None] | None = None
-        matchmaker.on_called_ahead.append(self._begin)
+    matchmaker: Matchmaker
+    tracker: ProgressTracker
+    tasks: TaskOwner
+    lead: int | None
+    _position: Position | None = None  # of the step whose group is looked for
+    _is_over: bool = False  # an attempt at that step has begun
+    _timer: asyncio.TimerHandle | None = None
+    _search: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.matchmaker.on_called_ahead.append(self._begin)
 
     def plan(self) -> None:
         """Schedule the search by what is known of the others now; call this on any news of them."""
-        if self._position != self._tracker.own.position:
+        if self._position != self.tracker.own.position:
             self.resume()
-        if not self._may_search() or self._tracker.outlook.num_peers == 1 or self._tracker.lacks_leader():
+        if not self._may_search() or self.tracker.outlook.num_peers == 1 or self.tracker.lacks_leader():
             return
-        lead, ahead_s = (0, AHEAD_S) if self._lead is None else (self._lead, 0.0)
-        left_s = self._tracker.seconds_until(self._tracker.target_batch_size - lead) - ahead_s
+        lead, ahead_s = (0, AHEAD_S) if self.lead is None else (self.lead, 0.0)
+        left_s = self.tracker.seconds_until(self.tracker.target_batch_size - lead) - ahead_s
         if left_s == math.inf:
             return
         if self._timer is not None:
@@ -149,32 +149,32 @@ class LookAhead:
         self._timer = loop.call_at(loop.time() + max(left_s, 0.0), self._begin)
 
     def _may_search(self) -> bool:
-        return self._lead != 0 and not self._is_over and self._search is None and not self._tasks.is_closed
+        return self.lead != 0 and not self._is_over and self._search is None and not self.tasks.is_closed
 
     def _begin(self) -> None:
         """Begin: the time has come, or another peer predicts the target to be near."""
         if self._may_search():
-            self._search = self._tasks.spawn(self._matchmaker.hold_place(), name="looking for a group ahead of time")
+            self._search = self.tasks.spawn(self.matchmaker.hold_place(), name="looking for a group ahead of time")
 
     async def end(self) -> None:
         """End the search as an attempt begins, which takes the place that was found."""
         search = self._search
         self.stop()
-        self._position, self._is_over = self._tracker.own.position, True
+        self._position, self._is_over = self.tracker.own.position, True
         if search is not None:
             await asyncio.wait([search])
 
     def resume(self) -> None:
         """Schedule again, after a failed attempt or at another position."""
         self.stop()
-        self._position, self._is_over = self._tracker.own.position, False
+        self._position, self._is_over = self.tracker.own.position, False
 
     def stop(self) -> None:
         """Cancel the search and its schedule."""
         if self._timer is not None:
             self._timer.cancel()
         if self._search is not None:
-            self._tasks.cancel(self._search)
+            self.tasks.cancel(self._search)
         self._timer = self._search = None
 
 

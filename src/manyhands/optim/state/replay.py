@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -96,6 +97,7 @@ class KeptStep(msgspec.Struct):
 make_ready(ReplayRequest, ReplayAnswer, KeptStep)
 
 
+@dataclass(eq=False)
 class StepKeeper:
     """Keeps this peer's last steps while others download the state, and hands them out.
 
@@ -104,22 +106,23 @@ class StepKeeper:
             the steps that are made during a download are more than that, the newcomer could never catch up.
     """
 
-    def __init__(self, endpoint: Endpoint, run_id: str, server: StateServer, position: Callable[[], Position]) -> None:
-        self._endpoint = endpoint
-        self._run_id = run_id
-        self._server = server
-        self._position = position
-        self._steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = deque()
-        self._serving: set[PeerId] = set()
-        endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(endpoint, run_id).check)
+    endpoint: Endpoint
+    run_id: str
+    server: StateServer
+    position: Callable[[], Position]
+    _steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = field(default_factory=deque)
+    _serving: set[PeerId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(self.endpoint, self.run_id).check)
 
     def close(self) -> None:
-        self._endpoint.refuse_bulk(STREAM_KIND)
+        self.endpoint.refuse_bulk(STREAM_KIND)
         self._steps.clear()
 
     async def add(self, manifest: RoundManifest, means: Means) -> None:
         """Keep a step that this peer's round has committed, if anybody may need it."""
-        if not self._server.followers(KEPT_S):
+        if not self.server.followers(KEPT_S):
             self._steps.clear()
             return
         if manifest.position.group_key or not (means.spans_ballots or means.chunks):  # a grid's, or no means were sent
@@ -131,12 +134,12 @@ class StepKeeper:
             return
         stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
         self._steps.append((KeptStep(manifest, means.codec, means.spans_ballots, stops), lasting.pieces))
-        while sum(piece.numel() for _, pieces in self._steps for piece in pieces) > self._server.state_bytes:
+        while sum(piece.numel() for _, pieces in self._steps for piece in pieces) > self.server.state_bytes:
             self._steps.popleft()
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         request = read_header(remote, header, ReplayRequest)
-        if request.run_id != self._run_id:
+        if request.run_id != self.run_id:
             return
         if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
             await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
@@ -146,10 +149,10 @@ class StepKeeper:
             if kept.manifest.position == end and not frames:
                 end = end.after(kept.manifest)
                 frames = [framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel())]
-        is_current = end == self._position()
+        is_current = end == self.position()
         limit_s = STALL_TIMEOUT_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
-        with self._server.following(remote, is_late=is_current and bool(frames)):  # it takes part then, so wait for it
+        with self.server.following(remote, is_late=is_current and bool(frames)):  # it takes part then, so wait for it
             try:
                 async with time_limit(limit_s, f"sending a step to peer {remote}"):
                     await send_moving(stream, framed(ReplayAnswer(int(bool(frames)), is_current)), *frames)
