@@ -31,10 +31,7 @@ BLOCKED_S = 5.0
 """For a blocked network thread, beyond the limit of what it does."""
 JOIN_PATIENCE_S = 40.0
 """How long a newcomer asks for the state again after a failure: its link may be down, or a client with the state has
-yet to connect to it.
-
-Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which a trainer goes on without the state.
-"""
+yet to connect to it."""
 NEWS_PERIOD_S = 1.0
 WAIT_PERIOD_S = 0.25
 

@@ -43,8 +43,6 @@ VOUCHED_PATIENCE_S = 300.0
 """The same for vouched peers. One that fell behind catches up sooner, or its coordinator no longer vouches for it."""
 MAX_MET = 4096
 MAX_BEEN_AT = 256
-CLIENT_PATIENCE_S = 60.0
-"""How long to wait for clients that are ahead to connect to this peer."""
 DOUBTED_UNTIL_LOGGED_S = 5.0
 """A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
 SHUN_S = 600.0
@@ -335,7 +333,6 @@ class BranchChoice:
     Attributes:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, without peers ahead on a branch that this peer does not believe in, or not yet.
-        waits_for_clients: only clients have the state that this peer needs: one of them must connect to it.
     """
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
@@ -349,8 +346,6 @@ class BranchChoice:
         self._doubted_since: dict[PeerId, float] = {}  # infinite once logged
         self._shunned: dict[PeerId, float] = {}  # until when
         self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
-        self._waits_since = math.inf  # for clients with the state to connect
-        self._has_waited = self.waits_for_clients = False
 
     def look(self, own: ProgressRecord, records: Records, now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
@@ -371,9 +366,6 @@ class BranchChoice:
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in still_open}
-        self._waits_since = min(self._waits_since, now) if self._is_only_with_clients() else math.inf
-        self._has_waited = now - self._waits_since >= CLIENT_PATIENCE_S
-        self.waits_for_clients = self._waits_since < math.inf and not self._has_waited
 
     def shun(self, peer_id: PeerId, now: float) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
@@ -392,12 +384,19 @@ class BranchChoice:
         return self._chosen(self._within_reach(believed))
 
     def best(self) -> Branch:
-        """The best known branch, whether or not its state is available now, and this peer can tell already.
+        """The best known branch, whether or not this peer can tell already.
 
-        Clients can never get it from each other: they follow the peers that can be dialled.
+        Only a newcomer waits for a branch whose state it cannot get: from clients, until one has connected to it.
         """
-        must_be_reachable = self._own.is_client or self._has_waited
-        return self._chosen(self._within_reach(self._plausible) if must_be_reachable else self._plausible)
+        is_new = not (self._own.is_client or self._own.samples or self._own.position.step)
+        return self._chosen(self._plausible if is_new else self._within_reach(self._plausible))
+
+    def waits_for_clients(self) -> bool:
+        """Whether only clients have the state that this peer needs: one of them must connect to it."""
+        best = self.best()
+        return best.position != self._own.position and self._within_reach(self._plausible).keys().isdisjoint(
+            best.holders
+        )
 
     def _chosen(self, others: Records) -> Branch:
         """The branch of most peers, if they do not follow the one that this peer is on; else the leading one."""
@@ -413,11 +412,3 @@ class BranchChoice:
         """These records without peers on other branches whose state is not available."""
         here = self._own.position
         return {one: record for one, record in records.items() if record.position == here or self.can_hand_out(one)}
-
-    def _is_only_with_clients(self) -> bool:
-        """Whether only unconnected clients have the state of the best branch."""
-        reachable = self._within_reach(self._plausible)
-        if self._own.is_client or len(reachable) == len(self._plausible):
-            return False
-        best = leading_branch(self._plausible, self._own_id, self._own)
-        return best.position != self._own.position and reachable.keys().isdisjoint(best.holders)

@@ -379,7 +379,7 @@ class Collaboration:
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
-        return self.tracker.branches.waits_for_clients
+        return self.tracker.branches.waits_for_clients()
 
     async def is_waited_for(self) -> bool:
         """Whether a peer that answers has yet to reach this peer's global step."""
@@ -408,7 +408,7 @@ class Collaboration:
         if not donors:  # their records have expired since they were read
             await tracker.look()
             donors = self._donors()
-        if not donors and tracker.branches.waits_for_clients:
+        if not donors and tracker.branches.waits_for_clients():
             where = ", ".join(map(str, self.presence.endpoint.addresses))
             raise Unavailable(
                 "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
