@@ -37,38 +37,24 @@ DECODED_IN_A_TURN = 8
 OPTION_NAMES = {"lr": "learning_rate"}
 """Hyper-parameters that have a longer name on the command line."""
 SHOWN_DIFFERENCES = 5
-SHOWN_DIGITS = 16
-"""Of a fingerprint."""
-SHOWN_CHARACTERS = 1000
-"""Limit for one value in a difference: others' values have to fit on a screen."""
+SHOWN_DIGITS = 16  # of a fingerprint
+SHOWN_CHARACTERS = 1000  # of one value in a difference: others' values have to fit on a screen
 
 
 class RunManifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The settings of a run.
+    """The settings of a run."""
 
-    Attributes:
-        protocol: wire version.
-        tensors: the optimizer's parameters, in order.
-        frozen: names of those that are not trained.
-        optimizer: class name.
-        hyper_parameters: of each parameter group.
-        scheduler: class name and constants, or empty.
-        codec: how vectors are encoded on the wire.
-        extra: further facts that must be equal, such as the digest of a tokenizer.
-        extra_tensors: averaged beside the parameters, such as buffers.
-    """
-
-    protocol: str
+    protocol: str  # wire version
     run_id: str
     target_batch_size: int
-    tensors: list[ParameterSpec]
-    frozen: list[str]
-    optimizer: str
-    hyper_parameters: list[dict[str, Any]]
-    scheduler: str
-    codec: str
-    extra: dict[str, str]
-    extra_tensors: list[ParameterSpec] = []
+    tensors: list[ParameterSpec]  # the optimizer's parameters, in order
+    frozen: list[str]  # names of those that are not trained
+    optimizer: str  # class name
+    hyper_parameters: list[dict[str, Any]]  # of each parameter group
+    scheduler: str  # class name and constants, or empty
+    codec: str  # how vectors are encoded on the wire
+    extra: dict[str, str]  # further facts that must be equal, such as the digest of a tokenizer
+    extra_tensors: list[ParameterSpec] = []  # averaged beside the parameters, such as buffers
 
     def encoded(self) -> bytes:
         return msgspec.msgpack.encode(self, order="sorted")
@@ -89,9 +75,9 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
         if here != there:
             lines.append(f"{name} is {_shown(here)} here, {_shown(there)} in the run")
     lines += [
-        f"{readable(key)} is {_shown_fact(own, key)} here, {_shown_fact(run, key)} in the run"
+        f"{readable(key)} is {readable(here)} here, {readable(there)} in the run"
         for key in sorted(own.extra.keys() | run.extra.keys())
-        if own.extra.get(key) != run.extra.get(key)
+        if (here := own.extra.get(key, "not set")) != (there := run.extra.get(key, "not set"))
     ]
     if own.optimizer == run.optimizer:  # another kind has other options
         lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
@@ -134,10 +120,6 @@ def _tensor_differences(own: list[ParameterSpec], run: list[ParameterSpec]) -> l
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
-
-
-def _shown_fact(manifest: RunManifest, key: str) -> str:
-    return readable(manifest.extra.get(key, "not set"))
 
 
 @dataclass(eq=False)

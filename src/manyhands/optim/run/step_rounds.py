@@ -52,16 +52,11 @@ def longest_attempt_s(config: AveragingConfig) -> float:
 
 
 class LocalState(Protocol):
-    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`.
-
-    Attributes:
-        can_replay: whether an averaged vector is all that a step takes.
-        norm_grows: the more samples are behind a contribution, the larger its values are.
-    """
+    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`."""
 
     position: Position
-    can_replay: bool
-    norm_grows: bool
+    can_replay: bool  # an averaged vector is all that a step takes
+    norm_grows: bool  # the more samples are behind a contribution, the larger its values are
 
     @property
     def drift_bound(self) -> float: ...
@@ -79,37 +74,21 @@ class LocalState(Protocol):
 
 @dataclass
 class Averaged:
-    """The gradient that a global step is made from, and where the step leads.
+    """The gradient that a global step is made from, and where the step leads."""
 
-    Attributes:
-        mean_N: the averaged gradient; None if this peer lacks it and must load the others' state. The update takes it
-            out, and may change its values.
-        lineage: of the position that the step leads to.
-        samples: of the step, by all peers together: equal on all peers that make it, as it counts for the lineage.
-        manifest: of the round, in a grid of the last one that committed here; None for a step alone.
-        members: the peers that make the same step.
-        is_in_grid: the step was made in several groups.
-        shares: samples of each contributor that this peer knows of; in a grid those of its first group, or none.
-        averaging_s: seconds of the round, without the search for the group.
-        parameters_N: averaged parameters to make the step from, in a grid every ``PARAMETERS_EVERY`` steps.
-        is_left_out: the contribution of this peer is not in the mean.
-        is_outsized: because it was too large beside those of the others.
-        disagreement: distance of the peers' parameters before the step, if known: the root mean square distance from
-            their mean, as a fraction of its size; see :meth:`manyhands.optim.run.drift.Drift.disagreement`.
-    """
-
-    mean_N: torch.Tensor | None
-    lineage: bytes
-    samples: int
-    manifest: RoundManifest | None = None
-    members: Sequence[PeerId] = ()
-    is_in_grid: bool = False
+    mean_N: torch.Tensor | None  # None if this peer lacks it, and must load the state; the update takes it out
+    lineage: bytes  # of the position that the step leads to
+    samples: int  # of the step, by all peers together: equal on all that make it, as it counts for the lineage
+    manifest: RoundManifest | None = None  # in a grid of the last round that committed here; None for a step alone
+    members: Sequence[PeerId] = ()  # the peers that make the same step
+    is_in_grid: bool = False  # the step was made in several groups
     shares: Mapping[PeerId, float] = field(default_factory=dict)
-    averaging_s: float = 0.0
-    parameters_N: torch.Tensor | None = None
-    is_left_out: bool = False
-    is_outsized: bool = False
-    disagreement: float | None = None
+    """Samples of each contributor that this peer knows of; in a grid those of its first group, or none."""
+    averaging_s: float = 0.0  # of the round, without the search for the group
+    parameters_N: torch.Tensor | None = None  # averaged, to make the step from; in a grid each ``PARAMETERS_EVERY``
+    is_left_out: bool = False  # the contribution of this peer is not in the mean, ...
+    is_outsized: bool = False  # ... because it was too large beside those of the others
+    disagreement: float | None = None  # before the step; see :meth:`manyhands.optim.run.drift.Drift.disagreement`
 
 
 @dataclass(eq=False)

@@ -18,7 +18,15 @@ from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.flat import are_finite
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.state.schedule import is_close
-from manyhands.optim.state.state import LOCAL_OPTIONS, Scalars, checked_scalars, parameters_of, restore, specs_of
+from manyhands.optim.state.state import (
+    LOCAL_OPTIONS,
+    Scalars,
+    checked_scalars,
+    parameters_of,
+    restore,
+    specs_of,
+    statistic_of,
+)
 
 MAX_STEP = 10**9
 MAX_LINEAGE_SAMPLES = 2**50
@@ -94,13 +102,12 @@ def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.
     found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in scalars.statistics.items()}
     first = len(parameters) + num_extra
     for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
-        owner, _, name = spec.name.partition(".")
-        found.setdefault(int(owner), {})[name] = tensor
+        owner, name = statistic_of(spec)
+        found.setdefault(owner, {})[name] = tensor
     for index, parameter in enumerate(parameters if found else ()):  # the run may not have changed any yet
         if optimizer.state.get(parameter):
             found.setdefault(index, {})
-    for index in sorted(found):
-        values = found[index]
+    for index, values in sorted(found.items()):
         if missing := due - values.keys() - _OPTIONAL:
             return f"statistic {min(missing)!r} of parameter {index} is not there"
         if strange := values.keys() - due - _OPTIONAL:
@@ -121,9 +128,7 @@ def _fault_of_statistic(name: str, value: Any, parameter: torch.Tensor) -> str:
     if not isinstance(value, torch.Tensor):
         return f"is {value!r}, not a tensor"
     if value.shape != parameter.shape or not value.is_floating_point():
-        return (
-            f"is {str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}, and must be as the parameter"
-        )
+        return f"is {value.dtype} of shape {list(value.shape)}, and must be as the parameter"
     if name in _SQUARES and value.numel() and not float(value.min()) >= 0:
         return "is below 0, and it is a sum of squares"
     return ""

@@ -53,45 +53,29 @@ MAX_CHUNKS = 1 << 15
 
 
 class ReplayRequest(msgspec.Struct):
-    """Opens the stream: asks for the step from a position.
-
-    Attributes:
-        max_bytes: reserved; earlier versions send further steps until these have so many.
-    """
+    """Opens the stream: asks for the step from a position."""
 
     run_id: str
     position: Position
-    max_bytes: Count = 1
+    max_bytes: Count = 1  # reserved; earlier versions send further steps until these have so many
 
 
 class ReplayAnswer(msgspec.Struct):
-    """Sent first, prefixed by its length as each header.
+    """Sent first, prefixed by its length as each header."""
 
-    Attributes:
-        num_steps: that follow: 1, or 0 without that step.
-        is_current: it leads to the donor's own position; without a step, the newcomer is there already.
-    """
-
-    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
-    is_current: bool
+    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # that follow: 1, or 0 without that step
+    is_current: bool  # it leads to the donor's own position; without a step, the newcomer is there already
 
 
 class KeptStep(msgspec.Struct):
-    """A step; its means follow, piece by piece.
-
-    Attributes:
-        manifest: what the group has committed.
-        codec: code of the encoding of the means.
-        is_again: the vector was averaged in more than one ballot: the pieces are plain parts of it.
-        stops: else for each piece, the ends of its chunks in the vector, in elements.
-    """
+    """A step, as its group has committed it; its means follow, piece by piece."""
 
     manifest: RoundManifest
-    codec: Annotated[int, msgspec.Meta(ge=0, le=255)]
-    is_again: bool
+    codec: Annotated[int, msgspec.Meta(ge=0, le=255)]  # code of the encoding of the means
+    is_again: bool  # the vector was averaged in more than one ballot: the pieces are plain parts of it
     stops: Annotated[
         list[Annotated[list[Count], msgspec.Meta(max_length=MAX_CHUNKS)]], msgspec.Meta(max_length=MAX_PIECES)
-    ] = []
+    ] = []  # else for each piece, the ends of its chunks in the vector, in elements
 
 
 make_ready(ReplayRequest, ReplayAnswer, KeptStep)
@@ -151,14 +135,14 @@ class StepKeeper:
                 frames = [framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel())]
         is_current = end == self.position()
         limit_s = STALL_TIMEOUT_S + sum(map(len, frames)) / MIN_BYTES_PER_S
+        following = self.server.following(remote, is_late=is_current and bool(frames))  # it takes part then, so wait
         self._serving.add(remote)
-        with self.server.following(remote, is_late=is_current and bool(frames)):  # it takes part then, so wait for it
-            try:
-                async with time_limit(limit_s, f"sending a step to peer {remote}"):
+        with following:
+            async with time_limit(limit_s, f"sending a step to peer {remote}"):
+                try:
                     await send_moving(stream, framed(ReplayAnswer(int(bool(frames)), is_current)), *frames)
-            finally:
-                self._serving.discard(remote)  # it may ask again before this stream is closed
-            async with time_limit(limit_s, f"peer {remote} to take the step"):
+                finally:
+                    self._serving.discard(remote)  # it may ask again before this stream is closed
                 await stream.wait_closed()
 
 
