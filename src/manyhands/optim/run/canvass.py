@@ -103,13 +103,7 @@ class Canvass:
         num = AT_FIRST
         try:
             while batch := self._undialled[:num]:
-                dials = {
-                    self._tasks.spawn(self._reach(peer_id), name="dialling a peer for its vote") for peer_id in batch
-                }
-                while dials:
-                    _, dials = await asyncio.wait(dials, return_when=asyncio.FIRST_COMPLETED)
-                    self._on_news()
-                    self._has_news.set()
+                await asyncio.gather(*map(self._reach, batch))
                 self.poll(self._records)
                 num = AT_ONCE
         finally:
@@ -126,6 +120,7 @@ class Canvass:
             lasts_s = AGAIN_S if isinstance(error, TooEarly) else FAILED_S
             logger.debug("peer %s has no vote on where the run is: %s", peer_id, error)
         if not self._endpoint.reached_host(peer_id):
-            self._failed[peer_id] = _Failure(
-                asyncio.get_running_loop().time(), lasts_s, was_connected=self._endpoint.is_connected(peer_id)
-            )
+            now, was_connected = asyncio.get_running_loop().time(), self._endpoint.is_connected(peer_id)
+            self._failed[peer_id] = _Failure(now, lasts_s, was_connected)
+        self._on_news()
+        self._has_news.set()
