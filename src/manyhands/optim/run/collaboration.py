@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -134,10 +134,9 @@ class Collaboration:
         assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
-            members, limits = presence.members.get(manifest.run_id), OPEN_LIMITS
-            if members is not None:
-                limits = MemberLimits(**msgspec.structs.asdict(members.charter.charter.limits))
-            limits = replace(limits, norm_grows=self.local.norm_grows)
+            members = presence.members.get(manifest.run_id)
+            bounds = members.charter.charter.limits if members is not None else OPEN_LIMITS
+            limits = MemberLimits(**{**msgspec.structs.asdict(bounds), "norm_grows": self.local.norm_grows})
             self._rounds = RoundRunner(
                 presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, self._rng,
                 limits=limits,
