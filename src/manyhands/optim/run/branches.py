@@ -1,20 +1,17 @@
 """Chooses the branch of the run that a peer should be on, from the others' records. Pure; times are loop times.
 
 The branch with the highest (global step, samples in its lineage, digest) leads. But no single signed record may decide
-which model all peers hold. A peer believes a branch that is ahead of it when
+which model all peers hold (docs/adr/0018-weights-and-belief.md). A peer believes a branch that is ahead of it when
 
 * more than half of the peers that it met in committed rounds and that are still there are ahead on it; or else
 * at least half of all peers that have learnt anything are, itself included. Of these only peers count that it has
   reached: see :func:`sample`, and :mod:`manyhands.optim.run.canvass`, which dials them.
 
 In a run with a charter, the trainers for which a coordinator vouches (:mod:`manyhands.monitor.vouching`) count in place
-of all peers. A peer that has met nobody who is there, such as a newcomer, believes more than half of them at once, even
-if there is only one. Members need two, and go where more than half of them are only after ``VOUCHED_PATIENCE_S``.
+of all peers. A peer that has met nobody who is there, such as a newcomer, believes more than half of them at once.
+Members need two, and go where more than half of them are only after ``VOUCHED_PATIENCE_S``.
 
-So a split heals in favour of the higher branch if that has half of the peers. If it has fewer, its peers see that most
-peers are on another branch, and follow them after a while.
-
-A peer can only follow a believed branch whose state it can get: from a peer that can be dialled or is connected.
+The peers of a higher branch that has less than half of all peers follow the others after a while.
 """
 
 from __future__ import annotations
@@ -349,14 +346,12 @@ class BranchChoice:
 
     def look(self, own: ProgressRecord, records: Records, now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
-        old, self._own, self._records = self._records, own, records
+        self._own, self._records = own, records
         if own.position not in self.belief.been_at:
             self.belief.been_at.append(own.position)
         self._majority = self.belief.other_majority(own, records, now)
         doubted, still_open = self.belief.judge(own, records)
-        # one whose record this peer has caught up with may say more in its next one
-        unread = {peer for peer in self._doubted_since if peer in records and records[peer] is old.get(peer)}
-        self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted | unread}
+        self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted}
         for peer_id in doubted:
             if now >= self._doubted_since[peer_id] + DOUBTED_UNTIL_LOGGED_S:
                 self._doubted_since[peer_id] = math.inf
@@ -394,9 +389,7 @@ class BranchChoice:
     def waits_for_clients(self) -> bool:
         """Whether only clients have the state that this peer needs: one of them must connect to it."""
         best = self.best()
-        return best.position != self._own.position and self._within_reach(self._plausible).keys().isdisjoint(
-            best.holders
-        )
+        return best.position != self._own.position and not any(map(self.can_hand_out, best.holders))
 
     def _chosen(self, others: Records) -> Branch:
         """The branch of most peers, if they do not follow the one that this peer is on; else the leading one."""
