@@ -34,8 +34,7 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 FIND_RUN_TIMEOUT_S = 10.0
-MAX_POSITIONS = 4
-"""Most positions to try, from the highest."""
+MAX_POSITIONS = 4  # to try, from the highest
 
 
 def load_state_from_peers(

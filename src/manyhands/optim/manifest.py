@@ -25,17 +25,13 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_KIND = "manifest"
-"""Of the DHT keys of manifests."""
+MANIFEST_KIND = "manifest"  # of the DHT keys
 TTL_S = 300.0
 WITHDRAW_TIMEOUT_S = 0.5
-MAX_BYTES = 256 << 10
-"""Of a manifest before compression: room for some thousands of tensors."""
+MAX_BYTES = 256 << 10  # before compression: room for some thousands of tensors
 MAX_HYPER_PARAMETERS_BYTES = 64 << 10
-DECODED_IN_A_TURN = 8
-"""Manifests decoded before the event loop runs other tasks: 1 ms each at most."""
-OPTION_NAMES = {"lr": "learning_rate"}
-"""Hyper-parameters that have a longer name on the command line."""
+DECODED_IN_A_TURN = 8  # manifests, before the event loop runs other tasks: 1 ms each at most
+OPTION_NAMES = {"lr": "learning_rate"}  # those with a longer name on the command line
 SHOWN_DIFFERENCES = 5
 SHOWN_DIGITS = 16  # of a fingerprint
 SHOWN_CHARACTERS = 1000  # of one value in a difference: others' values have to fit on a screen

@@ -31,8 +31,7 @@ AT_ONCE = 64
 FAILED_S = 600.0
 """A peer that was dialled in vain has no vote for so long, unless it connects to this one meanwhile."""
 AGAIN_S = 10.0
-"""When to dial the same peers again if none was reached, as this machine may have been offline; and a peer that was not
-dialled, as the last dial failed a moment before."""
+"""The same if none was reached, as this machine may have been offline, or if the last dial failed a moment before."""
 
 
 class _Failure(NamedTuple):

@@ -46,10 +46,8 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
-MAX_DOUBTED = 3
-"""States to download until one has the sums that the majority published."""
-NEAR_TIMEOUT_S = 1.0
-"""The longest wait of a training loop to learn whether the target is reached."""
+MAX_DOUBTED = 3  # states to download until one has the sums that the majority published
+NEAR_TIMEOUT_S = 1.0  # the longest wait of a training loop to learn whether the target is reached
 NEWCOMER_S = 3.0
 """After downloading the state, a peer has this long to appear before a lone peer moves on."""
 LULL_S = 0.25
@@ -59,6 +57,7 @@ FAR_S = 10.0
 BATCH_MARGIN = 1.25
 """A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
 PAUSE_S = 300.0
+"""After a step has waited in vain for peers that load the state, no step waits for any for so long."""
 
 
 class Decision(enum.Enum):
@@ -97,12 +96,11 @@ class Collaboration:
         self._has_parted = False  # this peer's parameters were once not those of the majority
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
-        self._rng = self.presence.rng
         self._awaited: set[PeerId] = set()  # peers that load the state, for which this step has waited
         self._pause_until = -math.inf  # loop time; until then no step waits for such peers
         self._lull_until = -math.inf  # loop time
-        self._due_from: Position | None = None  # where a step is due, ...
-        self._due_since = -math.inf  # ... and since when (loop time)
+        self._due_from: Position | None = None  # where a step is due
+        self._due_since = -math.inf  # loop time
         self._waited_in_vain_at: Position | None = None
         self._parts = AsyncExitStack()
         self.tasks = TaskOwner("collaboration")
@@ -126,19 +124,19 @@ class Collaboration:
         )  # fmt: skip
         belief = self.tracker.branches.belief
         belief.vouched = lambda: presence.vouched(manifest.run_id)
-        self._canvass = Canvass(presence.endpoint, self._rng, self.tracker.judge)
+        self._canvass = Canvass(presence.endpoint, presence.rng, self.tracker.judge)
         belief.poll = self._canvass.poll
         self._drift = Drift(
             self.tracker.reader, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters
         )
-        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
+        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, presence.rng)
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
             members = presence.members.get(manifest.run_id)
             bounds = members.charter.charter.limits if members is not None else OPEN_LIMITS
             limits = MemberLimits(**{**msgspec.structs.asdict(bounds), "norm_grows": self.local.norm_grows})
             self._rounds = RoundRunner(
-                presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, self._rng,
+                presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, presence.rng,
                 limits=limits,
             )  # fmt: skip
             parts.push_async_callback(self._rounds.close)
@@ -341,8 +339,7 @@ class Collaboration:
         """Go on computing while others load the state, which a step would make out of date; returns whether to.
 
         A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
-        computes, and only for those whose last download took longer than a step: they would never take part else. After
-        a wait in vain this peer waits for nobody for ``PAUSE_S`` seconds, whatever identities the others take.
+        computes, and only for those whose last download took longer than a step: they would never take part else.
         """
         config, now = self.averaging, asyncio.get_running_loop().time()
         longest_s = config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2
@@ -397,7 +394,7 @@ class Collaboration:
         branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
         can_hand_out = self.tracker.branches.can_hand_out
         donors = [peer_id for peer_id in branch.holders if peer_id in records and can_hand_out(peer_id)]
-        self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
+        self.presence.rng.shuffle(donors)  # so that newcomers do not all ask the same one
         donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
         return self._drift.ordered(donors, branch.position)
 

@@ -29,16 +29,14 @@ from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
 from manyhands.optim.serializable import merged, serializable_part
 
-COPIED_BYTES = 16 << 20
-"""Copied at a time, while a step has to wait."""
+COPIED_BYTES = 16 << 20  # at a time, while a step has to wait
 MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
 INNER = "inner."
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
 
-_MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
-"""Exceptions of optimizers that load another kind's statistics."""
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)  # of another kind's statistics
 
 
 class Scalars(msgspec.Struct, omit_defaults=True):
