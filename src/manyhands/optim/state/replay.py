@@ -128,19 +128,18 @@ class StepKeeper:
         if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
             await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
             return
-        end, frames = request.position, list[bytes | memoryview]()
+        end, frames, is_last = request.position, list[bytes | memoryview](), False
         for kept, pieces in self._steps:
-            if kept.manifest.position == end and not frames:
+            if is_last := kept.manifest.position == request.position:
                 end = end.after(kept.manifest)
                 frames = [framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel())]
-        is_current = end == self.position()
+        answer = ReplayAnswer(int(bool(frames)), is_current=end == self.position())
         limit_s = STALL_TIMEOUT_S + sum(map(len, frames)) / MIN_BYTES_PER_S
-        following = self.server.following(remote, is_late=is_current and bool(frames))  # it takes part then, so wait
         self._serving.add(remote)
-        with following:
+        with self.server.following(remote, is_late=is_last):  # with the last step it takes part, so wait for it
             async with time_limit(limit_s, f"sending a step to peer {remote}"):
                 try:
-                    await send_moving(stream, framed(ReplayAnswer(int(bool(frames)), is_current)), *frames)
+                    await send_moving(stream, framed(answer), *frames)
                 finally:
                     self._serving.discard(remote)  # it may ask again before this stream is closed
                 await stream.wait_closed()
