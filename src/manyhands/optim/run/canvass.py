@@ -25,9 +25,8 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 5.0
-AT_FIRST = 16
 AT_ONCE = 64
-"""Dials at a time after the first ones: those of a thousand false identities must end within two minutes."""
+"""Dials at a time: those of a thousand false identities must end within two minutes."""
 FAILED_S = 600.0
 """A peer that was dialled in vain has no vote for so long, unless it connects to this one meanwhile."""
 AGAIN_S = 10.0
@@ -99,12 +98,10 @@ class Canvass:
         return self._ranks.setdefault(peer_id, self._rng.random())
 
     async def _dial(self) -> None:
-        num = AT_FIRST
         try:
-            while batch := self._undialled[:num]:
+            while batch := self._undialled[:AT_ONCE]:
                 await asyncio.gather(*map(self._reach, batch))
                 self.poll(self._records)
-                num = AT_ONCE
         finally:
             self._dialling = None
             self._has_news.set()
