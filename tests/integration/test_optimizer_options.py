@@ -49,7 +49,7 @@ def test_averaging_reaches_all_parts_of_a_round() -> None:
         optimizer = make(peer, averaging=OTHER_AVERAGING)
         for name, part in parts(optimizer).items():
             assert part._config == OTHER_AVERAGING, name
-        assert optimizer._collaboration._manifest.codec == "fp16"
+        assert optimizer._collaboration.manifest.codec == "fp16"
         assert parts(optimizer)["rounds"]._bandwidth.bandwidth == 10_000_000
 
 
@@ -70,7 +70,7 @@ def test_progress_reaches_the_tracker() -> None:
 def test_the_target_reaches_the_tracker_and_the_lead_what_looks_ahead() -> None:
     with peers(1) as (peer,):
         collaboration = make(peer, target_batch_size=48, batch_size_lead=8)._collaboration
-        assert (collaboration.tracker.target_batch_size, collaboration.step_rounds.look_ahead._lead) == (48, 8)
+        assert (collaboration.tracker.target_batch_size, collaboration.step_rounds.look_ahead.lead) == (48, 8)
 
 
 @pytest.mark.parametrize("local_steps", [None, manyhands.LocalSteps(fragments=4)])

@@ -19,7 +19,7 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer, framed
-from manyhands.base.errors import ProtocolViolation, Timeout
+from manyhands.base.errors import ProtocolViolation
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.state import replay as replay_module
 from manyhands.optim.state.replay import (
@@ -28,7 +28,7 @@ from manyhands.optim.state.replay import (
     MissedStep,
     ReplayAnswer,
     StepKeeper,
-    fetch_steps,
+    fetch_step,
 )
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
@@ -94,10 +94,8 @@ async def make_steps(donors: list[Donor], num_steps: int) -> None:
         await asyncio.gather(*(donor.step(10 * number + rank) for rank, donor in enumerate(donors)))
 
 
-async def fetched(
-    newcomer: Endpoint, donor: Donor, position: Position, max_bytes: int = PLENTY
-) -> tuple[list[MissedStep], bool]:
-    return await fetch_steps(newcomer, RUN_ID, donor.peer_id, position, plan_of_code, max_bytes)
+async def fetched(newcomer: Endpoint, donor: Donor, position: Position) -> tuple[MissedStep | None, bool]:
+    return await fetch_step(newcomer, RUN_ID, donor.peer_id, position, plan_of_code)
 
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "int8"])
@@ -106,27 +104,27 @@ async def test_the_steps_since_a_position_arrive_bit_by_bit(codec: str) -> None:
         donor = donors[0]
         with donor.server.following(newcomer.peer_id):
             await make_steps(donors, 3)
-        after_one = START.after(donor.made[0][0])
-        steps, is_current = await fetched(newcomer, donor, after_one)
-        assert is_current
-        assert [step.manifest for step in steps] == [manifest for manifest, _ in donor.made[1:]]
-        assert all(torch.equal(step.mean(), mean_N) for step, (_, mean_N) in zip(steps, donor.made[1:], strict=True))
-        assert await fetched(newcomer, donor, donor.roster.at) == ([], True)
+        for manifest, mean_N in donor.made[1:]:
+            step, is_current = await fetched(newcomer, donor, manifest.position)
+            assert step is not None
+            assert step.manifest == manifest
+            assert torch.equal(step.mean_N, mean_N)
+            assert is_current == (manifest == donor.made[-1][0])
+        assert await fetched(newcomer, donor, donor.roster.at) == (None, True)
 
 
 async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_module, "KEPT_S", 0.05)
+    monkeypatch.setattr(replay_module, "KEPT_S", 0.0)
     async with run() as (donors, newcomer):
         donor = donors[0]
         await make_steps(donors, 1)
         assert not donor.keeper._steps
         with donor.server.following(newcomer.peer_id):
-            await make_steps(donors, 1)
-            await asyncio.sleep(0.15)
-            assert len(donor.keeper._steps) == 1, "while the download goes on"
-        await asyncio.sleep(0.15)
+            await make_steps(donors, 2)
+            assert len(donor.keeper._steps) == 2
+        await make_steps(donors, 1)
         assert not donor.keeper._steps
-        assert await fetched(newcomer, donor, START) == ([], False)
+        assert await fetched(newcomer, donor, START) == (None, False)
 
 
 async def test_kept_steps_take_no_more_than_a_state_and_the_newcomer_sees_the_gap() -> None:
@@ -136,20 +134,9 @@ async def test_kept_steps_take_no_more_than_a_state_and_the_newcomer_sees_the_ga
         with donor.server.following(newcomer.peer_id):
             await make_steps(donors, 4)
             assert len(donor.keeper._steps) == 2
-            assert await fetched(newcomer, donor, START) == ([], False)
-            steps, is_current = await fetched(newcomer, donor, donor.made[2][0].position)
-            assert is_current
-            assert len(steps) == 2
-
-
-async def test_a_newcomer_takes_no_more_at_a_time_than_it_has_memory_for() -> None:
-    async with run() as (donors, newcomer):
-        donor = donors[0]
-        with donor.server.following(newcomer.peer_id):
-            await make_steps(donors, 4)
-            steps, is_current = await fetched(newcomer, donor, START, max_bytes=2 * NUMEL)
-            assert not is_current
-            assert len(steps) == 2
+            assert await fetched(newcomer, donor, START) == (None, False)
+            step, _ = await fetched(newcomer, donor, donor.made[2][0].position)
+            assert step is not None
 
 
 def undecodable(kept: KeptStep, pieces: list[bytes]) -> tuple[KeptStep, list[bytes]]:
@@ -207,31 +194,6 @@ async def test_a_donor_that_lies_is_named(reason: str) -> None:
             await fetched(newcomer, liar, START)
 
 
-async def test_a_donor_that_sends_each_step_just_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with run() as (donors, newcomer):
-        slow = donors[0]
-        with slow.server.following(newcomer.peer_id):
-            await make_steps(donors, 1)
-        kept, pieces = slow.keeper._steps[0]
-        monkeypatch.setattr(replay_module, "STALL_TIMEOUT_S", 0.3)
-        monkeypatch.setattr(replay_module, "MIN_BYTES_PER_S", 100 * NUMEL)
-
-        async def dawdle(remote: object, header: bytes, stream: Stream) -> None:
-            position = START
-            await stream.send(framed(ReplayAnswer(20, is_current=True)))
-            for _ in range(20):
-                told = msgspec.structs.replace(kept, manifest=msgspec.structs.replace(kept.manifest, position=position))
-                await stream.send(framed(told), *(piece.numpy().tobytes() for piece in pieces))
-                position = position.after(told.manifest)
-                await asyncio.sleep(0.2)
-            await stream.wait_closed()
-
-        slow.endpoint.refuse_bulk(STREAM_KIND)
-        slow.endpoint.accept_bulk(STREAM_KIND, dawdle)
-        with pytest.raises(Timeout, match="keeps"):
-            await fetched(newcomer, slow, START, max_bytes=8 * NUMEL)
-
-
 async def test_a_step_that_was_averaged_again_arrives_too() -> None:
     """Its pieces are plain, whatever the codec."""
     async with run() as (donors, newcomer):
@@ -242,5 +204,6 @@ async def test_a_step_that_was_averaged_again_arrives_too() -> None:
         with donor.server.following(newcomer.peer_id):
             await donor.keeper.add(manifest, means)
             means.averaged_N.zero_()
-            (step,), _ = await fetched(newcomer, donor, START)
-        assert torch.equal(step.mean(), mean_N)
+            step, _ = await fetched(newcomer, donor, START)
+        assert step is not None
+        assert torch.equal(step.mean_N, mean_N)

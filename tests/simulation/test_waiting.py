@@ -72,7 +72,7 @@ def test_the_lead_says_when_the_group_is_looked_for_and_not_what_is_in_a_step(
     async def noted(self: Matchmaker) -> None:
         assert isinstance(self._roster, GridAssignment)
         if len(sizes) >= 2:  # the speeds are known by then
-            ahead.append(64 - self._roster._tracker.outlook.samples)
+            ahead.append(64 - self._roster.tracker.outlook.samples)
         await hold_place(self)
 
     monkeypatch.setattr(Matchmaker, "hold_place", noted)

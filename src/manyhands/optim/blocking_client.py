@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from manyhands.averaging.state.content import State
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.errors import Timeout, Unavailable
-from manyhands.base.text import counted
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
 from manyhands.optim.run.progress import sum_of_samples
@@ -32,10 +31,7 @@ BLOCKED_S = 5.0
 """For a blocked network thread, beyond the limit of what it does."""
 JOIN_PATIENCE_S = 40.0
 """How long a newcomer asks for the state again after a failure: its link may be down, or a client with the state has
-yet to connect to it.
-
-Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which a trainer goes on without the state.
-"""
+yet to connect to it."""
 NEWS_PERIOD_S = 1.0
 WAIT_PERIOD_S = 0.25
 
@@ -133,7 +129,7 @@ class BlockingRunClient:
         try:
             self.tell()
             collaboration = self._collaboration
-            if collaboration.is_lull(samples, self._peer.time()):
+            if collaboration.is_lull(self._peer.time()):
                 return Decision.ACCUMULATE
             deciding = collaboration.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
             return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
@@ -216,22 +212,18 @@ class BlockingRunClient:
 
     def missed_steps(self) -> Iterator[MissedStep]:
         """The steps that the others have made since this peer loaded a state, as far as its donors have kept them."""
-        collaboration, phase = self._collaboration, "fetching the steps since the state was loaded"
-        while steps := self._run(collaboration.missed_steps(), phase, MAX_DOWNLOAD_S):
-            yield from steps
+        collaboration, phase = self._collaboration, "fetching a step since the state was loaded"
+        while step := self._run(collaboration.missed_step(), phase, MAX_DOWNLOAD_S):
+            yield step
             self.tell()
-            logger.info(
-                "Caught up on %s that the others made during the download, up to step %d",
-                counted(len(steps), "step"),
-                self._replica.position.step,
-            )
+            logger.info("Caught up on a step that the others made meanwhile: step %d", self._replica.position.step)
             self._run(collaboration.tracker.look(), phase)
 
     def replay(self, step: MissedStep) -> None:
         """Make a step of the others as they have made it; :meth:`tell` says so to the network thread."""
         replica, manifest = self._replica, step.manifest
         lineage, samples = replica.position.after(manifest).lineage, sum_of_samples(manifest.weights)
-        replica.advance(step.mean(), Averaged(None, lineage, samples, shares=manifest.contributors()))
+        replica.advance(step.mean_N, Averaged(None, lineage, samples, shares=manifest.contributors()))
         replica.copy_to_model()
         place = replica.position, replica.lineage_samples, replica.sketch()
         self._untold = partial(self._collaboration.replayed, *place)

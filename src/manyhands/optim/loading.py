@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AsyncExitStack
 
 import torch
 
@@ -35,8 +34,7 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 FIND_RUN_TIMEOUT_S = 10.0
-MAX_POSITIONS = 4
-"""Most positions to try, from the highest."""
+MAX_POSITIONS = 4  # to try, from the highest
 
 
 def load_state_from_peers(
@@ -64,8 +62,7 @@ def load_state_from_peers(
 
 
 async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
-    presence, loop = peer.presence, asyncio.get_running_loop()
-    begun = loop.time()
+    presence, begun = peer.presence, asyncio.get_running_loop().time()
     try:
         async with time_limit(FIND_RUN_TIMEOUT_S, f"looking for run {run_id!r}"):
             manifest = await _manifest_of(peer, run_id)
@@ -73,19 +70,15 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
             await reader.refresh()
     except Timeout as error:
         raise Unavailable(str(error)) from error
-    parameters = matching_parameters(model, manifest)
-    buffers = dict(model.named_buffers())
-    extra = [buffers.get(spec.name) for spec in manifest.extra_tensors]
+    parameters, buffers = matching_parameters(model, manifest), dict(model.named_buffers())
+    targets = [*parameters, *(buffers.get(spec.name) for spec in manifest.extra_tensors)]
     held = await run_to_end(_held, manifest.tensors, parameters)
-    records = askable(reader.records(), presence.endpoint)
-    failures = [
-        f"none of the {len(reader.records())} peers that train it can be dialled from here"
-        if reader.records()
-        else "nobody trains it now"
-    ]
-    async with AsyncExitStack() as parts:
-        canvass = Canvass(presence.endpoint, presence.rng)
-        parts.push_async_callback(canvass.close)
+    all_records = reader.records()
+    records, failure = askable(all_records, presence.endpoint), "nobody trains it now"
+    if all_records:
+        failure = f"none of the {len(all_records)} peers that train it can be dialled from here"
+    canvass = Canvass(presence.endpoint, presence.rng)
+    try:
         for _ in range(MAX_POSITIONS):
             if (leading := await leading_donors(records, canvass, presence.rng, presence.vouched(run_id))) is None:
                 break
@@ -93,19 +86,19 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
             try:
                 state = await download_state(
                     presence.endpoint, manifest, donors, position,
-                    is_onlooker=True, held=held, num_tensors=len(parameters) + len(extra),
+                    is_onlooker=True, held=held, num_tensors=len(targets),
                 )  # fmt: skip
-                if fault := await run_to_end(_assign, state, [*parameters, *extra]):
+                if fault := await run_to_end(_assign, state, targets):
                     raise Unavailable(f"the state of peer {', '.join(state.donors)} cannot be used: {fault}")
             except Unavailable as error:
-                failures = [str(error)]
+                failure = str(error)
                 records = {peer_id: record for peer_id, record in records.items() if peer_id not in donors}
                 continue
-            header = state.header
-            return LoadedState(
-                header.position.step, header.lineage_samples, state.donors, state.num_bytes, loop.time() - begun
-            )
-    raise Unavailable(f"the state of run {run_id!r} cannot be loaded: {'; '.join(failures)}")
+            header, took_s = state.header, asyncio.get_running_loop().time() - begun
+            return LoadedState(header.position.step, header.lineage_samples, state.donors, state.num_bytes, took_s)
+    finally:
+        await canvass.close()
+    raise Unavailable(f"the state of run {run_id!r} cannot be loaded: {failure}")
 
 
 async def _manifest_of(peer: Peer, run_id: str) -> RunManifest:
@@ -152,27 +145,21 @@ def matching_parameters(model: torch.nn.Module, manifest: RunManifest) -> list[t
     Raises:
         ManifestMismatch: the run has others.
     """
-    named = dict(model.named_parameters())
+    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     names = [spec.name for spec in manifest.tensors]
-    if names == [f"parameter {index}" for index in range(len(names))]:  # the trainers' optimizer does not know them
-        named = dict(zip(names, named.values(), strict=False)) if len(named) == len(names) else named
-    differences = [
-        f"the model has no tensor {readable(spec.name)}"
-        if spec.name not in named
-        else f"tensor {spec.name} has shape {list(named[spec.name].shape)} here, {list(spec.shape)} in the run"
-        for spec in manifest.tensors
-        if spec.name not in named or tuple(named[spec.name].shape) != tuple(spec.shape)
+    if names == [f"parameter {index}" for index in range(len(named))]:  # the trainers' optimizer does not know them
+        named = dict(zip(names, named.values(), strict=True))
+    differences = [f"the model has no tensor {readable(name)}" for name in names if name not in named]
+    differences += [
+        f"{what} {spec.name} has shape {list(own[spec.name].shape)} here, {list(spec.shape)} in the run"
+        for what, own, specs in (("tensor", named, manifest.tensors), ("buffer", buffers, manifest.extra_tensors))
+        for spec in specs
+        if spec.name in own and tuple(own[spec.name].shape) != tuple(spec.shape)
     ]
     differences += [
         f"the run does not train tensor {name}"
         for name, parameter in named.items()
         if parameter.requires_grad and name not in set(names)
-    ]
-    buffers = dict(model.named_buffers())
-    differences += [
-        f"buffer {spec.name} has shape {list(buffers[spec.name].shape)} here, {list(spec.shape)} in the run"
-        for spec in manifest.extra_tensors
-        if spec.name in buffers and tuple(buffers[spec.name].shape) != tuple(spec.shape)
     ]
     if differences:
         shown, more = differences[:3], len(differences) - 3

@@ -8,6 +8,7 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,50 +25,32 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-MANIFEST_KIND = "manifest"
-"""Of the DHT keys of manifests."""
+MANIFEST_KIND = "manifest"  # of the DHT keys
 TTL_S = 300.0
 WITHDRAW_TIMEOUT_S = 0.5
-MAX_BYTES = 256 << 10
-"""Of a manifest before compression: room for some thousands of tensors."""
+MAX_BYTES = 256 << 10  # before compression: room for some thousands of tensors
 MAX_HYPER_PARAMETERS_BYTES = 64 << 10
-DECODED_IN_A_TURN = 8
-"""Manifests decoded before the event loop runs other tasks: 1 ms each at most."""
-OPTION_NAMES = {"lr": "learning_rate"}
-"""Hyper-parameters that have a longer name on the command line."""
+DECODED_IN_A_TURN = 8  # manifests, before the event loop runs other tasks: 1 ms each at most
+OPTION_NAMES = {"lr": "learning_rate"}  # those with a longer name on the command line
 SHOWN_DIFFERENCES = 5
-SHOWN_DIGITS = 16
-"""Of a fingerprint."""
-SHOWN_CHARACTERS = 1000
-"""Limit for one value in a difference: others' values have to fit on a screen."""
+SHOWN_DIGITS = 16  # of a fingerprint
+SHOWN_CHARACTERS = 1000  # of one value in a difference: others' values have to fit on a screen
 
 
 class RunManifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The settings of a run.
+    """The settings of a run."""
 
-    Attributes:
-        protocol: wire version.
-        tensors: the optimizer's parameters, in order.
-        frozen: names of those that are not trained.
-        optimizer: class name.
-        hyper_parameters: of each parameter group.
-        scheduler: class name and constants, or empty.
-        codec: how vectors are encoded on the wire.
-        extra: further facts that must be equal, such as the digest of a tokenizer.
-        extra_tensors: averaged beside the parameters, such as buffers.
-    """
-
-    protocol: str
+    protocol: str  # wire version
     run_id: str
     target_batch_size: int
-    tensors: list[ParameterSpec]
-    frozen: list[str]
-    optimizer: str
-    hyper_parameters: list[dict[str, Any]]
-    scheduler: str
-    codec: str
-    extra: dict[str, str]
-    extra_tensors: list[ParameterSpec] = []
+    tensors: list[ParameterSpec]  # the optimizer's parameters, in order
+    frozen: list[str]  # names of those that are not trained
+    optimizer: str  # class name
+    hyper_parameters: list[dict[str, Any]]  # of each parameter group
+    scheduler: str  # class name and constants, or empty
+    codec: str  # how vectors are encoded on the wire
+    extra: dict[str, str]  # further facts that must be equal, such as the digest of a tokenizer
+    extra_tensors: list[ParameterSpec] = []  # averaged beside the parameters, such as buffers
 
     def encoded(self) -> bytes:
         return msgspec.msgpack.encode(self, order="sorted")
@@ -88,9 +71,9 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
         if here != there:
             lines.append(f"{name} is {_shown(here)} here, {_shown(there)} in the run")
     lines += [
-        f"{readable(key)} is {_shown_fact(own, key)} here, {_shown_fact(run, key)} in the run"
+        f"{readable(key)} is {readable(here)} here, {readable(there)} in the run"
         for key in sorted(own.extra.keys() | run.extra.keys())
-        if own.extra.get(key) != run.extra.get(key)
+        if (here := own.extra.get(key, "not set")) != (there := run.extra.get(key, "not set"))
     ]
     if own.optimizer == run.optimizer:  # another kind has other options
         lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
@@ -135,10 +118,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
-def _shown_fact(manifest: RunManifest, key: str) -> str:
-    return readable(manifest.extra.get(key, "not set"))
-
-
+@dataclass(eq=False)
 class ManifestKeeper:
     """Compares this peer's manifest with that of the run at join, then keeps it alive in the DHT.
 
@@ -149,26 +129,20 @@ class ManifestKeeper:
         ConfigError: the manifest is too long for others to read.
     """
 
-    def __init__(
-        self,
-        dht: DhtNode,
-        own_id: PeerId,
-        manifest: RunManifest,
-        may_begin: Callable[[], Awaitable[None]],
-        expected: bytes,
-    ) -> None:
-        if (num_bytes := len(manifest.encoded())) > MAX_BYTES:
-            raise ConfigError(
-                f"the settings of the run have {num_bytes} bytes, with the names and shapes of {len(manifest.tensors)} "
-                f"tensors; at most {MAX_BYTES} can be published: shorten the names, or train fewer tensors"
-            )
-        self._may_begin = may_begin
-        self._expected = expected
-        self._dht = dht
-        self._own_id = own_id
-        self._manifest = manifest
-        self._key = manifest_key(manifest.run_id)
+    dht: DhtNode
+    own_id: PeerId
+    manifest: RunManifest
+    may_begin: Callable[[], Awaitable[None]]
+    expected: bytes
+
+    def __post_init__(self) -> None:
         self._tasks = TaskOwner("run manifest")
+        if (num_bytes := len(self.manifest.encoded())) > MAX_BYTES:
+            raise ConfigError(
+                f"the settings of the run have {num_bytes} bytes, with the names and shapes of "
+                f"{len(self.manifest.tensors)} tensors; at most {MAX_BYTES} can be published: shorten the names, or "
+                "train fewer tensors"
+            )
 
     async def agree(self) -> None:
         """Join the run, or begin it.
@@ -178,7 +152,7 @@ class ManifestKeeper:
             Unavailable: the DHT does not answer.
         """
         if not await self._compare():
-            await self._may_begin()
+            await self.may_begin()
         await self._publish()
         try:
             await self._compare()  # of two that begin at once, both see both
@@ -194,24 +168,27 @@ class ManifestKeeper:
 
     async def _compare(self) -> bool:
         """Whether a peer has signed a manifest; this peer's is then equal to it, and the one that the owner signed."""
-        run_id, own = self._manifest.run_id, self._manifest.fingerprint()
-        run = await read_manifest(self._dht, run_id, self._expected)
+        run_id, own = self.manifest.run_id, self.manifest.fingerprint()
+        run = await read_manifest(self.dht, run_id, self.expected)
         if run is not None and run.manifest.fingerprint() != own:
-            raise ManifestMismatch(run_id, differences(self._manifest, run.manifest))
-        if not own.startswith(self._expected):
-            here, there = own.hex()[:SHOWN_DIGITS], self._expected.hex()[:SHOWN_DIGITS]
+            raise ManifestMismatch(run_id, differences(self.manifest, run.manifest))
+        if not own.startswith(self.expected):
+            here, there = own.hex()[:SHOWN_DIGITS], self.expected.hex()[:SHOWN_DIGITS]
             raise ManifestMismatch(
                 run_id, [f"its owner signed other settings (fingerprint {there}, here {here}); ask the owner for these"]
             )
         return run is not None
 
+    async def _store(self, value: bytes | None) -> None:
+        await self.dht.store(manifest_key(self.manifest.run_id), value, TTL_S, subkey=self.own_id)
+
     async def _publish(self) -> None:
-        await self._dht.store(self._key, zlib.compress(self._manifest.encoded()), TTL_S, subkey=self._own_id)
+        await self._store(zlib.compress(self.manifest.encoded()))
 
     async def _withdraw(self) -> None:
         try:
             async with time_limit(WITHDRAW_TIMEOUT_S, "withdrawing the run manifest"):
-                await self._dht.store(self._key, None, TTL_S, subkey=self._own_id)
+                await self._store(None)
         except ManyhandsError as error:
             logger.debug("the run manifest of this peer expires by itself: %s", error)
 

@@ -11,15 +11,15 @@ import pytest
 from manyhands.averaging.messages import Position
 from manyhands.averaging.sketch import packed
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.branches import Judges
+from manyhands.optim.run.branches import Poll
 from manyhands.optim.run.drift import BOUND, Drift, Sketch
 from tests.unit.optim.test_tracker import BOB, CAROL, DAVE, HERE, NEXT, Run, run_of_one
 
 RIGHT, WRONG = packed([1.0] * 16), packed([1.5] * 16)
 
 
-def all_of(run: Run, num_open: int = 0) -> Judges:
-    return Judges(frozenset(run.tracker.reader.observed()), num_open)
+def all_of(run: Run, num_open: int = 0) -> Poll:
+    return Poll({peer_id: peer_id for peer_id in run.tracker.reader.observed()}, num_open)
 
 
 @asynccontextmanager

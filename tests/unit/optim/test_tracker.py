@@ -547,7 +547,9 @@ async def test_a_host_follows_a_client_once_that_is_connected() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, NEXT, is_client=True)
         assert not run.tracker.should_load_state()
-        assert not run.tracker.is_on_best_branch()
-        assert run.tracker.branches.waits_for_clients
+        assert run.tracker.is_on_best_branch(), "it goes on until then"
+        run.tracker.load(Position(0, b"begin"), 0)
+        assert not run.tracker.is_on_best_branch(), "a newcomer waits"
+        assert run.tracker.branches.waits_for_clients()
         run.tracker.branches._is_connected = lambda peer_id: peer_id == BOB
         assert run.tracker.leading_branch().holders == (BOB,)

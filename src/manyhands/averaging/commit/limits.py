@@ -10,38 +10,22 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
+from manyhands.access.charter import Limits
 from manyhands.averaging.messages import Group
-from manyhands.base.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemberLimits:
-    """Bounds for each member of a group; the same on all peers of a run.
+class MemberLimits(Limits, frozen=True, kw_only=True):
+    """Bounds for each member of a group, as in the run's charter; the same on all peers of a run.
 
     Attributes:
-        max_weight_ratio: bound of a weight, as a multiple of the group's median weight.
-        max_weight_share: bound of a weight's share of the group, where there are enough members for that.
-        max_norm_ratio: values with a norm above this multiple of the group's median are left out.
-        norm_grows: whether the bound rises in proportion to the weight: each batch of local steps adds to the values.
+        norm_grows: whether the bound of the norm rises in proportion to the weight: each batch of local steps adds to
+            the values.
     """
 
-    max_weight_ratio: float = 3.0
-    max_weight_share: float = 0.25
-    max_norm_ratio: float = 10.0
     norm_grows: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_weight_ratio", "max_norm_ratio"):
-            if not getattr(self, name) >= 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; for example 10.0")
-        if not 0.0 < self.max_weight_share <= 1.0:
-            raise ConfigError(
-                f"max_weight_share={self.max_weight_share} must be above 0 and at most 1; for example 0.25"
-            )
 
 
 OPEN_LIMITS = MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)

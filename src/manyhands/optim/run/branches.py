@@ -1,29 +1,27 @@
 """Chooses the branch of the run that a peer should be on, from the others' records. Pure; times are loop times.
 
 The branch with the highest (global step, samples in its lineage, digest) leads. But no single signed record may decide
-which model all peers hold. A peer believes a branch that is ahead of it when
+which model all peers hold (docs/adr/0018-weights-and-belief.md). A peer believes a branch that is ahead of it when
 
 * more than half of the peers that it met in committed rounds and that are still there are ahead on it; or else
 * at least half of all peers that have learnt anything are, itself included. Of these only peers count that it has
   reached: see :func:`sample`, and :mod:`manyhands.optim.run.canvass`, which dials them.
 
 In a run with a charter, the trainers for which a coordinator vouches (:mod:`manyhands.monitor.vouching`) count in place
-of all peers. A peer that has met nobody who is there, such as a newcomer, believes more than half of them at once, even
-if there is only one. Members need two, and go where more than half of them are only after ``VOUCHED_PATIENCE_S``.
+of all peers. A peer that has met nobody who is there, such as a newcomer, believes more than half of them at once.
+Members need two, and go where more than half of them are only after ``VOUCHED_PATIENCE_S``.
 
-So a split heals in favour of the higher branch if that has half of the peers. If it has fewer, its peers see that most
-peers are on another branch, and follow them after a while.
-
-A peer can only follow a believed branch whose state it can get: from a peer that can be dialled or is connected.
+The peers of a higher branch that has less than half of all peers follow the others after a while.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,17 +37,13 @@ LAG_STEPS = 2
 OUTVOTED_S = 20.0
 """How long most peers must be elsewhere before this one follows them to a branch that is not ahead."""
 VOUCHED_PATIENCE_S = 300.0
-"""How long most vouched peers must be elsewhere before a member follows them. One that only fell behind catches up
-sooner, or its coordinator no longer vouches for it."""
+"""The same for vouched peers. One that fell behind catches up sooner, or its coordinator no longer vouches for it."""
 MAX_MET = 4096
 MAX_BEEN_AT = 256
-CLIENT_PATIENCE_S = 60.0
-"""How long to wait for clients that are ahead to connect to this peer."""
 DOUBTED_UNTIL_LOGGED_S = 5.0
 """A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
 SHUN_S = 600.0
 """A peer that sent an unusable state is not followed for this long."""
-
 ENOUGH_VOTES = 32
 """Of more networks, this many decide, chosen at random: in a large run no peer dials all others."""
 
@@ -71,23 +65,21 @@ def leading_branch(others: Records, own_id: PeerId, own: ProgressRecord) -> Bran
     can be dialled, so that all can follow; without any, of the auxiliary peers; without these, of all.
     """
     candidates = {**others, own_id: own}
-    last_step = max(record.position.step for record in candidates.values())
-    if last_step == 0:
+    best = max(candidates.values(), key=branch_order)
+    if best.position.step == 0:
         hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
-    best = max(candidates.values(), key=branch_order) if last_step > 0 else candidates[min(candidates)]
-    holders = [peer_id for peer_id in sorted(candidates) if candidates[peer_id].position == best.position]
-    return Branch(best.position, tuple(holders))
+        best = candidates[min(candidates)]
+    return Branch(best.position, tuple(sorted(one for one in candidates if candidates[one].position == best.position)))
 
 
 class _Electorate(NamedTuple):
-    """The voters: peers, each with the name of its vote; peers with the same name share one vote.
+    """The voters, each with the name of its vote, which several may share.
 
     Attributes:
+        num_votes: of all, with those of the ``num_open`` peers that are still to be dialled, which may be for anything.
         is_patient: they decide only after ``VOUCHED_PATIENCE_S``, and then also for a branch that is ahead.
-        num_votes: of all, with those of peers that are still to be dialled, which may be for anything.
-        num_open: peers that are still to be dialled.
     """
 
     voters: Mapping[PeerId, str]
@@ -125,37 +117,17 @@ class _Electorate(NamedTuple):
 
 
 class Poll(NamedTuple):
-    """The peers whose votes count, each with the name of its vote.
-
-    Attributes:
-        num_open: peers that are still to be dialled; 1 if nobody votes, until somebody does.
-    """
+    """The peers whose votes count, each with the name of its vote."""
 
     voters: Mapping[PeerId, str]
-    num_open: int
+    num_open: int  # peers that are still to be dialled; 1 if nobody votes, until somebody does
 
 
 class Judgement(NamedTuple):
-    """The peers that claim to be ahead on a branch that this peer does not follow now.
+    """The peers that claim to be ahead on a branch that this peer does not follow now."""
 
-    Attributes:
-        doubted: too few others are on their branch.
-        open: this peer must reach more peers before it can tell.
-    """
-
-    doubted: frozenset[PeerId] = frozenset()
-    open: frozenset[PeerId] = frozenset()
-
-
-class Judges(NamedTuple):
-    """The other peers that tell which parameters are right.
-
-    Attributes:
-        num_open: further peers, which are still to be dialled.
-    """
-
-    peers: frozenset[PeerId] = frozenset()
-    num_open: int = 0
+    doubted: frozenset[PeerId] = frozenset()  # too few others are on their branch
+    open: frozenset[PeerId] = frozenset()  # this peer must reach more peers before it can tell
 
 
 def poll_of_claims(records: Records) -> Poll:
@@ -166,8 +138,7 @@ def poll_of_claims(records: Records) -> Poll:
 class Belief:
     """Decides which of the others' claims about other positions one peer believes.
 
-    Attributes:
-        been_at: the last positions of this peer, its own one included.
+    Args:
         vouched: returns the peers for which a coordinator of the run vouches.
         poll: returns which of all peers vote, from their records.
     """
@@ -181,8 +152,8 @@ class Belief:
         self._own_id = own_id
         self.vouched = vouched
         self.poll = poll
-        self._met: dict[PeerId, None] = {}
-        self.been_at: deque[Position] = deque(maxlen=MAX_BEEN_AT)
+        self._met: dict[PeerId, None] = {}  # the last ones at the end
+        self.been_at: deque[Position] = deque(maxlen=MAX_BEEN_AT)  # this peer, now and before
         self._has_stepped = False
         self._outvoted_since = math.inf
 
@@ -218,9 +189,7 @@ class Belief:
                 break
         return Judgement(frozenset(peer_id for peer_id, position in ahead.items() if position != believed))
 
-    def other_majority(
-        self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], now: float
-    ) -> Position | None:
+    def other_majority(self, own: ProgressRecord, records: Records, now: float) -> Position | None:
         """The position of most peers for a while, if this peer was never there and does not follow them at once."""
         elsewhere = {
             peer_id: record.position for peer_id, record in records.items()
@@ -239,20 +208,20 @@ class Belief:
         self._outvoted_since = math.inf
         return None
 
-    def judges(self, own: ProgressRecord, records: Records) -> Judges:
+    def judges(self, own: ProgressRecord, records: Records) -> Poll:
         """The peers that tell which parameters are right: those met in committed rounds, else one of each vote."""
         for electorate in self._electorates(own, records):
             if electorate.voters:
                 each = {vote: peer_id for peer_id, vote in electorate.voters.items()}
-                return Judges(frozenset(each.values()), electorate.num_open)
-        return Judges()
+                return Poll({peer_id: vote for vote, peer_id in each.items()}, electorate.num_open)
+        return Poll({}, num_open=0)
 
     def _electorates(self, own: ProgressRecord, records: Records) -> Iterator[_Electorate]:
         met = {peer_id: str(peer_id) for peer_id in records if peer_id in self._met}
         yield _Electorate(met, len(met), is_half_enough=False)
         is_own_counted = self._has_stepped and own.position.step > 0
         vouched = self.vouched()
-        voters = _voters_among(_vouched_among(records, vouched))
+        voters = _voters_among({peer_id: records[peer_id] for peer_id in vouched if peer_id in records})
         num_votes = len(set(voters.values())) + (is_own_counted and self._own_id in vouched)
         if voters and num_votes > bool(met):  # one alone decides nothing for members
             yield _Electorate(voters, num_votes, is_half_enough=False, is_patient=bool(met))
@@ -277,13 +246,9 @@ def sample(
     learnt = {peer_id: record for peer_id, record in records.items() if record.position.step}
     in_order = [peer_id for peer_id, record in learnt.items() if record.addresses]
     if len(in_order) > ENOUGH_VOTES:  # one of each network that they claim, then another one of each
-        num_before: Counter[str] = Counter()
-        turns: dict[PeerId, int] = {}
-        for peer_id in sorted(in_order, key=rank):
-            network = voter_of(peer_id, learnt[peer_id].addresses)
-            turns[peer_id] = num_before[network]
-            num_before[network] += 1
-        in_order = sorted(turns, key=turns.__getitem__)
+        turns: dict[str, itertools.count[int]] = defaultdict(itertools.count)
+        in_order.sort(key=rank)
+        in_order.sort(key=lambda peer_id: next(turns[voter_of(peer_id, learnt[peer_id].addresses)]))
     voters: dict[PeerId, str] = {}
     votes: set[str] = set()
     undialled: list[PeerId] = []
@@ -308,10 +273,6 @@ def _voters_among(records: Records) -> dict[PeerId, str]:
     return voters or {peer_id: str(peer_id) for peer_id in learnt}
 
 
-def _vouched_among(records: Records, vouched: Collection[PeerId]) -> Records:
-    return {peer_id: records[peer_id] for peer_id in vouched if peer_id in records}
-
-
 def held_by_most(records: Records, vouched: Collection[PeerId] = ()) -> Position:
     """The highest position that more than half of the peers are at, or were shortly before, for one that only watches.
 
@@ -319,13 +280,11 @@ def held_by_most(records: Records, vouched: Collection[PeerId] = ()) -> Position
         records: of at least one peer.
         vouched: only these peers count, if any of them is there.
     """
-    records = _vouched_among(records, vouched) or records
+    records = {peer_id: records[peer_id] for peer_id in vouched if peer_id in records} or records
     voters = _voters_among(records)
     electorate = _Electorate(voters, len(set(voters.values())), is_half_enough=False)
     believed = electorate.believed({peer_id: record.position for peer_id, record in records.items()})
-    if believed is None:  # nothing has been learnt yet
-        return max(records.values(), key=branch_order).position
-    return believed
+    return believed or max(records.values(), key=branch_order).position  # if nothing has been learnt yet
 
 
 def believed_by_a_newcomer(
@@ -337,7 +296,7 @@ def believed_by_a_newcomer(
     """
     nowhere = ProgressRecord(Position(0, b""), 0, 0.0, 0, is_client=True, addresses=[], ttl_s=0.0)
     doubted, still_open = Belief(PeerId(""), lambda: vouched, poll).judge(nowhere, records)
-    return {peer_id: record for peer_id, record in records.items() if peer_id not in doubted and not still_open}
+    return {} if still_open else {peer_id: record for peer_id, record in records.items() if peer_id not in doubted}
 
 
 def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
@@ -371,7 +330,6 @@ class BranchChoice:
     Attributes:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, without peers ahead on a branch that this peer does not believe in, or not yet.
-        waits_for_clients: only clients have the state that this peer needs: one of them must connect to it.
     """
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
@@ -385,19 +343,15 @@ class BranchChoice:
         self._doubted_since: dict[PeerId, float] = {}  # infinite once logged
         self._shunned: dict[PeerId, float] = {}  # until when
         self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
-        self._waits_since = math.inf  # for clients with the state to connect
-        self._has_waited = self.waits_for_clients = False
 
     def look(self, own: ProgressRecord, records: Records, now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
-        old, self._own, self._records = self._records, own, records
+        self._own, self._records = own, records
         if own.position not in self.belief.been_at:
             self.belief.been_at.append(own.position)
         self._majority = self.belief.other_majority(own, records, now)
         doubted, still_open = self.belief.judge(own, records)
-        # one whose record this peer has caught up with may say more in its next one
-        unread = {peer for peer in self._doubted_since if peer in records and records[peer] is old.get(peer)}
-        self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted | unread}
+        self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted}
         for peer_id in doubted:
             if now >= self._doubted_since[peer_id] + DOUBTED_UNTIL_LOGGED_S:
                 self._doubted_since[peer_id] = math.inf
@@ -407,9 +361,6 @@ class BranchChoice:
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in still_open}
-        self._waits_since = min(self._waits_since, now) if self._is_only_with_clients() else math.inf
-        self._has_waited = now - self._waits_since >= CLIENT_PATIENCE_S
-        self.waits_for_clients = self._waits_since < math.inf and not self._has_waited
 
     def shun(self, peer_id: PeerId, now: float) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
@@ -422,18 +373,23 @@ class BranchChoice:
             return record is not None
         return not self._own.is_client and self._is_connected(peer_id)
 
-    def leading(self, without_state: Container[PeerId]) -> Branch:
+    def leading(self, without_state: Collection[PeerId]) -> Branch:
         """The branch that this peer should be on, among those whose state others than these can send."""
-        reachable = self._within_reach(self.believed).items()
-        return self._chosen({peer_id: record for peer_id, record in reachable if peer_id not in without_state})
+        believed = {peer_id: self.believed[peer_id] for peer_id in self.believed if peer_id not in without_state}
+        return self._chosen(self._within_reach(believed))
 
     def best(self) -> Branch:
-        """The best known branch, whether or not its state is available now, and this peer can tell already.
+        """The best known branch, whether or not this peer can tell already.
 
-        Clients can never get it from each other: they follow the peers that can be dialled.
+        Only a newcomer waits for a branch whose state it cannot get: from clients, until one has connected to it.
         """
-        is_within_reach = self._own.is_client or self._has_waited
-        return self._chosen(self._within_reach(self._plausible) if is_within_reach else self._plausible)
+        is_new = not (self._own.is_client or self._own.samples or self._own.position.step)
+        return self._chosen(self._plausible if is_new else self._within_reach(self._plausible))
+
+    def waits_for_clients(self) -> bool:
+        """Whether only clients have the state that this peer needs: one of them must connect to it."""
+        best = self.best()
+        return best.position != self._own.position and not any(map(self.can_hand_out, best.holders))
 
     def _chosen(self, others: Records) -> Branch:
         """The branch of most peers, if they do not follow the one that this peer is on; else the leading one."""
@@ -447,16 +403,5 @@ class BranchChoice:
 
     def _within_reach(self, records: Records) -> Records:
         """These records without peers on other branches whose state is not available."""
-        return {
-            peer_id: record
-            for peer_id, record in records.items()
-            if record.position == self._own.position or self.can_hand_out(peer_id)
-        }
-
-    def _is_only_with_clients(self) -> bool:
-        """Whether only unconnected clients have the state of the best branch."""
-        reachable = self._within_reach(self._plausible)
-        if self._own.is_client or len(reachable) == len(self._plausible):
-            return False
-        best = leading_branch(self._plausible, self._own_id, self._own)
-        return best.position != self._own.position and reachable.keys().isdisjoint(best.holders)
+        here = self._own.position
+        return {one: record for one, record in records.items() if record.position == here or self.can_hand_out(one)}

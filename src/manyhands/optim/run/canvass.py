@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from manyhands.averaging.messages import readable_addresses
 from manyhands.base.deadline import wait_at_most
@@ -25,18 +25,15 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 5.0
-AT_FIRST = 16
 AT_ONCE = 64
-"""Dials at a time after the first ones: those of a thousand false identities must end within two minutes."""
+"""Dials at a time: those of a thousand false identities must end within two minutes."""
 FAILED_S = 600.0
 """A peer that was dialled in vain has no vote for so long, unless it connects to this one meanwhile."""
 AGAIN_S = 10.0
-"""When to dial the same peers again if none was reached, as this machine may have been offline; and a peer that was not
-dialled, as the last dial failed a moment before."""
+"""The same if none was reached, as this machine may have been offline, or if the last dial failed a moment before."""
 
 
-@dataclass(frozen=True)
-class _Failure:
+class _Failure(NamedTuple):
     at: float  # loop time
     lasts_s: float
     was_connected: bool
@@ -54,6 +51,7 @@ class Canvass:
         self._rng = rng
         self._on_news = on_news
         self._records: Records = {}  # of the last poll
+        self._is_in_vain = False  # the last poll has reached none of all these
         self._undialled: list[PeerId] = []
         self._failed: dict[PeerId, _Failure] = {}
         self._ranks: dict[PeerId, float] = {}
@@ -71,9 +69,7 @@ class Canvass:
         self._failed = {peer_id: failure for peer_id, failure in self._failed.items() if peer_id in records}
         self._ranks = {peer_id: rank for peer_id, rank in self._ranks.items() if peer_id in records}
         voters, self._undialled = sample(records, self._vote_of, self._rank_of)
-        if not voters and self._failed and not self._undialled:
-            tried_before = asyncio.get_running_loop().time() - AGAIN_S
-            self._failed = {peer_id: failure for peer_id, failure in self._failed.items() if failure.at > tried_before}
+        self._is_in_vain = not voters and not self._undialled
         if self._undialled and self._dialling is None and not self._tasks.is_closed:
             self._dialling = self._tasks.spawn(self._dial(), name="dialling peers to see where they are")
         return Poll(voters, num_open=len(self._undialled) or int(not voters))
@@ -92,27 +88,20 @@ class Canvass:
             return vote_from(host, host) if host else ""
         if host := self._endpoint.reached_host(peer_id):
             return vote_from(host, peer_id)
-        failure = self._failed.get(peer_id)
-        if failure is None or asyncio.get_running_loop().time() - failure.at >= failure.lasts_s:
+        if (failure := self._failed.get(peer_id)) is None:
             return None
-        return None if self._endpoint.is_connected(peer_id) and not failure.was_connected else ""
+        lasts_s = AGAIN_S if self._is_in_vain else failure.lasts_s
+        is_over = asyncio.get_running_loop().time() - failure.at >= lasts_s
+        return None if is_over or (self._endpoint.is_connected(peer_id) and not failure.was_connected) else ""
 
     def _rank_of(self, peer_id: PeerId) -> float:
         return self._ranks.setdefault(peer_id, self._rng.random())
 
     async def _dial(self) -> None:
-        num = AT_FIRST
         try:
-            while batch := self._undialled[:num]:
-                dials = {
-                    self._tasks.spawn(self._reach(peer_id), name="dialling a peer for its vote") for peer_id in batch
-                }
-                while dials:
-                    _, dials = await asyncio.wait(dials, return_when=asyncio.FIRST_COMPLETED)
-                    self._on_news()
-                    self._has_news.set()
+            while batch := self._undialled[:AT_ONCE]:
+                await asyncio.gather(*map(self._reach, batch))
                 self.poll(self._records)
-                num = AT_ONCE
         finally:
             self._dialling = None
             self._has_news.set()
@@ -127,6 +116,7 @@ class Canvass:
             lasts_s = AGAIN_S if isinstance(error, TooEarly) else FAILED_S
             logger.debug("peer %s has no vote on where the run is: %s", peer_id, error)
         if not self._endpoint.reached_host(peer_id):
-            self._failed[peer_id] = _Failure(
-                asyncio.get_running_loop().time(), lasts_s, was_connected=self._endpoint.is_connected(peer_id)
-            )
+            now, was_connected = asyncio.get_running_loop().time(), self._endpoint.is_connected(peer_id)
+            self._failed[peer_id] = _Failure(now, lasts_s, was_connected)
+        self._on_news()
+        self._has_news.set()

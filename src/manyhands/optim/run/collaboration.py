@@ -10,9 +10,9 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -37,7 +37,7 @@ from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, Ste
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_steps
+from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_step
 from manyhands.peer import Presence
 from manyhands.reach.clocks import clock_offset_s
 from manyhands.runtime import TaskOwner
@@ -46,12 +46,8 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
-AT_ONCE = 2
-"""Steps that a newcomer fetches at a time take about the memory of so many vectors in float32."""
-MAX_DOUBTED = 3
-"""States to download until one has the sums that the majority published."""
-NEAR_TIMEOUT_S = 1.0
-"""The longest wait of a training loop to learn whether the target is reached."""
+MAX_DOUBTED = 3  # states to download until one has the sums that the majority published
+NEAR_TIMEOUT_S = 1.0  # the longest wait of a training loop to learn whether the target is reached
 NEWCOMER_S = 3.0
 """After downloading the state, a peer has this long to appear before a lone peer moves on."""
 LULL_S = 0.25
@@ -61,6 +57,7 @@ FAR_S = 10.0
 BATCH_MARGIN = 1.25
 """A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
 PAUSE_S = 300.0
+"""After a step has waited in vain for peers that load the state, no step waits for any for so long."""
 
 
 class Decision(enum.Enum):
@@ -73,48 +70,41 @@ class Decision(enum.Enum):
     RELOAD = "most peers at this position hold other parameters: load their state"
 
 
+@dataclass(eq=False)
 class Collaboration:
-    """One peer's part in one run: its manifest, progress, rounds and state server."""
+    """One peer's part in one run: its manifest, progress, rounds and state server.
 
-    def __init__(
-        self,
-        presence: Presence,
-        manifest: RunManifest,
-        local: LocalState,
-        averaging: AveragingConfig,
-        progress: ProgressConfig,
-        *,
-        batch_size_lead: int | None,
-        is_auxiliary: bool,
-        allow_solo: bool,
-        start_new: bool | None,
-    ) -> None:
-        self._start_new = start_new
-        self._presence = presence
-        self._manifest = manifest
-        self._local = local
-        self.averaging = averaging
-        self._progress_config = progress
-        self._batch_size_lead = batch_size_lead
-        self._is_auxiliary = is_auxiliary
-        self._allow_solo = allow_solo
+    Attributes:
+        on_leaving: called as this peer leaves the run.
+    """
+
+    presence: Presence
+    manifest: RunManifest
+    local: LocalState
+    averaging: AveragingConfig
+    progress: ProgressConfig
+    _: KW_ONLY
+    batch_size_lead: int | None
+    is_auxiliary: bool
+    allow_solo: bool
+    start_new: bool | None
+    on_leaving: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
         self._num_vain_loads = 0  # since this peer took part in a step
         self._state_donors: Sequence[PeerId] = ()  # of the last state
         self._has_parted = False  # this peer's parameters were once not those of the majority
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
-        self._rng = presence.rng
-        self._courtesy = Courtesy()
+        self._awaited: set[PeerId] = set()  # peers that load the state, for which this step has waited
+        self._pause_until = -math.inf  # loop time; until then no step waits for such peers
         self._lull_until = -math.inf  # loop time
-        self._lull_samples = 0
-        self._due_from: Position | None = None  # where a step is due, ...
-        self._due_since = -math.inf  # ... and since when (loop time)
+        self._due_from: Position | None = None  # where a step is due
+        self._due_since = -math.inf  # loop time
         self._waited_in_vain_at: Position | None = None
         self._parts = AsyncExitStack()
         self.tasks = TaskOwner("collaboration")
-        self.on_leaving: Callable[[], None] | None = None
-        """Called as this peer leaves the run."""
-        self.run_id = manifest.run_id
+        self.run_id = self.manifest.run_id
 
     async def start(self) -> None:
         """Join the run.
@@ -124,51 +114,50 @@ class Collaboration:
             ManifestMismatch: this peer does not fit it.
             Unavailable: the DHT does not answer.
         """
-        presence, manifest = self._presence, self._manifest
+        presence, manifest = self.presence, self.manifest
         await presence.check_run(manifest.run_id)
         await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
         self.tracker = ProgressTracker(
-            presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self._local.position,
-            self._progress_config, is_auxiliary=self._is_auxiliary, began_at=presence.began_at,
+            presence.endpoint, presence.dht, manifest.run_id, manifest.target_batch_size, self.local.position,
+            self.progress, is_auxiliary=self.is_auxiliary, began_at=presence.began_at,
         )  # fmt: skip
         belief = self.tracker.branches.belief
         belief.vouched = lambda: presence.vouched(manifest.run_id)
-        self._canvass = Canvass(presence.endpoint, self._rng, self.tracker.judge)
+        self._canvass = Canvass(presence.endpoint, presence.rng, self.tracker.judge)
         belief.poll = self._canvass.poll
         self._drift = Drift(
-            self.tracker.reader, presence.peer_id, self._local.drift_bound, self.tracker.judges_of_parameters
+            self.tracker.reader, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters
         )
-        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
+        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, presence.rng)
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
             members = presence.members.get(manifest.run_id)
-            charter = members.charter.charter if members is not None else None
-            limits = MemberLimits(**msgspec.structs.asdict(charter.limits)) if charter is not None else OPEN_LIMITS
-            limits = replace(limits, norm_grows=self._local.norm_grows)
+            bounds = members.charter.charter.limits if members is not None else OPEN_LIMITS
+            limits = MemberLimits(**{**msgspec.structs.asdict(bounds), "norm_grows": self.local.norm_grows})
             self._rounds = RoundRunner(
-                presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, self._rng,
+                presence.endpoint, manifest.run_id, manifest.fingerprint(), assignment, self.averaging, presence.rng,
                 limits=limits,
             )  # fmt: skip
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self.tasks.close)
-            look_ahead = LookAhead(self._rounds.matchmaker, self.tracker, self.tasks, self._batch_size_lead)
+            look_ahead = LookAhead(self._rounds.matchmaker, self.tracker, self.tasks, self.batch_size_lead)
             self.step_rounds = StepRounds(
-                presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self._local,
+                presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self.local,
                 self.averaging,
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
             try:
                 self._server = StateServer(
-                    presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position
+                    presence.endpoint, manifest.run_id, self.local.capture, lambda: self.local.position
                 )
             except ConfigError as error:
                 raise ConfigError(
                     "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
                 ) from error
             parts.push_async_callback(self._server.close)
-            if self._local.can_replay:
-                steps = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self._local.position)
+            if self.local.can_replay:
+                steps = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self.local.position)
                 parts.callback(steps.close)
                 self._rounds.on_means.append(steps.add)
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
@@ -186,14 +175,14 @@ class Collaboration:
 
     async def _check_new_run(self) -> None:
         """Warn that no peer trains in this run yet, or raise ``RunNotFound`` if it must not be begun."""
-        dht = self._presence.dht
-        if self._start_new or not dht.num_known_peers:
+        dht = self.presence.dht
+        if self.start_new or not dht.num_known_peers:
             return
         runs = await find_runs(dht, self.run_id)
         if any(run.run_id == self.run_id for run in runs):  # only its monitor is there, say
             return
         message = nobody_is_in(self.run_id, dht.num_known_peers, runs)
-        if self._start_new is False:
+        if self.start_new is False:
             raise RunNotFound(f"{message}. Check the run id; start_new=True begins a run")
         if runs:  # else there is no run that could be meant
             logger.warning("%s. This peer begins it; if that is meant, start_new=True says so", message)
@@ -202,7 +191,7 @@ class Collaboration:
         """This peer's health report."""
         now, since = asyncio.get_running_loop().time(), self._alone_since
         return Health(
-            step=self._local.position.step,
+            step=self.local.position.step,
             publish_failures=self.tracker.publisher.num_failures,
             alone_s=now - since if since is not None else None,
             last_said_goodbye=self.tracker.reader.last_said_goodbye,
@@ -213,7 +202,7 @@ class Collaboration:
         log = HealthLog()
         await asyncio.sleep(FIRST_HEALTH_CHECK_S)
         while True:
-            presence = self._presence
+            presence = self.presence
             others = list(filter(presence.endpoint.is_connected, self.tracker.reader.observed()))
             if not others:  # with a wrong clock it can read no records
                 others = [contact.peer_id for contact in presence.dht.contacts()]
@@ -232,8 +221,8 @@ class Collaboration:
 
     async def close(self) -> None:
         """Leave the run. May be called twice."""
-        if self.close in self._presence.on_close:
-            self._presence.on_close.remove(self.close)
+        if self.close in self.presence.on_close:
+            self.presence.on_close.remove(self.close)
             self._lull_until = -math.inf
             if self.on_leaving is not None:
                 self.on_leaving()
@@ -271,7 +260,7 @@ class Collaboration:
             raise ManyhandsError("this peer left the run")
         tracker = self.tracker
         tracker.twin.check(asyncio.get_running_loop().time())
-        self._presence.check_own(self.run_id)
+        self.presence.check_own(self.run_id)
         tracker.report(samples, samples_per_second, batch_s)
         self._contacts.warn_if_stranded()
         if tracker.is_worth_a_look():
@@ -285,7 +274,8 @@ class Collaboration:
         if samples and may_wait and tracker.is_near():
             self._contacts.tell(tracker.view.reachable)
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
-            self._note_lull(samples)
+            if FAR_S < min(tracker.progress.eta_s, tracker.outlook.eta_s) < math.inf:
+                self._lull_until = asyncio.get_running_loop().time() + LULL_S
             return Decision.ACCUMULATE
         if self._due_from != tracker.own.position:
             self._due_from, self._due_since = tracker.own.position, asyncio.get_running_loop().time()
@@ -309,19 +299,9 @@ class Collaboration:
         else:
             await self.tracker.wait_until_due(seconds)
 
-    # far from the target
-
-    def is_lull(self, samples: int, now: float) -> bool:
+    def is_lull(self, now: float) -> bool:
         """Whether a batch need not be reported and nothing is due; safe to call from any thread."""
-        is_wanted = self.tracker.is_called or self.tracker.twin.is_older
-        return now < self._lull_until and samples < self._lull_samples and not is_wanted
-
-    def _note_lull(self, samples: int) -> None:
-        progress, outlook = self.tracker.progress, self.tracker.outlook
-        if FAR_S < min(progress.eta_s, outlook.eta_s) < math.inf:
-            missing = self.tracker.target_batch_size - max(progress.samples, outlook.samples)
-            self._lull_until = asyncio.get_running_loop().time() + LULL_S
-            self._lull_samples = samples + missing // 2
+        return now < self._lull_until and not (self.tracker.is_called or self.tracker.twin.is_older)
 
     # at the target
 
@@ -351,11 +331,9 @@ class Collaboration:
 
     def _is_alone(self) -> bool:
         """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
-        if self._presence.endpoint.client_mode and self.tracker.reader.trainers():
-            return self._allow_solo and self.tracker.is_stranded
+        if self.presence.endpoint.client_mode and self.tracker.reader.trainers():
+            return self.allow_solo and self.tracker.is_stranded
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
-
-    # newcomers
 
     def _begin_wait_for_newcomers(self, *, is_alone: bool) -> bool:
         """Go on computing while others load the state, which a step would make out of date; returns whether to.
@@ -364,18 +342,23 @@ class Collaboration:
         computes, and only for those whose last download took longer than a step: they would never take part else.
         """
         config, now = self.averaging, asyncio.get_running_loop().time()
-        if now - self._due_since >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
+        longest_s = config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2
+        if now - self._due_since >= longest_s or now < self._pause_until:
             return False
-        return self._courtesy.begin_wait(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
+        followers = self._server.followers(NEWCOMER_S, by_latecomers=not is_alone)
+        self._awaited |= followers
+        return bool(followers)
 
     # from position to position
 
     def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
         """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
-        self._presence.own_mode.listen_if_possible()
+        self.presence.own_mode.listen_if_possible()
         if outcome.members:
             self._num_vain_loads = 0
-        self._courtesy.note_step(outcome.members, asyncio.get_running_loop().time())
+        if self._awaited and self._awaited.isdisjoint(outcome.members):
+            self._pause_until = asyncio.get_running_loop().time() + PAUSE_S
+        self._awaited = set()
         self.tracker.move(position, lineage_samples, outcome.members, sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
@@ -392,7 +375,7 @@ class Collaboration:
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
-        return self.tracker.branches.waits_for_clients
+        return self.tracker.branches.waits_for_clients()
 
     async def is_waited_for(self) -> bool:
         """Whether a peer that answers has yet to reach this peer's global step."""
@@ -407,86 +390,56 @@ class Collaboration:
                 raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
 
     def _donors(self) -> list[PeerId]:
-        """Peers that can hand out the state of the leading branch."""
-        records, can_hand_out = self.tracker.reader.records(), self.tracker.branches.can_hand_out
-        holders = self.tracker.leading_branch().holders
-        return [peer_id for peer_id in holders if peer_id in records and can_hand_out(peer_id)]
+        """Peers that can hand out the state of the leading branch, the best ones first."""
+        branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
+        can_hand_out = self.tracker.branches.can_hand_out
+        donors = [peer_id for peer_id in branch.holders if peer_id in records and can_hand_out(peer_id)]
+        self.presence.rng.shuffle(donors)  # so that newcomers do not all ask the same one
+        donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
+        return self._drift.ordered(donors, branch.position)
 
     async def download(self) -> State:
         """Download the state of the leading branch; raises ``Unavailable`` if none of its holders could send it."""
-        donors = self._donors()
-        if not donors:  # their records have expired since they were read
-            await self.tracker.look()
-            donors = self._donors()
-        branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
-        if not donors and self.tracker.branches.waits_for_clients:
-            where = ", ".join(map(str, self._presence.endpoint.addresses))
+        donors, loop, tracker = self._donors(), asyncio.get_running_loop(), self.tracker
+        if not donors and tracker.branches.waits_for_clients():
+            where = ", ".join(map(str, self.presence.endpoint.addresses))
             raise Unavailable(
                 "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
                 f"they dial it at {where}, so that must accept connections"
             )
-        self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
-        donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
-        donors = self._drift.ordered(donors, branch.position)
-        loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
         started = loop.time()
         try:
-            state = await self._download_believable(donors, branch.position, is_late=is_late)
+            state = await self._download_believable(donors, tracker.leading_branch().position)
         except Unavailable:
             for donor in donors:
-                self.tracker.report_without_state(donor)
+                tracker.report_without_state(donor)
             raise
         self._num_vain_loads += 1
         self._state_donors = state.donors
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
-            took_s, target = loop.time() - started, self._manifest.target_batch_size
-            speed = sum(record.samples_per_second for record in self.tracker.reader.records().values())
+            took_s, target = loop.time() - started, self.manifest.target_batch_size
+            speed = sum(record.samples_per_second for record in tracker.reader.records().values())
             computing_s = target / speed if speed > 0 else 0.0
             logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
         return state
 
-    async def missed_steps(self) -> list[MissedStep]:
-        """Fetch the steps that the others have made since this peer loaded a state, as far as its donors kept them."""
-        if not self._num_vain_loads or self._has_parted or not self._local.can_replay:
-            return []
-        position, believed = self._local.position, self.tracker.branches.believed.values()
-        num_due = max((record.position.step for record in believed), default=0) + 1 - position.step  # donors know first
-        numel = sum(math.prod(shape) for shape in self._local.shapes)
-        for donor in self._state_donors if num_due > 0 else ():
-            try:
-                steps, is_current = await fetch_steps(
-                    self._presence.endpoint, self.run_id, donor, position, self._plan_of,
-                    max_bytes=AT_ONCE * 4 * numel,
-                )  # fmt: skip
-            except (PeerError, Unavailable) as error:
-                logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
-                if isinstance(error, ProtocolViolation):
-                    self.tracker.shun(donor)
-                continue
-            if steps or (is_current and num_due == 1):  # else it lies, or lags: another may have them
-                return steps[:num_due]
-        return []
-
-    def _plan_of(self, code: int) -> Plan:
-        return plan_of(self._local.shapes, codec_of_code(code, self.averaging.codec))
-
-    async def _download_believable(self, donors: list[PeerId], position: Position, *, is_late: bool) -> State:
+    async def _download_believable(self, donors: Sequence[PeerId], position: Position) -> State:
         """Download a state whose sums the majority has published, if a few attempts find one.
 
         Else it is the first one: users' own code may change the parameters of all peers after they published.
         """
         doubted: list[State] = []
-        while True:
+        while not doubted or (donors and len(doubted) < MAX_DOUBTED):
             try:
                 state = await download_state(
-                    self._presence.endpoint, self._manifest, donors, position,
-                    is_late=is_late, on_violation=self.tracker.shun,
+                    self.presence.endpoint, self.manifest, donors, position,
+                    is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun,
                 )  # fmt: skip
             except Unavailable:
                 if doubted:
                     break
                 raise
-            sketch = await run_to_end(sketch_of_state, state, self._manifest)
+            sketch = await run_to_end(sketch_of_state, state, self.manifest)
             if not self._drift.contradicts(state.header.position, sketch):
                 for liar in {donor for other in doubted for donor in other.donors}:
                     logger.warning("Peer %s sent another state of step %d than the majority has; it is not followed",
@@ -495,32 +448,27 @@ class Collaboration:
                 return state
             doubted.append(state)
             donors = [donor for donor in donors if donor not in state.donors]
-            if not donors or len(doubted) == MAX_DOUBTED:
-                break
         logger.warning("The state of peer %s is not what the majority published. It is used: code that changes the "
                        "parameters beside the optimizer may explain it", ", ".join(doubted[0].donors))  # fmt: skip
         return doubted[0]
 
+    async def missed_step(self) -> MissedStep | None:
+        """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""
+        if not self._num_vain_loads or self._has_parted or not self.local.can_replay:
+            return None
+        position, believed = self.local.position, self.tracker.branches.believed.values()
+        last_step = max((record.position.step for record in believed), default=0)  # a donor may know of one more
+        for donor in self._state_donors if position.step <= last_step else ():
+            try:
+                step, is_current = await fetch_step(self.presence.endpoint, self.run_id, donor, position, self._plan_of)
+            except (PeerError, Unavailable) as error:
+                logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
+                if isinstance(error, ProtocolViolation):
+                    self.tracker.shun(donor)
+                continue
+            if step is not None or (is_current and position.step == last_step):  # else it lies, or lags
+                return step
+        return None
 
-class Courtesy:
-    """Limits how often this peer waits for others that load the state and then miss the round. Times are loop times.
-
-    After a wait in vain it waits for nobody for ``PAUSE_S`` seconds, whatever identities the others take.
-    """
-
-    def __init__(self) -> None:
-        self._followers: set[PeerId] = set()  # peers that this step has waited for
-        self._pause_until = -math.inf
-
-    def begin_wait(self, followers: Collection[PeerId], now: float) -> bool:
-        """Have the next step wait for these peers, which load the state; returns whether it may, and there are any."""
-        if now < self._pause_until:
-            return False
-        self._followers |= set(followers)
-        return bool(followers)
-
-    def note_step(self, members: Collection[PeerId], now: float) -> None:
-        """These peers have made the step."""
-        if self._followers and self._followers.isdisjoint(members):
-            self._pause_until = now + PAUSE_S
-        self._followers = set()
+    def _plan_of(self, code: int) -> Plan:
+        return plan_of(self.local.shapes, codec_of_code(code, self.averaging.codec))

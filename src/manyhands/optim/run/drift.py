@@ -1,13 +1,12 @@
 """Detects a peer whose parameters differ from the majority's, names it in the log, and has it reload once.
 
-All peers make a step from the same bits, so their parameters differ by rounding at most, unless something else changes
-them: a user's code, say, or faulty memory. After each step a peer publishes 16 sums of its parameters, with random
-signs. On average, the square of such a sum is the square of the vector's length, and the square of the difference of
-two peers' sums is that of their distance (Alon, Matias and Szegedy, "The space complexity of approximating the
-frequency moments", 1996). So a change of any parameter changes the sums by its size.
+All peers make a step from the same bits, so their parameters differ by rounding at most, unless a user's code, say, or
+faulty memory changes them. After each step a peer publishes 16 sums of its parameters with random signs. On average,
+the square of the difference of two peers' sums is that of their distance (Alon, Matias and Szegedy, "The space
+complexity of approximating the frequency moments", 1996).
 
-The majority is right. It is more than half of the peers of earlier rounds, not only of those that published: a minority
-changes nothing for the others by what it publishes. For a newcomer, the peers count that decide which branch it loads.
+The majority is right: more than half of the peers of earlier rounds, not only of those that published, so a minority
+changes nothing for the others. For a newcomer, the peers count that decide which branch it loads.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import logging
 import math
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -30,8 +29,9 @@ from manyhands.averaging.state.content import State
 from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.manifest import RunManifest
-from manyhands.optim.run.branches import Judges
-from manyhands.optim.run.progress_reader import Observed, ProgressReader
+from manyhands.optim.run.branches import Poll
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress_reader import ProgressReader
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +76,20 @@ def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
     drawn = hashlib.shake_256(f"sketch after step {step}".encode()).digest(-(-(ROW + num_rows) // 8))
     bits = torch.frombuffer(bytearray(drawn), dtype=torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
     of_columns, of_rows = torch.split(bits.flatten()[: ROW + num_rows].float() * 2 - 1, [ROW, num_rows])
-    on_devices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # signs of rows; sums of columns, and norm
+    signs_on = {device: of_rows.to(device) for device in {tensor.device for tensor in tensors}}
+    sums_on = {device: torch.zeros(ROW + 1, device=device) for device in signs_on}  # of columns, and the norm
     first_row = 0
     for tensor in tensors:
-        if (device := tensor.device) not in on_devices:
-            on_devices[device] = (of_rows.to(device), torch.zeros(ROW + 1, device=device))
-        signs, sums = on_devices[device]
+        signs, sums = signs_on[tensor.device], sums_on[tensor.device]
         for piece in torch.split(tensor.detach().reshape(-1), SUMMED_NUMEL):
-            first_row += _add(sums, piece.float(), signs[first_row:])
-    columns, size = torch.zeros(ROW), 0.0
-    for _, sums in on_devices.values():
-        on_host = sums.cpu()
-        columns += on_host[:ROW]
-        size = math.hypot(size, on_host[ROW].item())
-    return Sketch(packed((columns * of_columns).view(-1, NUM_VALUES).sum(0).tolist()), size)
+            missing, values = -piece.numel() % ROW, piece.float()
+            rows = (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, ROW)
+            sums[:ROW] += (rows * signs[first_row : first_row + len(rows), None]).sum(0)
+            sums[ROW] = torch.hypot(sums[ROW], torch.linalg.vector_norm(rows))
+            first_row += len(rows)
+    on_host = [torch.zeros(ROW + 1), *(sums.cpu() for sums in sums_on.values())]
+    columns = sum(sums[:ROW] for sums in on_host) * of_columns
+    return Sketch(packed(columns.view(-1, NUM_VALUES).sum(0).tolist()), math.hypot(*(sums[ROW] for sums in on_host)))
 
 
 def sketch_of_state(state: State, manifest: RunManifest) -> Sketch:
@@ -98,17 +98,6 @@ def sketch_of_state(state: State, manifest: RunManifest) -> Sketch:
     named = zip(specs, state.tensors, strict=False)  # the statistics of the optimizer follow
     tensors = [tensor for spec, tensor in named if spec.name not in frozen and tensor.is_floating_point()]
     return sketch_of(tensors, state.header.position.step)
-
-
-def _add(sums: torch.Tensor, piece: torch.Tensor, signs: torch.Tensor) -> int:
-    """Add rows to the sums of the columns, each with its sign, and to the norm; returns the number of rows."""
-    sums[ROW] = torch.hypot(sums[ROW], torch.linalg.vector_norm(piece))
-    num_full, num_left = divmod(piece.numel(), ROW)
-    if num_full:
-        sums[:ROW] += (piece[: num_full * ROW].view(num_full, ROW) * signs[:num_full, None]).sum(0)
-    if num_left:
-        sums[:num_left] += piece[num_full * ROW :] * signs[num_full]
-    return num_full + (num_left > 0)
 
 
 def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, own_size: float) -> dict[PeerId, float]:
@@ -131,21 +120,25 @@ def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, ow
     return apart if 2 * sum(distance <= bound for distance in apart.values()) > num_peers else {}
 
 
+@dataclass(eq=False)
 class Drift:
-    """Compares this peer's parameters with the others' after its last step. Lives on the network thread."""
+    """Compares this peer's parameters with the others' after its last step. Lives on the network thread.
 
-    def __init__(self, reader: ProgressReader, own_id: PeerId, bound: float, judges: Callable[[], Judges]) -> None:
-        self._reader = reader  # of the others' progress records, which have the sketches
-        self._judges = judges  # the other peers that count
-        self._own_id = own_id
-        self._bound = bound
-        self._position: Position | None = None  # after the last step; None once a state was loaded
-        self._sketch = Sketch()
-        self._is_in_grid = False
-        self._compared: tuple[int, Position] | None = None  # at which records, and where
-        self._named: set[PeerId] = set()
-        self._is_reloading = self._has_reloaded = False
-        self._has_warned = False  # that there is no majority
+    Args:
+        judges: the other peers that count.
+    """
+
+    reader: ProgressReader
+    own_id: PeerId
+    bound: float
+    judges: Callable[[], Poll]
+    _position: Position | None = None  # after the last step; None once a state was loaded
+    _sketch: Sketch = field(default_factory=Sketch)
+    _is_in_grid: bool = False
+    _compared: tuple[int, Position] | None = None  # at which records, and where
+    _named: set[PeerId] = field(default_factory=set)
+    _has_reloaded: bool = False
+    _has_warned: bool = False  # that there is no majority
 
     def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
         """This peer has made a step. In a grid groups differ by more than rounding, so no peer is judged."""
@@ -157,9 +150,9 @@ class Drift:
         Peers publish right after a step; users' own code, the same on all peers, may have changed the state since.
         """
         self._position = None
-        if self._is_reloading:
-            self._is_reloading, self._has_reloaded = False, True
-            self._named.discard(self._own_id)  # it is named once more if this did not help
+        if self.own_id in self._named:
+            self._has_reloaded = True
+            self._named.discard(self.own_id)  # it is named once more if this did not help
 
     def disagreement(self) -> float | None:
         """Distance of this peer from the majority after its last step, as a fraction of their size.
@@ -168,10 +161,10 @@ class Drift:
         """
         if self._position is None:
             return None
-        sketches, apart = self._published_at(self._position), self._distances_at(self._position)
+        (told, _), apart = self._told_at(self._position), self._distances_at(self._position)
         if apart and not self._is_in_grid:
-            sketches = {peer: sums for peer, sums in sketches.items() if apart.get(peer, math.inf) <= self._bound}
-        return disagreement_of([self._sketch.sums, *sketches.values()])
+            told = {peer_id: record for peer_id, record in told.items() if apart.get(peer_id, math.inf) <= self.bound}
+        return disagreement_of([self._sketch.sums, *(record.sketch for record in told.values())])
 
     def compare(self) -> bool:
         """Compare the peers after each step and each news, and name those that differ, once.
@@ -179,81 +172,65 @@ class Drift:
         Returns whether this peer must load the majority's state now: at most once for the same records.
         """
         here = self._position
-        if here is None or self._is_in_grid or self._compared == (basis := (self._reader.version, here)):
+        if here is None or self._is_in_grid or self._compared == (basis := (self.reader.version, here)):
             return False
         self._compared = basis
         if not (apart := self._distances_at(here)):
             self._warn_without_majority(here)
-        differing = {peer_id for peer_id, distance in apart.items() if distance > self._bound}
+        differing = {peer_id for peer_id, distance in apart.items() if distance > self.bound}
         for peer_id in sorted(differing - self._named):
-            self._name(peer_id, f"{100 * apart[peer_id]:.3g}% (rounding: {100 * self._bound:g}%)")
-        self._named = self._named & (self._reader.observed().keys() | {self._own_id}) | differing
-        if self._own_id in apart:
-            self._is_reloading = self._own_id in differing and not self._has_reloaded
-        return self._is_reloading and self._own_id in differing
-
-    def _name(self, peer_id: PeerId, distance: str) -> None:
-        what = f"differ from those of the majority by {distance}"
-        if peer_id != self._own_id:
-            logger.warning("The parameters of peer %s %s; that peer should load the majority's state", peer_id, what)
-        elif not self._has_reloaded:
-            logger.warning("The parameters of this peer %s: it loads the majority's state", what)
-        else:
-            logger.warning(
-                "The parameters of this peer %s, although it has loaded the majority's state: something here "
-                "changes them again (%s). It goes on with its own; remove the cause and restart it", what, CAUSES,
-            )  # fmt: skip
+            who, then = f"peer {peer_id}", "; that peer should load the majority's state"
+            if peer_id == self.own_id:
+                who, then = "this peer", ": it loads the majority's state"
+                if self._has_reloaded:
+                    then = (
+                        ", although it has loaded the majority's state: something here changes them again "
+                        f"({CAUSES}). It goes on with its own; remove the cause and restart it"
+                    )
+            logger.warning("The parameters of %s differ from those of the majority by %.3g%% (rounding: %g%%)%s",
+                           who, 100 * apart[peer_id], 100 * self.bound, then)  # fmt: skip
+        self._named |= differing
+        return self.own_id in differing and not self._has_reloaded
 
     def _warn_without_majority(self, here: Position) -> None:
         """Warn once if the peers differ and no majority tells which is right, as with two peers."""
-        num_others = self._num_others()
-        apart = self.disagreement()  # of two peers half of what is between them
-        if self._has_warned or apart is None or apart <= self._bound or len(self._published_at(here)) < num_others:
+        (told, num_others), apart = self._told_at(here), self.disagreement()  # of two half of what is between them
+        if self._has_warned or apart is None or apart <= self.bound or len(told) < num_others:
             return
         self._has_warned = True
         logger.warning(
             "The parameters of the %d peers are %.3g%% from their mean (rounding: %g%%), and no majority holds the "
             "same: nobody can tell whose are right. Look for what one of them has alone (%s)",
-            num_others + 1, 100 * apart, 100 * self._bound, CAUSES,
+            num_others + 1, 100 * apart, 100 * self.bound, CAUSES,
         )  # fmt: skip
 
     def contradicts(self, position: Position, sketch: Sketch) -> bool:
         """Whether the majority published other sums for a position than those of a state that is said to be of it."""
-        counted = self._counted()
-        if any(counted[peer_id].record.seat != NO_SEAT for peer_id in self._published_at(position)):
+        if any(record.seat != NO_SEAT for record in self._told_at(position)[0].values()):
             return False  # in a grid groups differ by more than rounding
-        return self._distances_at(position, sketch).get(self._own_id, 0.0) > self._bound
+        return self._distances_at(position, sketch).get(self.own_id, 0.0) > self.bound
 
     def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
-        """Order donors: first those that hold the majority's parameters, then the unknown ones; equal ones together."""
-        apart, told = self._distances_at(position), self._published_at(position)
-        sizes = Counter(told.values())  # of machines that round alike
-
-        def rank(peer_id: PeerId) -> tuple[float, int]:
-            is_apart = apart[peer_id] > self._bound if peer_id in apart else 0.5
-            return is_apart, -sizes[told.get(peer_id, b"")]
-
-        return sorted(donors, key=rank)
+        """Order donors: first those that hold the majority's parameters, then the unknown ones."""
+        apart = self._distances_at(position)
+        return sorted(donors, key=lambda donor: apart[donor] > self.bound if donor in apart else 0.5)
 
     def _distances_at(self, position: Position, own: Sketch | None = None) -> dict[PeerId, float]:
         if own is None:
             own = self._sketch if position == self._position else Sketch()
-        sketches = self._published_at(position)
+        told, num_others = self._told_at(position)
+        sketches = {peer_id: record.sketch for peer_id, record in told.items()}
         if own.sums:
-            sketches[self._own_id] = own.sums
-        return distances(sketches, self._num_others() + 1, self._bound, own.size)
+            sketches[self.own_id] = own.sums
+        return distances(sketches, num_others + 1, self.bound, own.size)
 
-    def _counted(self) -> dict[PeerId, Observed]:
-        observed = self._reader.observed()
-        return {peer_id: observed[peer_id] for peer_id in self._judges().peers if peer_id in observed}
-
-    def _num_others(self) -> int:
-        """The other peers of which more than half decide, also those whose parameters do not count yet."""
-        return len(self._counted()) + self._judges().num_open
-
-    def _published_at(self, position: Position) -> dict[PeerId, bytes]:
-        return {
-            peer_id: seen.record.sketch
-            for peer_id, seen in self._counted().items()
+    def _told_at(self, position: Position) -> tuple[dict[PeerId, ProgressRecord], int]:
+        """The records with sums at a position, and how many others count in all, also those still to be dialled."""
+        judges, observed = self.judges(), self.reader.observed()
+        counted = {peer_id: observed[peer_id] for peer_id in judges.voters if peer_id in observed}
+        told = {
+            peer_id: seen.record
+            for peer_id, seen in counted.items()
             if seen.said == position and seen.record.sketch_step == position.step
         }
+        return told, len(counted) + judges.num_open

@@ -1,13 +1,11 @@
 """Assigns this peer its place among the groups of a run that is too large for one group; the roster of its rounds.
 
 A global step has one round along each axis of the grid (:mod:`manyhands.averaging.grid.seats`). Rounds are numbered
-consecutively: step s in a grid of d axes has the rounds s x d to s x d + d - 1. So the step and a peer's seat determine
-its group. Each peer publishes its seat with its progress. A run of up to ``max_group_size`` peers has no seats and no
-grid.
+consecutively: step s in a grid of d axes has the rounds s x d to s x d + d - 1. So the step and a peer's seat, which it
+publishes with its progress, determine its group.
 
-A run becomes a grid after a step that more than ``max_group_size`` peers made together in one group. All of them know
-that number from the round's manifest. Records cannot change it: any peer can publish a thousand of them. See
-docs/adr/0022-counting-peers.md.
+A run becomes a grid after a step that more than ``max_group_size`` peers made together in one group, as all of them
+know from the round's manifest. Any peer can publish a thousand records (docs/adr/0022-counting-peers.md).
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from manyhands.averaging.grid.seats import (
     MAX_ROUNDS_AGO,
@@ -32,6 +31,7 @@ from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.tracker import ProgressTracker
 
 
+@dataclass(eq=False)
 class GridAssignment:
     """The groups of one peer's global steps. Lives on the network thread.
 
@@ -40,39 +40,37 @@ class GridAssignment:
 
     Args:
         max_group_size: larger runs form a grid.
-
-    Attributes:
         is_settled: as far as known, all peers have seats, and no two the same.
     """
 
-    def __init__(self, tracker: ProgressTracker, own_id: PeerId, max_group_size: int, rng: random.Random) -> None:
-        self._tracker = tracker
-        self.refresh = tracker.refresh
-        self.report_missing = tracker.report_missing
-        self._own_id = own_id
-        self._max_group_size = max_group_size
-        self._rng = rng
-        self._step: Step | None = None
-        self._basis: tuple[int, Position] | None = None  # what the step follows from
-        self._number = 0
-        self._stepping_from: Position | None = None
-        self._num_left = 0
-        self.called = asyncio.Event()
-        self.is_settled = True
+    tracker: ProgressTracker
+    own_id: PeerId
+    max_group_size: int
+    rng: random.Random
+    is_settled: bool = True
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    _step: Step | None = None
+    _basis: tuple[int, Position] | None = None  # what the step follows from
+    _number: int = 0
+    _stepping_from: Position | None = None
+    _num_left: int = 0
+
+    def __post_init__(self) -> None:
+        self.refresh, self.report_missing = self.tracker.refresh, self.tracker.report_missing
 
     # the roster
 
     def position(self) -> Position:
         """The position of this peer's next round: in a grid with its number and group."""
-        step, here = self._step, self._tracker.own.position
+        step, here = self._step, self.tracker.own.position
         return here if step is None else Position(self._number, here.lineage, step.key(self._number))
 
     def expected(self) -> Mapping[PeerId, bool]:
         """The other peers that should come to it."""
-        step, expected = self._step, self._tracker.view.expected
+        step, expected = self._step, self.tracker.view.expected
         if step is None:
             return expected
-        observed = self._tracker.reader.observed()
+        observed = self.tracker.reader.observed()
         return {
             peer_id: is_client for peer_id, is_client in expected.items()
             if step.is_mate(peer_id, said_by(observed[peer_id].record), self._number)
@@ -80,13 +78,13 @@ class GridAssignment:
 
     def is_known(self, peer_id: PeerId) -> bool:
         """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
-        seen = self._tracker.reader.observed().get(peer_id)
-        return seen is not None and seen.record.position.step <= self._tracker.own.position.step
+        seen = self.tracker.reader.observed().get(peer_id)
+        return seen is not None and seen.record.position.step <= self.tracker.own.position.step
 
     def call_to_round(self) -> None:
         self.called.set()
         if self._stepping_from is None:  # else it is a later round of the step
-            self._tracker.call_to_round()
+            self.tracker.call_to_round()
 
     # a step
 
@@ -96,7 +94,7 @@ class GridAssignment:
         self.plan()
         if self._step is None:
             return False
-        self._stepping_from, self._num_left = self._tracker.own.position, self._step.layout.num_rounds
+        self._stepping_from, self._num_left = self.tracker.own.position, self._step.layout.num_rounds
         self.called.clear()
         return True
 
@@ -122,7 +120,7 @@ class GridAssignment:
         self._num_left = max(self._num_left - 1, 0)
 
     def is_left_behind(self) -> bool:
-        return self._tracker.leading_branch().position.step > self._tracker.own.position.step
+        return self.tracker.leading_branch().position.step > self.tracker.own.position.step
 
     # places of the peers
 
@@ -131,45 +129,45 @@ class GridAssignment:
 
         A step that has begun keeps its groups.
         """
-        here = self._tracker.own.position
-        basis = (self._tracker.reader.version, here)
+        here = self.tracker.own.position
+        basis = (self.tracker.reader.version, here)
         if self._stepping_from == here or basis == self._basis:
             return
         self._basis, self._stepping_from = basis, None
-        at_here = self._tracker.view.trainers
+        at_here = self.tracker.view.trainers
         self._step = self._step_among(here, {peer_id: seen.record for peer_id, seen in at_here.items()})
         if self._step is not None:
             self._number = self._step.first_round
 
     def _step_among(self, here: Position, records: Mapping[PeerId, ProgressRecord]) -> Step | None:
-        own = said_by(self._tracker.own)
+        own = said_by(self.tracker.own)
         if not own.seat.layout.sides and not self._begins_grid(records):
             self.is_settled = True
             return None
         others: dict[str, PublishedSeat] = {peer_id: said_by(record) for peer_id, record in records.items()}
-        named, layout = chosen_layouts(own, others, self._max_group_size)
+        named, layout = chosen_layouts(own, others, self.max_group_size)
         if not layout.sides:
-            self._tracker.sit(0, NO_SEAT)
+            self.tracker.sit(0, NO_SEAT)
             return None
         first_round = here.step * layout.num_rounds
         seated = [said for said in (own, *others.values()) if said.seat.layout.sides == layout.sides]
         self.is_settled = len({cell_at(said, first_round) for said in seated}) == len(records) + 1
-        step = step_from(self._own_id, own, others, named, layout, first_round, self._rng)
+        step = step_from(self.own_id, own, others, named, layout, first_round, self.rng)
         is_old = first_round - own.round_number > MAX_ROUNDS_AGO // 2
         if is_old or own.seat.layout != layout or cell_at(own, first_round) != step.cell:
-            self._tracker.sit(first_round, Seat(layout, step.cell))  # the others could not have predicted it
+            self.tracker.sit(first_round, Seat(layout, step.cell))  # the others could not have predicted it
         return step
 
     def _begins_grid(self, records: Mapping[PeerId, ProgressRecord]) -> bool:
         """Whether this peer, which has no seat, should take one beside the other trainers at this position."""
-        if self._tracker.num_together:
-            return self._tracker.num_together > self._max_group_size
+        if self.tracker.num_together:
+            return self.tracker.num_together > self.max_group_size
         # this peer has loaded the state, or made its last step alone
-        of_teachers = [record for peer_id, record in records.items() if self._tracker.has_learnt_from(peer_id)]
+        of_teachers = [record for peer_id, record in records.items() if self.tracker.has_learnt_from(peer_id)]
         if any(record.seat.layout.sides for record in of_teachers or records.values()):
             return True
-        observed = self._tracker.reader.observed().values()
-        return len(records) >= self._max_group_size and not any(seen.record.sketch for seen in observed)
+        observed = self.tracker.reader.observed().values()
+        return len(records) >= self.max_group_size and not any(seen.record.sketch for seen in observed)
 
 
 def said_by(record: ProgressRecord) -> PublishedSeat:

@@ -52,16 +52,11 @@ def longest_attempt_s(config: AveragingConfig) -> float:
 
 
 class LocalState(Protocol):
-    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`.
-
-    Attributes:
-        can_replay: whether an averaged vector is all that a step takes.
-        norm_grows: the more samples are behind a contribution, the larger its values are.
-    """
+    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`."""
 
     position: Position
-    can_replay: bool
-    norm_grows: bool
+    can_replay: bool  # an averaged vector is all that a step takes
+    norm_grows: bool  # the more samples are behind a contribution, the larger its values are
 
     @property
     def drift_bound(self) -> float: ...
@@ -79,68 +74,52 @@ class LocalState(Protocol):
 
 @dataclass
 class Averaged:
-    """The gradient that a global step is made from, and where the step leads.
+    """The gradient that a global step is made from, and where the step leads."""
 
-    Attributes:
-        mean_N: the averaged gradient; None if this peer lacks it and must load the others' state. The update takes it
-            out, and may change its values.
-        lineage: of the position that the step leads to.
-        samples: of the step, by all peers together: equal on all peers that make it, as it counts for the lineage.
-        manifest: of the round, in a grid of the last one that committed here; None for a step alone.
-        members: the peers that make the same step.
-        is_in_grid: the step was made in several groups.
-        shares: samples of each contributor that this peer knows of; in a grid those of its first group, or none.
-        averaging_s: seconds of the round, without the search for the group.
-        parameters_N: averaged parameters to make the step from, in a grid every ``PARAMETERS_EVERY`` steps.
-        is_left_out: the contribution of this peer is not in the mean.
-        is_outsized: because it was too large beside those of the others.
-        disagreement: distance of the peers' parameters before the step, if known: the root mean square distance from
-            their mean, as a fraction of its size; see :meth:`manyhands.optim.run.drift.Drift.disagreement`.
-    """
-
-    mean_N: torch.Tensor | None
-    lineage: bytes
-    samples: int
-    manifest: RoundManifest | None = None
-    members: Sequence[PeerId] = ()
-    is_in_grid: bool = False
+    mean_N: torch.Tensor | None  # None if this peer lacks it, and must load the state; the update takes it out
+    lineage: bytes  # of the position that the step leads to
+    samples: int  # of the step, by all peers together: equal on all that make it, as it counts for the lineage
+    manifest: RoundManifest | None = None  # in a grid of the last round that committed here; None for a step alone
+    members: Sequence[PeerId] = ()  # the peers that make the same step
+    is_in_grid: bool = False  # the step was made in several groups
     shares: Mapping[PeerId, float] = field(default_factory=dict)
-    averaging_s: float = 0.0
-    parameters_N: torch.Tensor | None = None
-    is_left_out: bool = False
-    is_outsized: bool = False
-    disagreement: float | None = None
+    """Samples of each contributor that this peer knows of; in a grid those of its first group, or none."""
+    averaging_s: float = 0.0  # of the round, without the search for the group
+    parameters_N: torch.Tensor | None = None  # averaged, to make the step from; in a grid each ``PARAMETERS_EVERY``
+    is_left_out: bool = False  # the contribution of this peer is not in the mean, ...
+    is_outsized: bool = False  # ... because it was too large beside those of the others
+    disagreement: float | None = None  # before the step; see :meth:`manyhands.optim.run.drift.Drift.disagreement`
 
 
+@dataclass(eq=False)
 class LookAhead:
     """Holds a place in the group of the next step, from shortly before its target on; ``tasks`` owns the search.
 
     Args:
-        batch_size_lead: begin this many samples before the target, at the predicted speed; 0 never searches ahead.
-            Default: ``AHEAD_S`` before the predicted time of the target.
+        lead: begin this many samples before the target, at the predicted speed; 0 never searches ahead. Default:
+            ``AHEAD_S`` before the predicted time of the target.
     """
 
-    def __init__(
-        self, matchmaker: Matchmaker, tracker: ProgressTracker, tasks: TaskOwner, batch_size_lead: int | None
-    ) -> None:
-        self._matchmaker = matchmaker
-        self._tracker = tracker
-        self._tasks = tasks
-        self._lead = batch_size_lead
-        self._position: Position | None = None  # of the step whose group is looked for
-        self._is_over = False  # an attempt at that step has begun
-        self._timer: asyncio.TimerHandle | None = None
-        self._search: asyncio.Task[None] | None = None
-        matchmaker.on_called_ahead.append(self._begin)
+    matchmaker: Matchmaker
+    tracker: ProgressTracker
+    tasks: TaskOwner
+    lead: int | None
+    _position: Position | None = None  # of the step whose group is looked for
+    _is_over: bool = False  # an attempt at that step has begun
+    _timer: asyncio.TimerHandle | None = None
+    _search: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.matchmaker.on_called_ahead.append(self._begin)
 
     def plan(self) -> None:
         """Schedule the search by what is known of the others now; call this on any news of them."""
-        if self._position != self._tracker.own.position:
+        if self._position != self.tracker.own.position:
             self.resume()
-        if not self._may_search() or self._tracker.outlook.num_peers == 1 or self._tracker.lacks_leader():
+        if not self._may_search() or self.tracker.outlook.num_peers == 1 or self.tracker.lacks_leader():
             return
-        lead, ahead_s = (0, AHEAD_S) if self._lead is None else (self._lead, 0.0)
-        left_s = self._tracker.seconds_until(self._tracker.target_batch_size - lead) - ahead_s
+        lead, ahead_s = (0, AHEAD_S) if self.lead is None else (self.lead, 0.0)
+        left_s = self.tracker.seconds_until(self.tracker.target_batch_size - lead) - ahead_s
         if left_s == math.inf:
             return
         if self._timer is not None:
@@ -149,32 +128,32 @@ class LookAhead:
         self._timer = loop.call_at(loop.time() + max(left_s, 0.0), self._begin)
 
     def _may_search(self) -> bool:
-        return self._lead != 0 and not self._is_over and self._search is None and not self._tasks.is_closed
+        return self.lead != 0 and not self._is_over and self._search is None and not self.tasks.is_closed
 
     def _begin(self) -> None:
         """Begin: the time has come, or another peer predicts the target to be near."""
         if self._may_search():
-            self._search = self._tasks.spawn(self._matchmaker.hold_place(), name="looking for a group ahead of time")
+            self._search = self.tasks.spawn(self.matchmaker.hold_place(), name="looking for a group ahead of time")
 
     async def end(self) -> None:
         """End the search as an attempt begins, which takes the place that was found."""
         search = self._search
         self.stop()
-        self._position, self._is_over = self._tracker.own.position, True
+        self._position, self._is_over = self.tracker.own.position, True
         if search is not None:
             await asyncio.wait([search])
 
     def resume(self) -> None:
         """Schedule again, after a failed attempt or at another position."""
         self.stop()
-        self._position, self._is_over = self._tracker.own.position, False
+        self._position, self._is_over = self.tracker.own.position, False
 
     def stop(self) -> None:
         """Cancel the search and its schedule."""
         if self._timer is not None:
             self._timer.cancel()
         if self._search is not None:
-            self._tasks.cancel(self._search)
+            self.tasks.cancel(self._search)
         self._timer = self._search = None
 
 

@@ -22,7 +22,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.run.branches import Branch, BranchChoice, Judges
+from manyhands.optim.run.branches import Branch, BranchChoice, Poll
 from manyhands.optim.run.progress import (
     ProgressLog,
     ProgressRecord,
@@ -376,7 +376,7 @@ class ProgressTracker:
             peer_id for peer_id in trainers.keys() - self._missing.peers() if trainers[peer_id].position.step < here
         )
 
-    def judges_of_parameters(self) -> Judges:
+    def judges_of_parameters(self) -> Poll:
         """The other peers that tell which parameters are right: see :meth:`Belief.judges`."""
         return self.branches.belief.judges(self.own, self.reader.records())
 

@@ -1,7 +1,6 @@
-"""Checks that a state from another peer can be trained on, before anything is loaded. Pure.
+"""Checks that a state from another peer, and its schedule, can be trained on, before anything is loaded. Pure.
 
-A digest only shows that a state arrived as it was sent. A peer with faulty memory or bad intent must not end this
-process, stop the run's steps, or turn them uphill.
+A peer with faulty memory or bad intent must not end this process, stop the run's steps, or turn them uphill.
 """
 
 from __future__ import annotations
@@ -11,14 +10,26 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.state.content import State
+from manyhands.base.errors import ConfigError
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.flat import are_finite
 from manyhands.optim.lamb import Lamb
-from manyhands.optim.state.schedule import is_close
-from manyhands.optim.state.state import LOCAL_OPTIONS, Scalars, checked_scalars, parameters_of, restore, specs_of
+from manyhands.optim.serializable import is_number, serializable_part
+from manyhands.optim.state.state import (
+    LOCAL_OPTIONS,
+    Scalars,
+    checked_scalars,
+    hyper_parameters_of,
+    parameters_of,
+    restore,
+    specs_of,
+    statistic_of,
+)
 
 MAX_STEP = 10**9
 MAX_LINEAGE_SAMPLES = 2**50
@@ -46,9 +57,8 @@ def fault_of(
 ) -> str:
     """Why a state must not be loaded, in words; empty if it may.
 
-    An optimizer of an unknown kind makes a step on a copy, which takes as much memory as its parameters and statistics
-    for that time. One that is not torch's may keep numbers of its own among its options, as Prodigy and schedule-free
-    optimizers do: only those in ``_CHANGED_BY_NONE`` and what is not a number are compared.
+    An optimizer of an unknown kind makes a step on a copy. One that is not torch's may keep numbers of its own among
+    its options, as Prodigy does: only those in ``_CHANGED_BY_NONE`` and what is not a number are compared.
 
     Args:
         optimizer: of this peer; not changed.
@@ -94,13 +104,12 @@ def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.
     found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in scalars.statistics.items()}
     first = len(parameters) + num_extra
     for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
-        owner, _, name = spec.name.partition(".")
-        found.setdefault(int(owner), {})[name] = tensor
+        owner, name = statistic_of(spec)
+        found.setdefault(owner, {})[name] = tensor
     for index, parameter in enumerate(parameters if found else ()):  # the run may not have changed any yet
         if optimizer.state.get(parameter):
             found.setdefault(index, {})
-    for index in sorted(found):
-        values = found[index]
+    for index, values in sorted(found.items()):
         if missing := due - values.keys() - _OPTIONAL:
             return f"statistic {min(missing)!r} of parameter {index} is not there"
         if strange := values.keys() - due - _OPTIONAL:
@@ -121,9 +130,7 @@ def _fault_of_statistic(name: str, value: Any, parameter: torch.Tensor) -> str:
     if not isinstance(value, torch.Tensor):
         return f"is {value!r}, not a tensor"
     if value.shape != parameter.shape or not value.is_floating_point():
-        return (
-            f"is {str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}, and must be as the parameter"
-        )
+        return f"is {value.dtype} of shape {list(value.shape)}, and must be as the parameter"
     if name in _SQUARES and value.numel() and not float(value.min()) >= 0:
         return "is below 0, and it is a sum of squares"
     return ""
@@ -145,3 +152,81 @@ def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer, extra: Sequ
     except Exception as error:  # noqa: BLE001 (whatever an optimizer makes of values that are not its own)
         return f"a step from it fails ({type(error).__name__}: {error})"
     return "" if are_finite(parameters_of(rehearsed)) else "a step from it leads to values that are not finite"
+
+
+class ScheduleAtBegin:
+    """A copy of a schedule as it is before the first step.
+
+    Its state is a function of how often it has moved. So a peer believes of another one's schedule only that number.
+
+    Raises:
+        ConfigError: the schedule cannot be copied.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in scheduler.optimizer.param_groups
+        ]
+        try:
+            self._begin = copy.deepcopy(scheduler, {id(scheduler.optimizer): _OnlyOptions(groups)})
+        except Exception as error:  # whatever a user's own class raises
+            raise ConfigError(
+                f"the schedule {type(scheduler).__name__} cannot be copied ({error}), but peers check the schedule of "
+                "others with a copy; give one of torch.optim.lr_scheduler, LambdaLR say"
+            ) from error
+
+    def options_in(self, state: State) -> list[dict[str, Any]]:
+        """The options of the parameter groups that a state must have.
+
+        Raises:
+            ValueError: its schedule is not what this one becomes, or has moved more often than the run.
+        """
+        sent = msgspec.msgpack.decode(state.header.scalars, type=Scalars).scheduler
+        num_moves, num_steps = _num_moves(sent), state.header.position.step
+        if num_moves is None:
+            raise ValueError("its schedule does not say how often it has moved")
+        num_moves -= _num_moves(self._begin.state_dict()) or 0
+        if not 0 <= num_moves <= num_steps:
+            raise ValueError(f"its schedule has moved {num_moves} times in {num_steps} global steps")
+        moved = copy.deepcopy(self._begin)
+        for _ in range(num_moves):
+            moved.step()
+        if not is_close(sent, serializable_part(moved.state_dict())):
+            raise ValueError(f"its schedule is not what that of the run is after {num_moves} steps")
+        return hyper_parameters_of(moved.optimizer.param_groups)
+
+
+class _OnlyOptions:
+    """Stands for an optimizer in the copy of its schedule."""
+
+    _opt_called = True
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self.param_groups = groups
+
+    def step(self) -> None: ...
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 (torch warns without it)
+
+
+def _num_moves(state: Any) -> int | None:
+    """How often a schedule with this state has moved; None if it does not say so. Some are made of others."""
+    if not isinstance(state, Mapping):
+        return None
+    if "last_epoch" in state:
+        number = state["last_epoch"]
+        return number if type(number) is int else None
+    nested = state.get("_schedulers")
+    return _num_moves(nested[0]) if isinstance(nested, (list, tuple)) and nested else None
+
+
+def is_close(one: Any, other: Any) -> bool:
+    """Whether two serializable values are equal but for the rounding of other machines."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(is_close(one[name], other[name]) for name in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(is_close, one, other))
+    if is_number(one) and is_number(other):
+        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-12)
+    return type(one) is type(other) and bool(one == other)

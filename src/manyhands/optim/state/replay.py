@@ -1,20 +1,19 @@
 """Hands the steps that a run makes while a newcomer downloads its state to that newcomer, which makes them itself.
 
 From the beginning of a download on, the donor keeps the means of each step as they travelled, with what the round has
-committed. A newcomer that has the state of step s opens a bulk stream with a :class:`ReplayRequest`; the donor answers
-with a :class:`ReplayAnswer`, and then with each step after s: a :class:`KeptStep` and the means. The digest in what was
-committed covers the means, and the lineage of a position covers all that was committed on the way. So a newcomer that
-has come to the position of the majority has applied the very means that the others have (docs/explanation/state.md).
+committed. A newcomer asks for the step from its position with a :class:`ReplayRequest` on a bulk stream; the donor
+answers with a :class:`ReplayAnswer`, a :class:`KeptStep` and the means. The digest in what was committed covers the
+means, and the lineage of a position covers all that was committed on the way (docs/explanation/state.md).
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
 
 import msgspec
 import torch
@@ -48,52 +47,41 @@ STREAM_KIND = "replay/1"
 ANSWER_TIMEOUT_S = 2.0
 """Time for a donor to answer before the next one is asked."""
 KEPT_S = 10.0
-"""Steps are kept for so long after the last download has ended: the newcomer may miss one more."""
+"""Steps are kept for so long after the last download has ended, and until the next one: one more may be missed."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_CHUNKS = 1 << 15
 
 
 class ReplayRequest(msgspec.Struct):
-    """Opens the stream: asks for the steps from a position on, but no further ones once these have ``max_bytes``."""
+    """Opens the stream: asks for the step from a position."""
 
     run_id: str
     position: Position
-    max_bytes: Count
+    max_bytes: Count = 1  # reserved; earlier versions send further steps until these have so many
 
 
 class ReplayAnswer(msgspec.Struct):
-    """Sent first, prefixed by its length as each header.
+    """Sent first, prefixed by its length as each header."""
 
-    Attributes:
-        num_steps: that follow.
-        is_current: the last of them leads to the donor's own position; without steps, the newcomer is there already.
-    """
-
-    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
-    is_current: bool
+    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # that follow: 1, or 0 without that step
+    is_current: bool  # it leads to the donor's own position; without a step, the newcomer is there already
 
 
 class KeptStep(msgspec.Struct):
-    """A step; its means follow, piece by piece.
-
-    Attributes:
-        manifest: what the group has committed.
-        codec: code of the encoding of the means.
-        is_again: the vector was averaged in more than one ballot: the pieces are plain parts of it.
-        stops: else for each piece, the ends of its chunks in the vector, in elements.
-    """
+    """A step, as its group has committed it; its means follow, piece by piece."""
 
     manifest: RoundManifest
-    codec: Annotated[int, msgspec.Meta(ge=0, le=255)]
-    is_again: bool
+    codec: Annotated[int, msgspec.Meta(ge=0, le=255)]  # code of the encoding of the means
+    is_again: bool  # the vector was averaged in more than one ballot: the pieces are plain parts of it
     stops: Annotated[
         list[Annotated[list[Count], msgspec.Meta(max_length=MAX_CHUNKS)]], msgspec.Meta(max_length=MAX_PIECES)
-    ] = []
+    ] = []  # else for each piece, the ends of its chunks in the vector, in elements
 
 
 make_ready(ReplayRequest, ReplayAnswer, KeptStep)
 
 
+@dataclass(eq=False)
 class StepKeeper:
     """Keeps this peer's last steps while others download the state, and hands them out.
 
@@ -102,161 +90,96 @@ class StepKeeper:
             the steps that are made during a download are more than that, the newcomer could never catch up.
     """
 
-    def __init__(self, endpoint: Endpoint, run_id: str, server: StateServer, position: Callable[[], Position]) -> None:
-        self._endpoint = endpoint
-        self._run_id = run_id
-        self._server = server
-        self._position = position
-        self._steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = deque()
-        self._serving: set[PeerId] = set()
-        self._forget_timer: asyncio.TimerHandle | None = None
-        endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(endpoint, run_id).check)
+    endpoint: Endpoint
+    run_id: str
+    server: StateServer
+    position: Callable[[], Position]
+    _steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = field(default_factory=deque)
+    _serving: set[PeerId] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(self.endpoint, self.run_id).check)
 
     def close(self) -> None:
-        self._endpoint.refuse_bulk(STREAM_KIND)
-        self._forget()
-
-    def _forget(self) -> None:
+        self.endpoint.refuse_bulk(STREAM_KIND)
         self._steps.clear()
-        if self._forget_timer is not None:
-            self._forget_timer.cancel()
-            self._forget_timer = None
 
     async def add(self, manifest: RoundManifest, means: Means) -> None:
         """Keep a step that this peer's round has committed, if anybody may need it."""
-        if not self._server.followers(KEPT_S):
-            self._forget()
+        if not self.server.followers(KEPT_S):
+            self._steps.clear()
             return
         if manifest.position.group_key or not (means.spans_ballots or means.chunks):  # a grid's, or no means were sent
             return
         try:
             lasting = await run_to_end(means.lasting)
         except MemoryError:  # the newcomer loads the state again; the round of this peer has committed
-            self._forget()
+            self._steps.clear()
             return
         stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
         self._steps.append((KeptStep(manifest, means.codec, means.spans_ballots, stops), lasting.pieces))
-        while sum(piece.numel() for _, pieces in self._steps for piece in pieces) > self._server.state_bytes:
+        while sum(piece.numel() for _, pieces in self._steps for piece in pieces) > self.server.state_bytes:
             self._steps.popleft()
-        self._look_again()
-
-    def _look_again(self) -> None:
-        if self._forget_timer is not None:
-            self._forget_timer.cancel()
-        self._forget_timer = asyncio.get_running_loop().call_later(KEPT_S, self._forget_unless_followed)
-
-    def _forget_unless_followed(self) -> None:
-        self._look_again() if self._server.followers(KEPT_S) else self._forget()
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         request = read_header(remote, header, ReplayRequest)
-        if request.run_id != self._run_id:
+        if request.run_id != self.run_id:
             return
         if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
             await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
             return
-        steps = self._steps_from(request)
-        num_bytes = sum(piece.numel() for _, pieces in steps for piece in pieces)
-        limit_s = STALL_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S
+        end, frames, is_last = request.position, list[bytes | memoryview](), False
+        for kept, pieces in self._steps:
+            if is_last := kept.manifest.position == request.position:
+                end = end.after(kept.manifest)
+                frames = [framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel())]
+        answer = ReplayAnswer(int(bool(frames)), is_current=end == self.position())
+        limit_s = STALL_TIMEOUT_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
-        with self._server.following(remote, is_late=len(steps) == 1):  # with one more it takes part, so wait for it
-            try:
-                async with time_limit(limit_s, f"sending steps to peer {remote}"):
-                    await self._send_steps(stream, request.position, steps)
-            finally:
-                self._serving.discard(remote)  # it may ask again before this stream is closed
-            async with time_limit(limit_s, f"peer {remote} to take the steps"):
+        with self.server.following(remote, is_late=is_last):  # with the last step it takes part, so wait for it
+            async with time_limit(limit_s, f"sending a step to peer {remote}"):
+                try:
+                    await send_moving(stream, framed(answer), *frames)
+                finally:
+                    self._serving.discard(remote)  # it may ask again before this stream is closed
                 await stream.wait_closed()
 
-    async def _send_steps(
-        self, stream: Stream, position: Position, steps: list[tuple[KeptStep, Sequence[torch.Tensor]]]
-    ) -> None:
-        last = steps[-1][0].manifest if steps else None
-        end = last.position.after(last) if last is not None else position
-        await send_moving(stream, framed(ReplayAnswer(len(steps), is_current=end == self._position())))
-        for kept, pieces in steps:
-            await send_moving(stream, framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel()))
 
-    def _steps_from(self, request: ReplayRequest) -> list[tuple[KeptStep, Sequence[torch.Tensor]]]:
-        """The kept steps that lead on from a position, without a gap."""
-        found, position, num_bytes = [], request.position, 0
-        for kept, pieces in self._steps:
-            if kept.manifest.position == position and num_bytes < request.max_bytes:
-                found.append((kept, pieces))
-                position = position.after(kept.manifest)
-                num_bytes += sum(piece.numel() for piece in pieces)
-        return found
+class MissedStep(NamedTuple):
+    """A step that was made without this peer, with its averaged vector; float32, on the host, shape [N]."""
+
+    manifest: RoundManifest
+    mean_N: torch.Tensor
 
 
-class MissedStep:
-    """A step that was made without this peer.
-
-    Args:
-        pieces: of the averaged vector as it travelled; uint8.
-        chunks: of each piece, the parts of the vector that were encoded one by one; none if the pieces are plain.
-    """
-
-    def __init__(
-        self, manifest: RoundManifest, plan: Plan, pieces: Sequence[torch.Tensor], chunks: Sequence[Sequence[slice]]
-    ) -> None:
-        self.manifest = manifest
-        self.num_bytes = sum(piece.numel() for piece in pieces)
-        self._plan = plan
-        self._pieces = pieces
-        self._chunks = chunks
-
-    def mean(self) -> torch.Tensor:
-        """The averaged vector; float32, on the host, shape [N].
-
-        Raises:
-            BadEncoding: it cannot be decoded.
-        """
-        if not self._chunks:
-            return torch.cat(list(self._pieces)).view(self._plan.dtype)
-        mean_N = empty_vector(self._plan.numel, self._plan.dtype)
-        for piece, chunks in zip(self._pieces, self._chunks, strict=True):
-            sizes = [self._plan.num_bytes(chunk.start, chunk.stop) for chunk in chunks]
-            for encoded, chunk in zip(torch.split(piece, sizes), chunks, strict=True):
-                self._plan.decode(encoded, chunk.start, mean_N[chunk])
-        return mean_N
-
-
-async def fetch_steps(
-    endpoint: Endpoint,
-    run_id: str,
-    donor: PeerId,
-    position: Position,
-    plan_of_code: Callable[[int], Plan],
-    max_bytes: int,
-) -> tuple[list[MissedStep], bool]:
-    """Fetch the steps that a donor has kept from a position on, and whether it has no more.
+async def fetch_step(
+    endpoint: Endpoint, run_id: str, donor: PeerId, position: Position, plan_of_code: Callable[[int], Plan]
+) -> tuple[MissedStep | None, bool]:
+    """Fetch the step from a position, if a donor has kept it, and whether there is no further one.
 
     Args:
         plan_of_code: the encoding of the vectors of the run with the codec of a code.
-        max_bytes: take no more steps once these take more memory.
     Raises:
-        ProtocolViolation: they are not what was committed, or do not follow each other.
-        PeerError, Unavailable: it does not send them.
+        ProtocolViolation: it is not what was committed, or not from that position.
+        PeerError, Unavailable: it does not send it.
     """
-    request = msgspec.msgpack.encode(ReplayRequest(run_id, position, max_bytes))
+    request = msgspec.msgpack.encode(ReplayRequest(run_id, position))
     stream = await RunGate(endpoint, run_id).through(
         donor, ANSWER_TIMEOUT_S, lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s)
     )
     receive_into = functools.partial(_receive_into, stream)
     try:
-        async with time_limit(ANSWER_TIMEOUT_S, f"asking peer {donor} for the steps since {position.step}"):
+        async with time_limit(ANSWER_TIMEOUT_S, f"asking peer {donor} for the step since {position.step}"):
             answer = await receive_framed(receive_into, donor, ReplayAnswer, MAX_HEADER_BYTES, "its steps")
-        steps: list[MissedStep] = []
-        limit_s = STALL_TIMEOUT_S + 2 * max_bytes / MIN_BYTES_PER_S  # the last step may go beyond
-        async with time_limit(limit_s, f"the steps that peer {donor} keeps"):
-            for _ in range(answer.num_steps):
-                if sum(step.num_bytes for step in steps) >= max_bytes:
-                    raise ProtocolViolation(donor, f"sent more steps than have {max_bytes} bytes")
-                kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
-                _check_manifest(donor, kept.manifest, position)
-                steps.append(await _receive_means(stream, kept, plan_of_code))
-                position = position.after(kept.manifest)
-        return steps, answer.is_current
+        if not answer.num_steps:
+            return None, answer.is_current
+        kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
+        _check_manifest(donor, kept.manifest, position)
+        try:
+            mean_N = await _receive_mean(stream, kept, plan_of_code(kept.codec))
+        except BadEncoding as error:
+            raise ProtocolViolation(donor, f"sent an invalid step: {readable(str(error))}") from error
+        return MissedStep(kept.manifest, mean_N), answer.is_current
     finally:
         endpoint.release(stream)
 
@@ -272,24 +195,24 @@ def _check_manifest(donor: PeerId, manifest: RoundManifest, position: Position) 
         raise ProtocolViolation(donor, f"sent a step of {num_members} members with the weights {told}")
 
 
-async def _receive_means(stream: Stream, kept: KeptStep, plan_of_code: Callable[[int], Plan]) -> MissedStep:
-    try:
-        plan = plan_of_code(kept.codec)
-        chunks = [] if kept.is_again else _chunks_of(kept.stops, plan.numel)
-        sizes = [sum(plan.num_bytes(chunk.start, chunk.stop) for chunk in of_piece) for of_piece in chunks]
-        plain = across_ballots(empty_vector(plan.numel, plan.dtype)).pieces if kept.is_again else []
-        pieces = plain or [empty_vector(size, torch.uint8) for size in sizes]
-        for piece in pieces:
-            if piece.numel():
-                await _receive_into(stream, bytes_of(piece))
-        digests = await run_to_end(lambda: [digest_of(piece) for piece in pieces])
-        if digest_of_all(digests, spans_ballots=kept.is_again) != kept.manifest.digest:
+async def _receive_mean(stream: Stream, kept: KeptStep, plan: Plan) -> torch.Tensor:
+    mean_N = empty_vector(plan.numel, plan.dtype)
+    chunks = [] if kept.is_again else _chunks_of(kept.stops, plan.numel)
+    sizes = [[plan.num_bytes(chunk.start, chunk.stop) for chunk in of_piece] for of_piece in chunks]
+    pieces = across_ballots(mean_N).pieces if kept.is_again else [empty_vector(sum(of), torch.uint8) for of in sizes]
+    for piece in pieces:
+        if piece.numel():
+            await _receive_into(stream, bytes_of(piece))
+
+    def decode() -> None:
+        if digest_of_all(list(map(digest_of, pieces)), spans_ballots=kept.is_again) != kept.manifest.digest:
             raise ProtocolViolation(stream.remote, "sent means that are not what was committed")
-        step = MissedStep(kept.manifest, plan, pieces, chunks)
-        await run_to_end(step.mean)  # to know that it can be decoded: the donor may have made all of it up
-    except BadEncoding as error:
-        raise ProtocolViolation(stream.remote, f"sent an invalid step: {readable(str(error))}") from error
-    return step
+        for piece, of_piece, chunks_of_piece in zip(pieces, sizes, chunks, strict=False):  # none if these are plain
+            for encoded, chunk in zip(torch.split(piece, of_piece), chunks_of_piece, strict=True):
+                plan.decode(encoded, chunk.start, mean_N[chunk])
+
+    await run_to_end(decode)
+    return mean_N
 
 
 def _chunks_of(stops: Sequence[Sequence[int]], numel: int) -> list[list[slice]]:
@@ -311,5 +234,5 @@ async def _receive_into(stream: Stream, view: memoryview) -> None:
         lambda: stream.bytes_received,
         at_least=MIN_STALL_BYTES,
         within_s=STALL_TIMEOUT_S,
-        phase=f"for the next {MIN_STALL_BYTES} bytes of the steps that peer {stream.remote} keeps",
+        phase=f"for the next {MIN_STALL_BYTES} bytes of a step that peer {stream.remote} keeps",
     )

@@ -29,32 +29,23 @@ from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
 from manyhands.optim.serializable import merged, serializable_part
 
-COPIED_BYTES = 16 << 20
-"""Copied at a time, while a step has to wait."""
+COPIED_BYTES = 16 << 20  # at a time, while a step has to wait
 MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
 INNER = "inner."
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
 
-_MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
-"""Exceptions of optimizers that load another kind's statistics."""
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)  # of another kind's statistics
 
 
 class Scalars(msgspec.Struct, omit_defaults=True):
-    """The part of a state that is not in tensors.
+    """The part of a state that is not in tensors."""
 
-    Attributes:
-        statistics: of the optimizer, by index of the parameter, written as a decimal number.
-        groups: the hyper-parameters of each parameter group.
-        scheduler: its state.
-        inner_statistics, inner_groups: likewise of the donor's inner optimizer, in a run with local steps.
-    """
-
-    statistics: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]]
+    statistics: dict[str, dict[str, Any]]  # of the optimizer, by index of the parameter, as a decimal number
+    groups: list[dict[str, Any]]  # the hyper-parameters of each parameter group
     scheduler: dict[str, Any]
-    inner_statistics: dict[str, dict[str, Any]] = {}
+    inner_statistics: dict[str, dict[str, Any]] = {}  # of the donor's inner optimizer, in a run with local steps
     inner_groups: list[dict[str, Any]] = []
 
 
@@ -154,17 +145,14 @@ class Capture:
 
 
 def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) -> tuple[State, State | None]:
-    """The state without the donor's inner optimizer, and a copy of that as a state of its own, with the parameters.
+    """The state without the donor's inner optimizer, and a copy of that, if there is one, as a state of its own.
 
-    The second is None if the donor has none. The header must be checked.
-
-    Args:
-        inner: the parameters of this peer's inner optimizer, which may have less precision.
+    The header must be checked. ``inner`` are the parameters of this peer's inner optimizer; they may be less precise.
     """
     num_parameters = len(inner)
     specs, scalars = state.header.tensors, msgspec.msgpack.decode(state.header.scalars, type=Scalars)
     first = num_parameters + num_extra
-    num_outer = first + sum(not _statistic_of(spec).startswith(INNER) for spec in specs[first:])
+    num_outer = first + sum(not statistic_of(spec)[1].startswith(INNER) for spec in specs[first:])
     outer = _with_scalars(first_of(state, num_outer), Scalars(scalars.statistics, scalars.groups, scalars.scheduler))
     if not scalars.inner_groups:
         return outer, None
@@ -182,10 +170,7 @@ def _with_scalars(state: State, scalars: Scalars) -> State:
 
 
 def checked_scalars(
-    header: StateHeader,
-    parameters: Sequence[ParameterSpec],
-    num_groups: int,
-    extra: Sequence[ParameterSpec] = (),
+    header: StateHeader, parameters: Sequence[ParameterSpec], num_groups: int, extra: Sequence[ParameterSpec] = ()
 ) -> Scalars:
     """Check that a state fits an optimizer, before a byte of its tensors is received.
 
@@ -204,7 +189,7 @@ def checked_scalars(
         raise ValueError(f"it has {len(header.tensors)} tensors, the model here has {len(due)}")
     counts: Counter[int] = Counter()
     for spec in header.tensors[len(due) :]:
-        index = _owner_of(spec)
+        index, _ = statistic_of(spec)
         counts[index] += 1
         if (
             not 0 <= index < len(parameters)
@@ -237,7 +222,8 @@ def restore(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[Para
     first = len(parameters) + len(extra)
     statistics = {int(index): values for index, values in scalars.statistics.items()}
     for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
-        statistics.setdefault(_owner_of(spec), {})[_statistic_of(spec)] = tensor.clone()
+        index, name = statistic_of(spec)
+        statistics.setdefault(index, {})[name] = tensor.clone()
     groups = [
         {name: _merged_option(name, value, sent) for name, value in group.items()}
         for group, sent in zip(own["param_groups"], scalars.groups, strict=True)
@@ -260,13 +246,10 @@ def take_options(state: State, optimizer: torch.optim.Optimizer) -> None:
         group.update({name: _merged_option(name, value, sent) for name, value in group.items()})
 
 
-def _owner_of(spec: ParameterSpec) -> int:
-    index, _, _ = spec.name.partition(".")
-    return int(index)
-
-
-def _statistic_of(spec: ParameterSpec) -> str:
-    return spec.name.partition(".")[2]
+def statistic_of(spec: ParameterSpec) -> tuple[int, str]:
+    """The index of the parameter that a statistic belongs to, and its name."""
+    index, _, name = spec.name.partition(".")
+    return int(index), name
 
 
 def _is_index(text: str, num_parameters: int) -> bool:

@@ -28,8 +28,7 @@ from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.serializable import is_serializable, merged, serializable_part
-from manyhands.optim.state.check import fault_of
-from manyhands.optim.state.schedule import ScheduleAtBegin
+from manyhands.optim.state.check import ScheduleAtBegin, fault_of
 from manyhands.optim.state.state import (
     Capture,
     digest_of_parameters,
