@@ -171,7 +171,7 @@ def _progress_record(data: bytes) -> None:
     readable_addresses(record.addresses)
     for others in ({PeerId("other"): record}, {PeerId("other"): record, PeerId("third"): RECORDS[0]}):
         for position in (AT, record.position):
-            observed = {peer_id: Observed(said, 1, math.inf, 0.0, said.position) for peer_id, said in others.items()}
+            observed = {peer_id: Observed(said, said.ttl_s) for peer_id, said in others.items()}
             progress = View(observed, position).progress(OWN_RECORD, 64, 1.0)
             ProgressLog().tell(position.step, progress, next_refresh_s(progress, ProgressConfig()), 0.0)
         branch = leading_branch(others, PeerId("own"), OWN_RECORD)

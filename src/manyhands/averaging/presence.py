@@ -31,18 +31,12 @@ import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, next_step
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
-from manyhands.averaging.peer_records import (
-    GOODBYE,
-    RecordPublisher,
-    RecordReader,
-    SeenRecord,
-    UntilFresh,
-)
+from manyhands.averaging.peer_records import GOODBYE, RecordPublisher, RecordReader
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, disagreement_of
 from manyhands.base.errors import ManifestMismatch, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import is_run_id
-from manyhands.dht import DhtNode, Schema, StoredValue
+from manyhands.dht import DhtNode, Schema
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime import TaskOwner
@@ -90,12 +84,15 @@ class PresenceRecord(msgspec.Struct, frozen=True):
         if self.position.step > LAST_ROUND:
             raise ValueError(f"round numbers go up to {LAST_ROUND}")
 
+    @property
+    def ttl_s(self) -> float:
+        return TTL_S
+
     def published_seat(self) -> PublishedSeat:
         return PublishedSeat(self.position.step, self.seat)
 
 
 PRESENCE = Schema(PresenceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
-Seen = SeenRecord[PresenceRecord]
 
 
 def presence_key(run_id: str) -> str:
@@ -117,11 +114,6 @@ def next_position(position: Position, manifest: RoundManifest) -> Position:
 def order_of(position: Position) -> tuple[int, bytes]:
     """Orders positions: the higher one leads."""
     return (position.step, position.lineage)
-
-
-class PresenceReader(RecordReader[PresenceRecord, Seen]):
-    def _seen_as(self, known: Seen | None, record: PresenceRecord, stored: StoredValue, now: float) -> Seen:
-        return SeenRecord(record, stored.sequence, now + min(stored.remaining_s, MAX_TTL_S))
 
 
 class PresenceTracker:
@@ -150,17 +142,15 @@ class PresenceTracker:
         self._run_id = run_id
         self._key = presence_key(run_id)
         self._own = PresenceRecord(first_position(run_id), tensors, summary, 0, endpoint.client_mode, [])
-        self.reader = PresenceReader(endpoint, dht, self._key, PRESENCE)
+        self.reader = RecordReader[PresenceRecord](endpoint, dht, self._key, PRESENCE)
         self._publisher = RecordPublisher(
-            dht, self._key, endpoint.peer_id, self._record_to_publish, lambda: TTL_S, MIN_PERIOD_S
+            dht, self._key, endpoint.peer_id, self._record_to_publish, TTL_S, MIN_PERIOD_S
         )
-        self._missing = UntilFresh(self.reader)
         self._absent: dict[PeerId, int] = {}  # connected, but did not come: until they have begun more steps than this
         self._grace_until = 0.0  # loop time
         self._max_group_size = max_group_size
         self._rng = rng
         self._step: Step | None = None  # in a grid
-        self._mates: tuple[int, Position, list[PeerId]] | None = None  # as of which records, and where
         self.called = asyncio.Event()
         self._tasks = TaskOwner("presence")
 
@@ -168,15 +158,9 @@ class PresenceTracker:
         """Join the averagers of the run; raises ManifestMismatch if their tensors differ."""
         self._dht.declare(self._key, PRESENCE)
         await self.refresh()
-        self._check_fits(is_published=False)
+        self._check_fits()
         self._go_to(self.leading())
         await self._publisher.publish()
-        await self.refresh()
-        try:
-            self._check_fits(is_published=True)  # of two that begin at once, both see both
-        except ManifestMismatch:
-            await self._publisher.say_goodbye()
-            raise
         self._tasks.spawn(self._publisher.publish_forever(), name="publishing")
 
     async def elsewhere(self) -> list[str]:
@@ -208,32 +192,18 @@ class PresenceTracker:
         return msgspec.structs.replace(self._own.position, group_key=self._step.key(self._own.position.step))
 
     def expected(self) -> Mapping[PeerId, bool]:
-        """The peers at this position, or behind: these come here when they step. True for those that cannot lead."""
+        """The peers in this peer's group that are here or come here when they step; True for those that cannot lead."""
         is_grace = asyncio.get_running_loop().time() < self._grace_until
-        observed, missing, expected = self.reader.observed(), self._missing.peers(), {}
-        for peer_id in self._nearby():
-            record = observed[peer_id].record
-            if self._is_absent(peer_id, record):
-                if is_grace:
-                    expected[peer_id] = True
-            elif peer_id not in missing:
-                expected[peer_id] = record.is_client
+        step, position, missing, expected = self._step, self._own.position, self.reader.missing(), {}
+        for peer_id, record in self._fitting().items():
+            if step is None:
+                is_here = order_of(record.position) <= order_of(position)
+            else:
+                is_here = step.is_mate(peer_id, record.published_seat(), position.step)
+            is_absent = self._is_absent(peer_id, record)
+            if is_here and (is_grace if is_absent else peer_id not in missing):
+                expected[peer_id] = record.is_client or is_absent
         return expected
-
-    def _nearby(self) -> Iterable[PeerId]:
-        """The peers that belong in this peer's group."""
-        step, position = self._step, self._own.position
-        if step is None:
-            own = order_of(position)
-            return [peer_id for peer_id, record in self._fitting().items() if order_of(record.position) <= own]
-        version = self.reader.version
-        if self._mates is None or self._mates[:2] != (version, position):
-            fitting = self._fitting().items()
-            mates = [
-                peer_id for peer_id, record in fitting if step.is_mate(peer_id, record.published_seat(), position.step)
-            ]
-            self._mates = (version, position, mates)
-        return self._mates[2]
 
     def is_known(self, peer_id: PeerId) -> bool:
         """Whether a peer has published its position, with matching tensors."""
@@ -246,7 +216,7 @@ class PresenceTracker:
         self._absent = {peer_id: num_steps for peer_id, num_steps in self._absent.items() if peer_id in observed}
 
     def report_missing(self, peer_id: PeerId) -> None:
-        self._missing.add(peer_id)
+        self.reader.report_missing(peer_id)
         seen = self.reader.observed().get(peer_id)
         if seen is not None and self._endpoint.is_connected(peer_id):
             self._absent[peer_id] = seen.record.num_steps
@@ -334,7 +304,7 @@ class PresenceTracker:
 
     def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
         """Whether one of these peers is behind this one, as last read; peers that left or are missing do not count."""
-        own, fitting, missing = order_of(self._own.position), self._fitting(), self._missing.peers()
+        own, fitting, missing = order_of(self._own.position), self._fitting(), self.reader.missing()
         return any(
             order_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
             for peer_id in peers
@@ -377,15 +347,10 @@ class PresenceTracker:
         """Whether a peer stayed connected and did not come, and has begun no step since."""
         return self._absent.get(peer_id) == record.num_steps
 
-    def _check_fits(self, *, is_published: bool) -> None:
+    def _check_fits(self) -> None:
         """Check this peer's tensors against the most common ones; of equally common, those of the lowest peer id."""
         owners: dict[bytes, list[PeerId]] = defaultdict(list)
         for peer_id, seen in self.reader.observed().items():
             owners[seen.record.tensors].append(peer_id)
-        if not owners:
-            return
-        if is_published:
-            owners[self._own.tensors].append(self._endpoint.peer_id)
-        chosen = min(owners, key=lambda tensors: (-len(owners[tensors]), min(owners[tensors])))
-        if chosen != self._own.tensors:
+        if owners and self._own.tensors != min(owners, key=lambda one: (-len(owners[one]), min(owners[one]))):
             raise ManifestMismatch(self._run_id, self.misfits()[:3])

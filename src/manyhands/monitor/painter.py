@@ -121,7 +121,7 @@ class Painter:
         credit, trained = self._credit, look.trained_lately
         accounts = {peer_id: account for peer_id, account in look.accounts.items() if peer_id in trained}
         positions = {
-            peer_id: seen.said
+            peer_id: seen.record.position
             for peer_id, seen in look.observed.items()
             if not seen.record.is_auxiliary and look.now - seen.since <= longest_silence_s(seen.record)
         }

@@ -24,7 +24,7 @@ TTL_S = 30.0
 def seen(since: float, step: int = 1, *, began_at: float = 5.0, is_auxiliary: bool = False) -> Observed:
     position = Position(step, b"")
     record = ProgressRecord(position, 1, 2.5, 0, False, [], TTL_S, is_auxiliary=is_auxiliary, began_at=began_at)
-    return Observed(record, 1, since + TTL_S, since, position)
+    return Observed(record, since + TTL_S)
 
 
 class Story:

@@ -283,7 +283,7 @@ class Collaboration:
             return Decision.RELOAD
         is_arriving = may_wait and tracker.is_arriving()
         if is_arriving and samples:
-            self._contacts.tell(tracker.view.reachable)
+            self._contacts.tell(tracker.view.expected)
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
             self._note_lull(samples)
             return Decision.ACCUMULATE
@@ -434,7 +434,7 @@ class Collaboration:
             state = await self._download_believable(donors, branch.position, is_late=is_late)
         except Unavailable:
             for donor in donors:
-                self.tracker.report_without_state(donor)
+                self.tracker.report_missing(donor)
             raise
         self._num_vain_loads += 1
         self._state_donors = state.donors

@@ -35,7 +35,7 @@ MAX_ASKED = 8
 TIMEOUT_S = 2.0
 ASK_PERIOD_S = 10.0
 DIAL_PERIOD_S = 5.0
-"""By the next look, a live peer that refused a dial is connected or has published."""
+"""So long after it has refused a dial, a live peer is connected or has published."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 CONNECT_TIMEOUT_S = 5.0
 
@@ -68,8 +68,6 @@ class Contacts:
         self._tasks = tasks
         self._told: tuple[Position, int] | None = None
         self._asked_at = -math.inf  # loop time
-        self._refused: set[tuple[PeerId, int]] = set()  # records of peers at the last look for the dead
-        self._looked_at = -math.inf  # loop time
         self._looking: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._stranded = StrandedNotice(run_id)
@@ -131,26 +129,26 @@ class Contacts:
     # the dead
 
     def look_for_the_dead(self) -> None:
-        """Dial the peers that miss rounds, in the background; at most once in a period, one look at a time.
+        """Dial the peers that miss rounds, in the background, one look at a time.
 
         Silence proves nothing: the machine may be cut off, and go on training. Then its record must expire.
         """
-        now = asyncio.get_running_loop().time()
-        is_looking = self._looking is not None and not self._looking.done()
-        if now - self._looked_at >= DIAL_PERIOD_S and not is_looking:
-            self._looked_at = now
+        if self._looking is None or self._looking.done():
             self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
 
     async def _look_for_the_dead(self) -> None:
-        refused = {
-            (peer_id, seen.sequence)
-            for peer_id, seen in self._tracker.unmet().items()
-            if not self._presence.endpoint.is_connected(peer_id) and await self._refuses(seen.record.addresses)
-        }
-        for peer_id, sequence in sorted(refused & self._refused):
-            logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
-            self._tracker.report_gone(peer_id, sequence)
-        self._refused = refused
+        reader, is_connected = self._tracker.reader, self._presence.endpoint.is_connected
+        refused = [
+            (peer_id, seen)
+            for peer_id, seen in reader.missing().items()
+            if not is_connected(peer_id) and await self._refuses(seen.record.addresses)
+        ]
+        await asyncio.sleep(DIAL_PERIOD_S)
+        for peer_id, seen in refused:
+            if reader.observed().get(peer_id) is seen and not is_connected(peer_id):
+                logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
+                reader.forget(peer_id)
+        self._tracker.judge()
 
     async def _refuses(self, addresses: list[str]) -> bool:
         reasons = set(await asyncio.gather(*map(self._failure_at, readable_addresses(addresses))))
@@ -160,10 +158,8 @@ class Contacts:
     async def _failure_at(self, address: Address) -> DialReason | None:
         try:
             await self._presence.endpoint.probe(address, TIMEOUT_S)
-        except DialFailed as failure:
-            return failure.reason
-        except ManyhandsError:
-            return None
+        except ManyhandsError as failure:
+            return failure.reason if isinstance(failure, DialFailed) else None
         return None
 
     # peers in client mode

@@ -255,5 +255,5 @@ class Drift:
         return {
             peer_id: seen.record.sketch
             for peer_id, seen in self._counted().items()
-            if seen.said == position and seen.record.sketch_step == position.step
+            if seen.record.position == position and seen.record.sketch_step == position.step
         }

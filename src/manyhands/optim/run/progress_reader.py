@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Container, Iterable, Mapping
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -18,7 +18,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import RecordReader, SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.base.twin import Twin
-from manyhands.dht import DhtNode, Schema, StoredValue
+from manyhands.dht import DhtNode, Schema
 from manyhands.optim.run.progress import MAX_TTL_S, Progress, ProgressRecord, busy_s, reckoned_samples
 from manyhands.rpc import Endpoint
 
@@ -36,21 +36,19 @@ def progress_key(run_id: str) -> str:
     return f"{run_id}.progress"
 
 
-class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
-    """A record of another peer.
-
-    Attributes:
-        since: when it was published (loop time).
-        said: the position that the peer itself has published; the rest of its record belongs to that.
-        learnt_at: when this was learnt directly (loop time), from a round or from the peer itself; -inf otherwise.
-    """
-
-    since: float
-    said: Position
-    learnt_at: float = -math.inf
+Observed: TypeAlias = SeenRecord[ProgressRecord]
 
 
-class ProgressReader(RecordReader[ProgressRecord, Observed]):
+def gone_to(seen: Observed, position: Position, lineage_samples: int, now: float) -> Observed:
+    """The record of a peer that has just gone to a position, by what others know of it."""
+    record = msgspec.structs.replace(
+        seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0,
+        ttl_s=seen.expires_at - now,
+    )  # fmt: skip
+    return SeenRecord(record, seen.expires_at, is_direct=True)
+
+
+class ProgressReader(RecordReader[ProgressRecord]):
     """The progress records of a run, as last read; sufficient for a peer that only watches.
 
     Attributes:
@@ -61,38 +59,28 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         super().__init__(endpoint, dht, progress_key(run_id), PROGRESS)
         self.twin: Twin | None = None
 
-    def _seen_as(
-        self, known: Observed | None, record: ProgressRecord, stored: StoredValue, now: float
-    ) -> Observed | None:
-        issued_at = now + stored.remaining_s - record.ttl_s
-        if known is not None and issued_at <= known.learnt_at + IN_FLIGHT_S:
-            here, there = known.record.position, record.position
-            if record.samples < known.record.samples if here == there else there.step < here.step:
-                return None  # it says less than what was learnt directly since
-        remaining_s = min(stored.remaining_s, record.ttl_s)
-        since = now + remaining_s - record.ttl_s
-        return Observed(record, stored.sequence, now + remaining_s, since, record.position)
+    def _is_outdated(self, known: Observed, news: Observed) -> bool:
+        here, there = known.record.position, news.record.position
+        says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
+        return says_less and known.is_direct and news.since <= known.since + IN_FLIGHT_S
 
-    def _look_at_own(self, record: ProgressRecord, stored: StoredValue, now: float) -> None:
+    def _look_at_own(self, seen: Observed, now: float) -> None:
         if self.twin is not None:
-            self.twin.seen(record.began_at, now + min(stored.remaining_s - record.ttl_s, 0.0), now)
+            self.twin.seen(seen.record.began_at, seen.since, now)
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """Take over the progress that a peer has sent directly."""
-        now, known = asyncio.get_running_loop().time(), self._seen.get(peer_id)
-        sequence, until = -1 if known is None else known.sequence, now + min(record.ttl_s, MAX_TTL_S)
-        self._keep(peer_id, Observed(record, sequence, until, now, record.position, now))
+        record = msgspec.structs.replace(record, ttl_s=min(record.ttl_s, MAX_TTL_S))
+        self._keep(peer_id, SeenRecord(record, asyncio.get_running_loop().time() + record.ttl_s, is_direct=True))
 
     def moved(self, peer_ids: Iterable[PeerId], position: Position, lineage_samples: int) -> None:
         """Assume that these peers are at ``position``, until their own records say so or more."""
         now = asyncio.get_running_loop().time()
         for peer_id in peer_ids:
+            self._missing.pop(peer_id, None)
             seen = self._seen.get(peer_id)
             if seen is not None and seen.record.position.step < position.step:
-                record = msgspec.structs.replace(
-                    seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
-                )
-                self._keep(peer_id, Observed(record, seen.sequence, seen.expires_at, now, seen.said, now))
+                self._keep(peer_id, gone_to(seen, position, lineage_samples, now))
 
     def records(self) -> dict[PeerId, ProgressRecord]:
         """The latest records of the other peers."""
@@ -120,11 +108,7 @@ class View:
         needs_host: auxiliary peers are expected too, if no trainer can be dialled.
 
     Attributes:
-        trainers: records of the peers that train at the position.
-        leader: the lowest id of the trainers that can be dialled and are not missing; None without one.
-        longest_batch_s: of the trainers that have published it.
-        reachable: the peers at the position, auxiliary ones too, that are not missing.
-        awaited: records of the trainers that are not missing.
+        trainers: records of the peers that train at the position; of these ``awaited`` are not missing.
         expected: the peers that should come to the next round, and whether each is in client mode.
     """
 
@@ -139,13 +123,10 @@ class View:
         here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
         self.observed = observed
         self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
-        self.longest_batch_s = max([seen.record.batch_s for seen in self.trainers.values()], default=0.0)
-        self.reachable = [peer_id for peer_id in here if peer_id not in missing]
         self.awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
-        hosts = [peer_id for peer_id, seen in self.trainers.items() if not seen.record.is_client]
-        self.leader = min((peer_id for peer_id in hosts if peer_id not in missing), default=None)
-        expected = self.reachable if needs_host and not hosts else self.awaited
-        self.expected = {peer_id: here[peer_id].record.is_client for peer_id in expected}
+        takes_all = needs_host and all(seen.record.is_client for seen in self.trainers.values())
+        expected = here if takes_all else self.awaited
+        self.expected = {peer: seen.record.is_client for peer, seen in expected.items() if peer not in missing}
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 

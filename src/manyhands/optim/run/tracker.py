@@ -1,21 +1,17 @@
-"""Tracks the positions of this peer and the others in a run: publishes its own progress when needed, and reads theirs.
-
-:class:`manyhands.optim.run.progress_reader.View` combines what the others published about this peer's position.
-:class:`manyhands.optim.run.branches.BranchChoice` tells which branch of the run this peer should be on.
-"""
+"""Tracks the positions of a run's peers: publishes this peer's progress when needed, and reads that of the others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import RecordPublisher, UntilFresh
+from manyhands.averaging.peer_records import RecordPublisher
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -32,7 +28,7 @@ from manyhands.optim.run.progress import (
     next_refresh_s,
     samples_with_batch,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, progress_key
+from manyhands.optim.run.progress_reader import ProgressReader, View, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -95,12 +91,10 @@ class ProgressTracker:
             began_at=began_at,
         )  # fmt: skip
         self.publisher = RecordPublisher(
-            dht, progress_key(run_id), endpoint.peer_id, self._record_to_publish, self._ttl_s, config.min_refresh_s
+            dht, progress_key(run_id), endpoint.peer_id, self._record_to_publish, config.ttl_s, config.min_refresh_s
         )
         self._counted_at = 0.0  # loop time, when the samples were counted
         self._read_at = self._wholly_read_at = -math.inf  # loop time
-        self._missing = UntilFresh(self.reader)
-        self._without_state = UntilFresh(self.reader)
         self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
         self._donor: PeerId | None = None
         self._view: View | None = None
@@ -185,8 +179,6 @@ class ProgressTracker:
     def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
         self.reader.moved(members, position, lineage_samples)
         self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
-        for peer_id in members:
-            self._missing.discard(peer_id)
 
     def _update(self, **changes: object) -> None:
         self._set_own(**changes)
@@ -218,10 +210,8 @@ class ProgressTracker:
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
         addresses = [str(address) for address in self._endpoint.addresses]  # they may change while it runs
-        return msgspec.structs.replace(self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s(), addresses=addresses)
-
-    def _ttl_s(self) -> float:
-        return self._config.ttl_s * self._crowd_factor
+        ttl_s = self._config.ttl_s * self._crowd_factor
+        return msgspec.structs.replace(self.own, counted_s_ago=counted_s_ago, ttl_s=ttl_s, addresses=addresses)
 
     # records of the others
 
@@ -250,24 +240,9 @@ class ProgressTracker:
         self.reader.heard(peer_id, record)
         self.judge()
 
-    def report_gone(self, peer_id: PeerId, sequence: int) -> None:
-        """Drop a peer that is gone before its last record, of this sequence, has expired."""
-        self.reader.forget(peer_id, sequence)
-        self.judge()
-
-    def unmet(self) -> Mapping[PeerId, Observed]:
-        """The records of peers that missed a round or could not send their state."""
-        observed = self.reader.observed()
-        return {peer_id: observed[peer_id] for peer_id in self._missing.peers() | self._without_state.peers()}
-
     def report_missing(self, peer_id: PeerId) -> None:
-        """A peer did not come to a round; it is expected again only after a fresh record."""
-        self._missing.add(peer_id)
-        self._view = None
-
-    def report_without_state(self, peer_id: PeerId) -> None:
-        """A peer could not send the state; it is asked again only after a fresh record."""
-        self._without_state.add(peer_id)
+        """A peer did not come to a round, or sent no state: it is not expected, or asked, before a fresh record."""
+        self.reader.report_missing(peer_id)
 
     def shun(self, peer_id: PeerId) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
@@ -298,9 +273,8 @@ class ProgressTracker:
         """The others at this peer's position, as last read; a new object only after a change or expiry."""
         observed = self.reader.observed()
         if self._view is None or self._view.observed is not observed:
-            own, missing = self.own, self._missing.peers()
-            needs_host = own.is_client or own.is_auxiliary
-            self._view = View(observed, own.position, missing, needs_host=needs_host)
+            needs_host = self.own.is_client or self.own.is_auxiliary
+            self._view = View(observed, self.own.position, self.reader.missing(), needs_host=needs_host)
         return self._view
 
     # peers at this position, and whether a step is due
@@ -331,7 +305,7 @@ class ProgressTracker:
         view = self.view
         if self._crowd_factor > 1.0 or self.own.seat.layout.sides:
             return False
-        if self.outlook.eta_s > 2 * view.longest_batch_s:
+        if self.outlook.eta_s > 2 * max([seen.record.batch_s for seen in view.trainers.values()], default=0.0):
             return False
         now, samples = asyncio.get_running_loop().time(), 0 if self.own.is_auxiliary else self.own.samples
         samples += sum(samples_with_batch(seen.record, now - seen.since) for seen in view.awaited.values())
@@ -371,10 +345,8 @@ class ProgressTracker:
 
     def behind(self) -> list[PeerId]:
         """Peers that are not missing and have yet to reach this peer's global step."""
-        trainers, here = self.reader.trainers(), self.own.position.step
-        return sorted(
-            peer_id for peer_id in trainers.keys() - self._missing.peers() if trainers[peer_id].position.step < here
-        )
+        trainers, missing, here = self.reader.trainers(), self.reader.missing(), self.own.position.step
+        return [peer for peer, record in trainers.items() if peer not in missing and record.position.step < here]
 
     def judges_of_parameters(self) -> Judges:
         """The other peers that tell which parameters are right: see :meth:`Belief.judges`."""
@@ -384,7 +356,7 @@ class ProgressTracker:
 
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on, among those whose state is available."""
-        return self.branches.leading(self._without_state.peers())
+        return self.branches.leading(self.reader.missing())
 
     def should_load_state(self) -> bool:
         """Whether there is a better branch than this peer's whose state is available."""
@@ -419,8 +391,6 @@ class ProgressTracker:
     def _next_read_s(self, last_s: float) -> float:
         """Seconds until the next read. At the target there is nothing left to predict: each batch reads."""
         config = self._config
-        if self.is_stranded:  # a peer that can be dialled is wanted soon
-            return config.default_refresh_s * self._crowd_factor
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
             first_s = config.max_refresh_s if self._is_led else config.min_refresh_s
             return min(max(2 * last_s, first_s), config.max_refresh_s * self._crowd_factor)
@@ -436,6 +406,7 @@ class ProgressTracker:
     @property
     def _is_led(self) -> bool:
         """Whether another peer reads at the target and calls this one: in a crowd, the leader of all others does."""
-        leader, own_id = self.view.leader, self._endpoint.peer_id
-        is_other = leader is not None and (self.own.is_client or leader < own_id)
-        return is_other and self._crowd_factor > 1.0 and not self.own.seat.layout.sides
+        if self._crowd_factor == 1.0 or self.own.seat.layout.sides:
+            return False
+        hosts = [peer_id for peer_id, seen in self.view.awaited.items() if not seen.record.is_client]
+        return bool(hosts) and (self.own.is_client or min(hosts) < self._endpoint.peer_id)
