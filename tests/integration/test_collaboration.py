@@ -200,7 +200,7 @@ def test_a_peer_that_cannot_reach_the_run_does_not_make_a_branch_of_its_own() ->
     with peers(2) as (peer, liar):
         trainer = Trainer(peer, "ahead", 8)
         publish(liar, "ahead", Position(9, b"whose state nobody can get"))
-        reader = trainer.optimizer._collaboration.tracker.reader
+        reader = trainer.optimizer._collaboration.tracker
         step_until(trainer.optimizer, lambda: reader._observed)
         for _ in range(4):
             trainer.train_batch()

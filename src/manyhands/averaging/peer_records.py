@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from manyhands.averaging.messages import readable_addresses
+from manyhands.averaging.messages import MAX_ADDRESSES, readable_addresses
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -66,18 +65,33 @@ class SeenRecord(msgspec.Struct, Generic[R_co], frozen=True, gc=False):
         return self.expires_at - self.record.ttl_s
 
 
-class RecordReader(Generic[R]):
-    """The records of the other peers of a run, as last read. Lives on the network thread.
+class PeerRecords(Generic[R]):
+    """The records of a run's peers: those of the others, as last read, and that of this one, if it publishes any.
+
+    Lives on the network thread.
+
+    Args:
+        min_period_s: from one record of this peer to the next, which contains all changes since.
 
     Attributes:
+        own: what this peer would publish now; only a peer that publishes has it.
+        published: its last record, and when it was published (loop time); None if no holder stored it.
+        num_failures: consecutive failures to publish it.
         last_said_goodbye: whether none of the other peers is left, and the last one left on purpose.
     """
 
-    def __init__(self, endpoint: Endpoint, dht: DhtNode, key: str, schema: Schema) -> None:
+    own: R
+
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, key: str, schema: Schema, min_period_s: float = 0.0) -> None:
         self._endpoint = endpoint
         self._dht = dht
         self._key = key
         self._schema = schema
+        self._min_period_s = min_period_s
+        self.published: tuple[R, float] | None = None
+        self.num_failures = 0
+        self._changed = asyncio.Event()
+        self._is_urgent = asyncio.Event()
         self._seen: dict[PeerId, SeenRecord[R]] = {}
         self._sequences: dict[str, int] = {}  # by peer id, also of those that said goodbye
         self._missing: dict[PeerId, SeenRecord[R]] = {}
@@ -92,6 +106,8 @@ class RecordReader(Generic[R]):
 
     def _look_at_own(self, seen: SeenRecord[R], now: float) -> None:
         """A record under this peer's own id was read."""
+
+    # the others
 
     def observed(self) -> Mapping[PeerId, SeenRecord[R]]:
         """The records that count now: the same mapping until a record changes, comes, goes or expires."""
@@ -182,31 +198,19 @@ class RecordReader(Generic[R]):
         """Make :meth:`observed` return a new mapping."""
         self._observed_until = -math.inf
 
+    # this peer
 
-@dataclass(eq=False)
-class RecordPublisher(Generic[R]):
-    """Publishes the record of this peer. Lives on the network thread.
+    def _set_own(self, **changes: object) -> None:
+        is_client = self._endpoint.client_mode
+        self.own = msgspec.structs.replace(self.own, is_client=is_client, **changes)  # type: ignore[type-var]
 
-    Args:
-        own_record: what to publish now; None to publish nothing.
-        ttl_s: lifetime of the last record.
-        min_period_s: from one record to the next, which contains all changes since.
+    def _record_to_publish(self) -> R | None:
+        """What to publish now; None to publish nothing."""
+        return msgspec.structs.replace(self.own, addresses=self._addresses())  # type: ignore[type-var]
 
-    Attributes:
-        published: the last record, and when it was published (loop time); None if no holder stored it.
-        num_failures: consecutive failures to publish the record.
-    """
-
-    dht: DhtNode
-    key: str
-    own_id: PeerId
-    own_record: Callable[[], R | None]
-    ttl_s: float
-    min_period_s: float
-    published: tuple[R, float] | None = None
-    num_failures: int = 0
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _is_urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    def _addresses(self) -> list[str]:
+        """Those of this peer now: they may change while it runs."""
+        return [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
 
     def publish_soon(self, *, urgently: bool = False) -> None:
         """Publish a changed record; with ``urgently`` before the end of the period."""
@@ -217,23 +221,26 @@ class RecordPublisher(Generic[R]):
     async def publish_forever(self) -> None:
         """Publish changes, and renew the record before it expires."""
         while True:
-            await wait_at_most(self._is_urgent, self.min_period_s)
-            await wait_at_most(self._changed, self.ttl_s / KEEP_ALIVES)
+            await wait_at_most(self._is_urgent, self._min_period_s)
+            await wait_at_most(self._changed, self._ttl_s() / KEEP_ALIVES)
             self._changed.clear()
             self._is_urgent.clear()
             await self.publish()
 
+    def _ttl_s(self) -> float:
+        return self.own.ttl_s
+
     async def publish(self) -> None:
         """Publish the record now."""
-        record = self.own_record()
+        record = self._record_to_publish()
         if record is None:
             return
-        self.published, self.ttl_s, num_holders = (record, asyncio.get_running_loop().time()), record.ttl_s, 0
+        self.published, num_holders = (record, asyncio.get_running_loop().time()), 0
         try:
             value = msgspec.to_builtins(record, builtin_types=(bytes,))
-            num_holders = await self.dht.store(self.key, value, self.ttl_s, subkey=self.own_id)
+            num_holders = await self._dht.store(self._key, value, self._ttl_s(), subkey=self._endpoint.peer_id)
         except ManyhandsError as error:
-            logger.warning("the record of this peer under %s was not published: %s", self.key, error)
+            logger.warning("the record of this peer under %s was not published: %s", self._key, error)
         self.num_failures = 0 if num_holders else self.num_failures + 1
         if not num_holders:
             self.published = None
@@ -242,6 +249,6 @@ class RecordPublisher(Generic[R]):
         """Tell the others that this peer left the run."""
         try:
             async with time_limit(GOODBYE_TIMEOUT_S, "saying goodbye to the run"):
-                await self.dht.store(self.key, GOODBYE, self.ttl_s, subkey=self.own_id)
+                await self._dht.store(self._key, GOODBYE, self._ttl_s(), subkey=self._endpoint.peer_id)
         except ManyhandsError as error:
             logger.debug("the others are not told that this peer left: %s", error)

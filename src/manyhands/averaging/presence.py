@@ -31,7 +31,7 @@ import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, next_step
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
-from manyhands.averaging.peer_records import GOODBYE, RecordPublisher, RecordReader
+from manyhands.averaging.peer_records import GOODBYE, PeerRecords
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, disagreement_of
 from manyhands.base.errors import ManifestMismatch, Unavailable
 from manyhands.base.identity import PeerId
@@ -116,7 +116,7 @@ def order_of(position: Position) -> tuple[int, bytes]:
     return (position.step, position.lineage)
 
 
-class PresenceTracker:
+class PresenceTracker(PeerRecords[PresenceRecord]):
     """The positions of this averager and the others of its run. Lives on the network thread.
 
     It is the :class:`manyhands.averaging.matchmaking.candidates.Roster` of the rounds, and in a grid the
@@ -137,15 +137,9 @@ class PresenceTracker:
         max_group_size: int,
         rng: random.Random,
     ) -> None:
-        self._endpoint = endpoint
-        self._dht = dht
+        super().__init__(endpoint, dht, presence_key(run_id), PRESENCE, MIN_PERIOD_S)
         self._run_id = run_id
-        self._key = presence_key(run_id)
-        self._own = PresenceRecord(first_position(run_id), tensors, summary, 0, endpoint.client_mode, [])
-        self.reader = RecordReader[PresenceRecord](endpoint, dht, self._key, PRESENCE)
-        self._publisher = RecordPublisher(
-            dht, self._key, endpoint.peer_id, self._record_to_publish, TTL_S, MIN_PERIOD_S
-        )
+        self.own = PresenceRecord(first_position(run_id), tensors, summary, 0, endpoint.client_mode, [])
         self._absent: dict[PeerId, int] = {}  # connected, but did not come: until they have begun more steps than this
         self._grace_until = 0.0  # loop time
         self._max_group_size = max_group_size
@@ -160,12 +154,12 @@ class PresenceTracker:
         await self.refresh()
         self._check_fits()
         self._go_to(self.leading())
-        await self._publisher.publish()
-        self._tasks.spawn(self._publisher.publish_forever(), name="publishing")
+        await self.publish()
+        self._tasks.spawn(self.publish_forever(), name="publishing")
 
     async def elsewhere(self) -> list[str]:
         """Run ids under which others average, and this peer does not; empty if others are in this run."""
-        if self.reader.observed():
+        if self.observed():
             return []
         run_ids = sorted(filter(is_run_id, await self._dht.topics(PRESENCE_KIND)))[:MAX_OTHER_RUNS]
         try:
@@ -182,19 +176,19 @@ class PresenceTracker:
     async def close(self) -> None:
         """Tell the others that this peer has left."""
         await self._tasks.close()
-        await self._publisher.say_goodbye()
+        await self.say_goodbye()
 
-    # the roster
+    # the group
 
     def position(self) -> Position:
         if self._step is None:
-            return self._own.position
-        return msgspec.structs.replace(self._own.position, group_key=self._step.key(self._own.position.step))
+            return self.own.position
+        return msgspec.structs.replace(self.own.position, group_key=self._step.key(self.own.position.step))
 
     def expected(self) -> Mapping[PeerId, bool]:
         """The peers in this peer's group that are here or come here when they step; True for those that cannot lead."""
         is_grace = asyncio.get_running_loop().time() < self._grace_until
-        step, position, missing, expected = self._step, self._own.position, self.reader.missing(), {}
+        step, position, missing, expected = self._step, self.own.position, self.missing(), {}
         for peer_id, record in self._fitting().items():
             if step is None:
                 is_here = order_of(record.position) <= order_of(position)
@@ -207,17 +201,17 @@ class PresenceTracker:
 
     def is_known(self, peer_id: PeerId) -> bool:
         """Whether a peer has published its position, with matching tensors."""
-        seen = self.reader.observed().get(peer_id)
-        return seen is not None and seen.record.tensors == self._own.tensors
+        seen = self.observed().get(peer_id)
+        return seen is not None and seen.record.tensors == self.own.tensors
 
-    async def refresh(self) -> None:
-        await self.reader.refresh()
-        observed = self.reader.observed()
+    async def refresh(self, *, quickly: bool = False) -> None:
+        await super().refresh(quickly=quickly)
+        observed = self.observed()
         self._absent = {peer_id: num_steps for peer_id, num_steps in self._absent.items() if peer_id in observed}
 
     def report_missing(self, peer_id: PeerId) -> None:
-        self.reader.report_missing(peer_id)
-        seen = self.reader.observed().get(peer_id)
+        super().report_missing(peer_id)
+        seen = self.observed().get(peer_id)
         if seen is not None and self._endpoint.is_connected(peer_id):
             self._absent[peer_id] = seen.record.num_steps
         else:
@@ -230,9 +224,9 @@ class PresenceTracker:
 
     def begin_step(self) -> None:
         """Begin this peer's next step at the leading position, and choose its place there."""
-        self._update(num_steps=self._own.num_steps + 1)
+        self._update(num_steps=self.own.num_steps + 1)
         self._grace_until = asyncio.get_running_loop().time() + GRACE_S
-        own, leading = self._own, self.leading()
+        own, leading = self.own, self.leading()
         others: dict[str, PublishedSeat] = {
             peer_id: record.published_seat() for peer_id, record in self._fitting().items()
         }
@@ -258,7 +252,7 @@ class PresenceTracker:
     def move(self, manifest: RoundManifest) -> None:
         """Go on from a committed round of this peer."""
         if self._step is None:
-            self._go_to(next_position(self._own.position, manifest))
+            self._go_to(next_position(self.own.position, manifest))
 
     @property
     def num_rounds(self) -> int:
@@ -266,31 +260,31 @@ class PresenceTracker:
 
     @property
     def num_rounds_left(self) -> int | None:
-        return None if self._step is None else self._step.end - self._own.position.step
+        return None if self._step is None else self._step.end - self.own.position.step
 
     def next_round(self) -> None:
         assert self._step is not None
-        number = min(self._own.position.step + 1, self._step.end)
+        number = min(self.own.position.step + 1, self._step.end)
         seat = Seat(self._step.layout, self._step.own_cell(number))
-        self._go_to(Position(number, self._own.position.lineage), seat)
+        self._go_to(Position(number, self.own.position.lineage), seat)
 
     def is_left_behind(self) -> bool:
-        return self.leading().step > self._own.position.step
+        return self.leading().step > self.own.position.step
 
     def tell(self, sketch: bytes) -> None:
         """In a grid: set the published sample of this peer's values after its step."""
-        self._update(sketch=sketch, sketch_round=self._own.position.step)
+        self._update(sketch=sketch, sketch_round=self.own.position.step)
 
     def disagreement(self) -> float | None:
         """The distance between the peers after this peer's last step, by what they published."""
-        own, fitting = self._own, self._fitting().values()
+        own, fitting = self.own, self._fitting().values()
         others = [record.sketch for record in fitting if record.sketch_round == own.sketch_round]
         return disagreement_of([own.sketch, *others])
 
     def leading(self) -> Position:
         """The highest position of the peers whose tensors match."""
         positions = [record.position for record in self._fitting().values()]
-        return max([self._own.position, *positions], key=order_of)
+        return max([self.own.position, *positions], key=order_of)
 
     def holders(self) -> tuple[Position, list[PeerId]]:
         """The highest position of the others that this peer can ask, and who is there."""
@@ -299,12 +293,12 @@ class PresenceTracker:
             for peer_id, record in self._fitting().items()
             if not record.is_client or self._endpoint.is_connected(peer_id)
         }
-        leading = max(positions.values(), key=order_of, default=self._own.position)
+        leading = max(positions.values(), key=order_of, default=self.own.position)
         return leading, [peer_id for peer_id, position in positions.items() if position == leading]
 
     def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
         """Whether one of these peers is behind this one, as last read; peers that left or are missing do not count."""
-        own, fitting, missing = order_of(self._own.position), self._fitting(), self.reader.missing()
+        own, fitting, missing = order_of(self.own.position), self._fitting(), self.missing()
         return any(
             order_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
             for peer_id in peers
@@ -319,29 +313,25 @@ class PresenceTracker:
         """The peers whose tensors differ from this peer's, and how; one line each."""
         return [
             f"the tensors of peer {peer_id} differ: it has {readable(seen.record.summary)}; "
-            f"here there are {self._own.summary}"
-            for peer_id, seen in sorted(self.reader.observed().items())
-            if seen.record.tensors != self._own.tensors
+            f"here there are {self.own.summary}"
+            for peer_id, seen in sorted(self.observed().items())
+            if seen.record.tensors != self.own.tensors
         ]
 
     def _go_to(self, position: Position, seat: Seat = NO_SEAT) -> None:
-        if position != self._own.position:
+        if position != self.own.position:
             self.called.clear()
-        if (position, seat) != (self._own.position, self._own.seat):
+        if (position, seat) != (self.own.position, self.own.seat):
             self._update(position=position, seat=seat)
 
     def _update(self, **changes: object) -> None:
-        self._own = msgspec.structs.replace(self._own, is_client=self._endpoint.client_mode, **changes)
-        self._publisher.publish_soon()
-
-    def _record_to_publish(self) -> PresenceRecord:
-        addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
-        return msgspec.structs.replace(self._own, addresses=addresses)
+        self._set_own(**changes)
+        self.publish_soon()
 
     def _fitting(self) -> dict[PeerId, PresenceRecord]:
         """Of the peers whose tensors match."""
-        observed = self.reader.observed().items()
-        return {peer_id: seen.record for peer_id, seen in observed if seen.record.tensors == self._own.tensors}
+        observed = self.observed().items()
+        return {peer_id: seen.record for peer_id, seen in observed if seen.record.tensors == self.own.tensors}
 
     def _is_absent(self, peer_id: PeerId, record: PresenceRecord) -> bool:
         """Whether a peer stayed connected and did not come, and has begun no step since."""
@@ -350,7 +340,7 @@ class PresenceTracker:
     def _check_fits(self) -> None:
         """Check this peer's tensors against the most common ones; of equally common, those of the lowest peer id."""
         owners: dict[bytes, list[PeerId]] = defaultdict(list)
-        for peer_id, seen in self.reader.observed().items():
+        for peer_id, seen in self.observed().items():
             owners[seen.record.tensors].append(peer_id)
-        if owners and self._own.tensors != min(owners, key=lambda one: (-len(owners[one]), min(owners[one]))):
+        if owners and self.own.tensors != min(owners, key=lambda one: (-len(owners[one]), min(owners[one]))):
             raise ManifestMismatch(self._run_id, self.misfits()[:3])

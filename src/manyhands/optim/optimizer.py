@@ -527,7 +527,7 @@ class Optimizer(OptimizerWrapper):
         now, failure = self.peer.time(), Failure(self._replica.position.step + 1, str(error))
         if failure != self.last_failure or now - self._told_failure_at >= REPEAT_S:
             self._told_failure_at = now
-            is_farewell = self._collaboration.tracker.reader.last_said_goodbye
+            is_farewell = self._collaboration.tracker.last_said_goodbye
             logger.log(
                 logging.INFO if is_farewell else logging.WARNING,
                 "Skipped averaging: %s; %s of this peer will count in the next attempt",

@@ -136,9 +136,7 @@ class Collaboration:
         belief.vouched = lambda: presence.vouched(manifest.run_id)
         self._canvass = Canvass(presence.endpoint, self._rng, self.tracker.judge)
         belief.poll = self._canvass.poll
-        self._drift = Drift(
-            self.tracker.reader, presence.peer_id, self._local.drift_bound, self.tracker.judges_of_parameters
-        )
+        self._drift = Drift(self.tracker, presence.peer_id, self._local.drift_bound, self.tracker.judges_of_parameters)
         assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
@@ -203,9 +201,9 @@ class Collaboration:
         now, since = asyncio.get_running_loop().time(), self._alone_since
         return Health(
             step=self._local.position.step,
-            publish_failures=self.tracker.publisher.num_failures,
+            publish_failures=self.tracker.num_failures,
             alone_s=now - since if since is not None else None,
-            last_said_goodbye=self.tracker.reader.last_said_goodbye,
+            last_said_goodbye=self.tracker.last_said_goodbye,
             clock_offset_s=self._clock_offset_s,
         )
 
@@ -214,7 +212,7 @@ class Collaboration:
         await asyncio.sleep(FIRST_HEALTH_CHECK_S)
         while True:
             presence = self._presence
-            others = list(filter(presence.endpoint.is_connected, self.tracker.reader.observed()))
+            others = list(filter(presence.endpoint.is_connected, self.tracker.observed()))
             if not others:  # with a wrong clock it can read no records
                 others = [contact.peer_id for contact in presence.dht.contacts()]
             self._clock_offset_s = await clock_offset_s(presence.endpoint, presence.wall_clock, others)
@@ -222,7 +220,7 @@ class Collaboration:
             await asyncio.sleep(HEALTH_CHECK_PERIOD_S)
 
     def _on_news(self) -> None:
-        if self.tracker.reader.observed():
+        if self.tracker.observed():
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = asyncio.get_running_loop().time()
@@ -283,7 +281,7 @@ class Collaboration:
             return Decision.RELOAD
         is_arriving = may_wait and tracker.is_arriving()
         if is_arriving and samples:
-            self._contacts.tell(tracker.view.expected)
+            self._contacts.tell(tracker.view.reachable)
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
             self._note_lull(samples)
             return Decision.ACCUMULATE
@@ -351,8 +349,8 @@ class Collaboration:
 
     def _is_alone(self) -> bool:
         """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
-        if self._presence.endpoint.client_mode and self.tracker.reader.trainers():
-            return self._allow_solo and self.tracker.is_stranded
+        if self._presence.endpoint.client_mode and self.tracker.trainers():
+            return self._allow_solo and self.tracker.is_stranded()
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
 
     # newcomers
@@ -408,7 +406,7 @@ class Collaboration:
 
     def _donors(self) -> list[PeerId]:
         """Peers that can hand out the state of the leading branch."""
-        records, can_hand_out = self.tracker.reader.records(), self.tracker.branches.can_hand_out
+        records, can_hand_out = self.tracker.records(), self.tracker.branches.can_hand_out
         holders = self.tracker.leading_branch().holders
         return [peer_id for peer_id in holders if peer_id in records and can_hand_out(peer_id)]
 
@@ -418,7 +416,7 @@ class Collaboration:
         if not donors:  # their records have expired since they were read
             await self.tracker.look()
             donors = self._donors()
-        branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
+        branch, records = self.tracker.leading_branch(), self.tracker.records()
         if not donors and self.tracker.branches.waits_for_clients:
             where = ", ".join(map(str, self._presence.endpoint.addresses))
             raise Unavailable(
@@ -440,7 +438,7 @@ class Collaboration:
         self._state_donors = state.donors
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
             took_s, target = loop.time() - started, self._manifest.target_batch_size
-            speed = sum(record.samples_per_second for record in self.tracker.reader.records().values())
+            speed = sum(record.samples_per_second for record in self.tracker.records().values())
             computing_s = target / speed if speed > 0 else 0.0
             logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
         return state

@@ -95,7 +95,7 @@ class Contacts:
             return None
 
     def _on_told(self, remote: PeerId, news: HereIAm) -> TellResponse:
-        if remote in self._tracker.reader.observed():  # the DHT alone bounds the number of records
+        if remote in self._tracker.observed():  # the DHT alone bounds the number of records
             self._tracker.heard(remote, news.record)
         return TellResponse()
 
@@ -137,7 +137,7 @@ class Contacts:
             self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
 
     async def _look_for_the_dead(self) -> None:
-        reader, is_connected = self._tracker.reader, self._presence.endpoint.is_connected
+        reader, is_connected = self._tracker, self._presence.endpoint.is_connected
         refused = [
             (peer_id, seen)
             for peer_id, seen in reader.missing().items()
@@ -183,7 +183,7 @@ class Contacts:
     def warn_if_stranded(self) -> None:
         """Warn every minute while no trainer of the run can be dialled."""
         num_trainers, ways_in = 0, list[str]()
-        if self._tracker.is_stranded:
-            num_trainers = 1 + len(self._tracker.reader.trainers())
+        if self._tracker.is_stranded():
+            num_trainers = 1 + len(self._tracker.trainers())
             ways_in = [f"{text}/p2p/{one.peer_id}" for one in self._presence.dht.contacts() for text in one.addresses]
         self._stranded.look(num_trainers, ways_in[:1], asyncio.get_running_loop().time())

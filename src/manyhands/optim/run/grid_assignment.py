@@ -72,7 +72,7 @@ class GridAssignment:
         step, expected = self._step, self._tracker.view.expected
         if step is None:
             return expected
-        observed = self._tracker.reader.observed()
+        observed = self._tracker.observed()
         return {
             peer_id: is_client for peer_id, is_client in expected.items()
             if step.is_mate(peer_id, said_by(observed[peer_id].record), self._number)
@@ -80,7 +80,7 @@ class GridAssignment:
 
     def is_known(self, peer_id: PeerId) -> bool:
         """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
-        seen = self._tracker.reader.observed().get(peer_id)
+        seen = self._tracker.observed().get(peer_id)
         return seen is not None and seen.record.position.step <= self._tracker.own.position.step
 
     def call_to_round(self) -> None:
@@ -132,7 +132,7 @@ class GridAssignment:
         A step that has begun keeps its groups.
         """
         here = self._tracker.own.position
-        basis = (self._tracker.reader.version, here)
+        basis = (self._tracker.version, here)
         if self._stepping_from == here or basis == self._basis:
             return
         self._basis, self._stepping_from = basis, None
@@ -168,7 +168,7 @@ class GridAssignment:
         of_teachers = [record for peer_id, record in records.items() if self._tracker.has_learnt_from(peer_id)]
         if any(record.seat.layout.sides for record in of_teachers or records.values()):
             return True
-        observed = self._tracker.reader.observed().values()
+        observed = self._tracker.observed().values()
         return len(records) >= self._max_group_size and not any(seen.record.sketch for seen in observed)
 
 

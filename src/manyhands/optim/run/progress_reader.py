@@ -15,9 +15,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import RecordReader, SeenRecord
+from manyhands.averaging.peer_records import PeerRecords, SeenRecord
 from manyhands.base.identity import PeerId
-from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode, Schema
 from manyhands.optim.run.progress import MAX_TTL_S, Progress, ProgressRecord, busy_s, reckoned_samples
 from manyhands.rpc import Endpoint
@@ -43,30 +42,21 @@ def gone_to(seen: Observed, position: Position, lineage_samples: int, now: float
     """The record of a peer that has just gone to a position, by what others know of it."""
     record = msgspec.structs.replace(
         seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0,
-        ttl_s=seen.expires_at - now,
+        ttl_s=max(seen.expires_at - now, 0.0),
     )  # fmt: skip
     return SeenRecord(record, seen.expires_at, is_direct=True)
 
 
-class ProgressReader(RecordReader[ProgressRecord]):
-    """The progress records of a run, as last read; sufficient for a peer that only watches.
+class ProgressReader(PeerRecords[ProgressRecord]):
+    """The progress records of a run, as last read; sufficient for a peer that only watches."""
 
-    Attributes:
-        twin: checks records under this peer's own id; None for a peer that does not publish.
-    """
-
-    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
-        super().__init__(endpoint, dht, progress_key(run_id), PROGRESS)
-        self.twin: Twin | None = None
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, min_period_s: float = 0.0) -> None:
+        super().__init__(endpoint, dht, progress_key(run_id), PROGRESS, min_period_s)
 
     def _is_outdated(self, known: Observed, news: Observed) -> bool:
         here, there = known.record.position, news.record.position
         says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
         return says_less and known.is_direct and news.since <= known.since + IN_FLIGHT_S
-
-    def _look_at_own(self, seen: Observed, now: float) -> None:
-        if self.twin is not None:
-            self.twin.seen(seen.record.began_at, seen.since, now)
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """Take over the progress that a peer has sent directly."""
@@ -94,10 +84,6 @@ class ProgressReader(RecordReader[ProgressRecord]):
         """Whether others train, and no peer can be dialled."""
         return bool(self.trainers()) and all(record.is_client for record in self.records().values())
 
-    def note_move(self) -> None:
-        """This peer is at another position, so that what it concludes from the records changes."""
-        self._note_change()
-
 
 class View:
     """The other peers at one position, as last read. Immutable: any news gives another view.
@@ -109,6 +95,7 @@ class View:
 
     Attributes:
         trainers: records of the peers that train at the position; of these ``awaited`` are not missing.
+        reachable: the peers that are not missing, with auxiliary ones.
         expected: the peers that should come to the next round, and whether each is in client mode.
     """
 
@@ -124,9 +111,9 @@ class View:
         self.observed = observed
         self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
         self.awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
+        self.reachable = [peer_id for peer_id in here if peer_id not in missing]
         takes_all = needs_host and all(seen.record.is_client for seen in self.trainers.values())
-        expected = here if takes_all else self.awaited
-        self.expected = {peer: seen.record.is_client for peer, seen in expected.items() if peer not in missing}
+        self.expected = {peer: here[peer].record.is_client for peer in (self.reachable if takes_all else self.awaited)}
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 

@@ -11,7 +11,6 @@ import msgspec
 
 from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import RecordPublisher
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -28,7 +27,7 @@ from manyhands.optim.run.progress import (
     next_refresh_s,
     samples_with_batch,
 )
-from manyhands.optim.run.progress_reader import ProgressReader, View, progress_key
+from manyhands.optim.run.progress_reader import Observed, ProgressReader, View
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -47,7 +46,7 @@ CALLED_SHARE = 0.5
 not have read those of the peers that came; but no peer can force steps without samples."""
 
 
-class ProgressTracker:
+class ProgressTracker(ProgressReader):
     """Tracks the progress of all peers of a run. Lives on the network thread; any thread may read :attr:`progress` and
     :attr:`outlook`.
 
@@ -74,25 +73,19 @@ class ProgressTracker:
         is_auxiliary: bool,
         began_at: float,
     ) -> None:
+        super().__init__(endpoint, dht, run_id, config.min_refresh_s)
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None
         self.is_called = self.is_moving = self.is_busy = False
         self.num_together = 0
-        self.reader = ProgressReader(endpoint, dht, run_id)
-        self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
-        self._endpoint = endpoint
-        self._dht = dht
+        self.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._run_id = run_id
         self._config = config
         self._log = ProgressLog()
-        addresses = [str(address) for address in endpoint.addresses]
         self.own = ProgressRecord(
-            position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s, is_auxiliary=is_auxiliary,
+            position, 0, 0.0, 0, endpoint.client_mode, self._addresses(), config.ttl_s, is_auxiliary=is_auxiliary,
             began_at=began_at,
         )  # fmt: skip
-        self.publisher = RecordPublisher(
-            dht, progress_key(run_id), endpoint.peer_id, self._record_to_publish, config.ttl_s, config.min_refresh_s
-        )
         self._counted_at = 0.0  # loop time, when the samples were counted
         self._read_at = self._wholly_read_at = -math.inf  # loop time
         self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
@@ -111,8 +104,8 @@ class ProgressTracker:
         self._is_started = True
         self._dht.met[self._run_id] = self.branches.belief.has_met
         self._counted_at = asyncio.get_running_loop().time()
-        self.publisher.publish_soon(urgently=True)
-        self._tasks.spawn(self.publisher.publish_forever(), name="publishing")
+        self.publish_soon(urgently=True)
+        self._tasks.spawn(self.publish_forever(), name="publishing")
         self._tasks.spawn(self._read_forever(), name="reading")
 
     async def close(self) -> None:
@@ -120,7 +113,7 @@ class ProgressTracker:
         await self._tasks.close()
         self._dht.met.pop(self._run_id, None)
         if self._is_started and not self.twin.is_older:
-            await self.publisher.say_goodbye()
+            await self.say_goodbye()
 
     # this peer's position
 
@@ -164,7 +157,7 @@ class ProgressTracker:
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
         self.is_called = self.is_called and position == self.own.position  # a reload answers no call
         self.is_moving = False
-        self.reader.note_move()
+        self._note_change()
         self._set_own(
             position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step
         )
@@ -177,7 +170,7 @@ class ProgressTracker:
         self.judge()
 
     def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
-        self.reader.moved(members, position, lineage_samples)
+        self.moved(members, position, lineage_samples)
         self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
 
     def _update(self, **changes: object) -> None:
@@ -186,32 +179,35 @@ class ProgressTracker:
         self._publish_news()
 
     def _set_own(self, **changes: object) -> None:
-        now, before = asyncio.get_running_loop().time(), self.own
-        self.own = own = msgspec.structs.replace(before, is_client=self._endpoint.client_mode, **changes)
-        if (own.samples, own.position) != (before.samples, before.position):
-            self._counted_at = now
+        before = self.own
+        super()._set_own(**changes)
+        if (self.own.samples, self.own.position) != (before.samples, before.position):
+            self._counted_at = asyncio.get_running_loop().time()
 
     # publishing
 
     def _publish_news(self, *, urgently: bool = False) -> None:
         """Publish this peer's record soon, if the others could not have predicted it."""
-        if self.publisher.published is not None:
-            published, published_at = self.publisher.published
+        if self.published is not None:
+            published, published_at = self.published
             age_s = asyncio.get_running_loop().time() - published_at
             margin_s = max(self.own.batch_s, 2 * self._config.min_refresh_s)
             is_near = not margin_s < self.outlook.eta_s < math.inf
             target, num_peers = self.target_batch_size, self.outlook.num_peers
             if not is_news(published, age_s, self.own, target, num_peers, is_near):
                 return
-        self.publisher.publish_soon(urgently=urgently)
+        self.publish_soon(urgently=urgently)
 
     def _record_to_publish(self) -> ProgressRecord | None:
         if self.is_moving or self.is_idle:
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
-        addresses = [str(address) for address in self._endpoint.addresses]  # they may change while it runs
-        ttl_s = self._config.ttl_s * self._crowd_factor
-        return msgspec.structs.replace(self.own, counted_s_ago=counted_s_ago, ttl_s=ttl_s, addresses=addresses)
+        return msgspec.structs.replace(
+            self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s(), addresses=self._addresses()
+        )
+
+    def _ttl_s(self) -> float:
+        return self._config.ttl_s * self._crowd_factor
 
     # records of the others
 
@@ -226,23 +222,22 @@ class ProgressTracker:
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of the others now; with ``quickly`` from one holder only."""
         try:
-            await self.reader.refresh(quickly=quickly)
+            await super().refresh(quickly=quickly)
         finally:
             self.judge()  # also of what has expired
         self._read_at = now = asyncio.get_running_loop().time()
         if not quickly:
             self._wholly_read_at = now
         if self.twin.is_to_be_told(now):
-            self.publisher.publish_soon()
+            self.publish_soon()
+
+    def _look_at_own(self, seen: Observed, now: float) -> None:
+        self.twin.seen(seen.record.began_at, seen.since, now)
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """Take over the progress that a peer has sent directly."""
-        self.reader.heard(peer_id, record)
+        super().heard(peer_id, record)
         self.judge()
-
-    def report_missing(self, peer_id: PeerId) -> None:
-        """A peer did not come to a round, or sent no state: it is not expected, or asked, before a fresh record."""
-        self.reader.report_missing(peer_id)
 
     def shun(self, peer_id: PeerId) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
@@ -256,7 +251,7 @@ class ProgressTracker:
     def judge(self) -> None:
         """Update the conclusions after a change of the others' records or this peer's position."""
         now = asyncio.get_running_loop().time()
-        self.branches.look(self.own, self.reader.records(), now)
+        self.branches.look(self.own, self.records(), now)
         self._update_progress()
 
     def _update_progress(self) -> None:
@@ -271,10 +266,10 @@ class ProgressTracker:
     @property
     def view(self) -> View:
         """The others at this peer's position, as last read; a new object only after a change or expiry."""
-        observed = self.reader.observed()
+        observed = self.observed()
         if self._view is None or self._view.observed is not observed:
             needs_host = self.own.is_client or self.own.is_auxiliary
-            self._view = View(observed, self.own.position, self.reader.missing(), needs_host=needs_host)
+            self._view = View(observed, self.own.position, self.missing(), needs_host=needs_host)
         return self._view
 
     # peers at this position, and whether a step is due
@@ -331,10 +326,9 @@ class ProgressTracker:
         """Whether neither this peer nor any expected one can be dialled."""
         return self._endpoint.client_mode and not self.is_called and all(self.view.expected.values())
 
-    @property
     def is_stranded(self) -> bool:
         """Whether others train but no peer of the run can be dialled, so that they can make no step together."""
-        return self._endpoint.client_mode and self.reader.is_stranded()
+        return self._endpoint.client_mode and super().is_stranded()
 
     def in_need(self) -> list[PeerId]:
         """Some of the dialable peers, if all of them are behind this peer; else none."""
@@ -345,18 +339,18 @@ class ProgressTracker:
 
     def behind(self) -> list[PeerId]:
         """Peers that are not missing and have yet to reach this peer's global step."""
-        trainers, missing, here = self.reader.trainers(), self.reader.missing(), self.own.position.step
+        trainers, missing, here = self.trainers(), self.missing(), self.own.position.step
         return [peer for peer, record in trainers.items() if peer not in missing and record.position.step < here]
 
     def judges_of_parameters(self) -> Judges:
         """The other peers that tell which parameters are right: see :meth:`Belief.judges`."""
-        return self.branches.belief.judges(self.own, self.reader.records())
+        return self.branches.belief.judges(self.own, self.records())
 
     # choice of the branch
 
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on, among those whose state is available."""
-        return self.branches.leading(self.reader.missing())
+        return self.branches.leading(self.missing())
 
     def should_load_state(self) -> bool:
         """Whether there is a better branch than this peer's whose state is available."""
