@@ -56,9 +56,7 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A global step that a peer has made, and who contributed to it.
 
     Attributes:
-        step: number of global steps after it.
-        before: the lineage that it led from.
-        after: the lineage that it led to, shortened.
+        step: number of global steps after it; it led from the lineage ``before`` to ``after``.
         is_grid: the list is that of one group of a grid; there are others.
         digest: of all this and the list.
         shares: the list: short ids and samples of the contributors, packed; empty if others publish it.
@@ -89,7 +87,6 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def digest_of_step(step: int, before: bytes, after: bytes, is_grid: bool, shares: bytes) -> bytes:
-    """The digest of a committed step."""
     head = struct.pack(">Q?", step, is_grid)
     return hashlib.sha256(head + before + after + shares).digest()[:DIGEST_BYTES]
 
@@ -109,16 +106,14 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: chosen by its owner; empty without one.
-        device: for people.
         step: the last global step that it has made or loaded.
         learning_rate: of its next step; None if unknown or out of bounds.
         bytes_sent: over the network since the global step before.
-        samples_used, samples_dropped, rounds_committed, rounds_aborted, states_loaded, parameters_reloaded: as in
-            :class:`manyhands.optim.health.Statistics`.
-        failed_step: the global step of the last failure.
-        failure: why its samples did not count in that step at once; empty if all did.
+        failed_step, failure: the global step in which its samples did not count at once, and why; empty if all did.
         unit: of its weights in ``steps``; None before its first batch.
         steps: the last ones, in order.
+
+    The counts are those of :class:`manyhands.optim.health.Statistics`.
     """
 
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
@@ -205,10 +200,7 @@ class RecentSteps:
             self._steps.pop()
 
     def listed(self) -> list[CommittedStep]:
-        """The steps, with as many lists as fit into a record, the newest ones first."""
-        listed: list[CommittedStep] = []
-        room = MAX_LISTS_BYTES
-        for made in reversed(self._steps):
-            room -= len(made.shares)
-            listed.append(made if room >= 0 else msgspec.structs.replace(made, shares=b""))
-        return listed[::-1]
+        """The last steps whose lists fit into one record."""
+        while sum(len(made.shares) for made in self._steps) > MAX_LISTS_BYTES:
+            self._steps.popleft()
+        return list(self._steps)

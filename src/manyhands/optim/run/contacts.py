@@ -1,11 +1,9 @@
 """Direct contacts between the peers of a run; everything else goes through the DHT.
 
-* Near the target of a step, each peer sends the others what it has accumulated; through the DHT they would learn it
-  only after they have begun another batch.
-* Before a peer makes a step alone, it asks the peers of earlier rounds for their positions. The DHT may show no peer
-  although some are there: its nodes near the run's key may be gone or malicious.
-* If the other peers are there but do not come, it dials them: of one that has died, the machine says so before its
-  record expires.
+* Near the target of a step, each peer sends the others what it has accumulated: the DHT is too slow for that.
+* Before a step alone, a peer asks those of earlier rounds for their positions: the nodes of the DHT near the run's key
+  may be gone or malicious.
+* A peer dials others that do not come: of one that has died, the machine says so before its record expires.
 * If only peers in client mode have the state, these connect to the peers that need it, which can then ask for it.
 """
 
@@ -41,17 +39,15 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 class WhereAreYou(msgspec.Struct):
-    """Asks a peer of the run for its progress."""
+    """Asks a peer of the run for what it would publish now."""
 
 
 class HereIAm(msgspec.Struct):
-    """What a peer would publish now."""
-
     record: ProgressRecord
 
 
 class TellResponse(msgspec.Struct):
-    """The answer to a peer that sends its progress."""
+    pass
 
 
 WHERE = Method("optim.where", WhereAreYou, HereIAm)
@@ -105,12 +101,10 @@ class Contacts:
         if now < self._asked_at + ASK_PERIOD_S:
             return False
         self._asked_at = now
-        answers = await asyncio.gather(*map(self._ask, self._tracker.branches.belief.recently_met(MAX_ASKED)))
-        if any(answers):
-            logger.warning(
-                "The DHT shows no other peer of the run, but %d of the peers of its last rounds answered", sum(answers)
-            )
-        return any(answers)
+        is_there = await self.any_answers(self._tracker.branches.belief.recently_met(MAX_ASKED))
+        if is_there:
+            logger.warning("The DHT shows no other peer of the run, but peers of its last rounds answered")
+        return is_there
 
     async def any_answers(self, peer_ids: Sequence[PeerId]) -> bool:
         """Whether one of these peers is still there; of many, some are asked."""

@@ -177,20 +177,18 @@ def branch_order(record: ProgressRecord) -> tuple[int, int, bytes]:
 class ProgressLog:
     """Logs the progress of the collaboration: news at once, mere growth every ``LOG_PERIOD_S`` seconds.
 
-    The line has the wording of the tutorials. News are another global step, another number of peers, an ETA that was
-    unknown before, and the target reached.
+    News are another global step, another number of peers, and the target reached.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[int, int, int] = (-1, 0, 0)  # step, number of peers, and stage of the ETA
+        self._told: object = None
         self._told_at = -math.inf
 
     def tell(self, step: int, progress: Progress, refresh_s: float, now: float) -> None:
-        """Log the progress after ``step`` global steps, if it is worth a line."""
-        stage = 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0
-        is_elsewhere = (step, progress.num_peers) != self._last[:2]
-        if is_elsewhere or stage > self._last[2] or now >= self._told_at + LOG_PERIOD_S:
-            self._last, self._told_at = (step, progress.num_peers, stage), now
+        """Log the progress after ``step`` global steps, if it is worth a line; the wording is that of the tutorials."""
+        news = (step, progress.num_peers, progress.eta_s == 0)
+        if news != self._told or now >= self._told_at + LOG_PERIOD_S:
+            self._told, self._told_at = news, now
             eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
             samples, peers = counted(progress.samples, "sample"), counted(progress.num_peers, "peer")
             logger.info("Collaboration accumulated %s from %s; ETA %s (refresh in %.2fs.)",
@@ -205,7 +203,7 @@ class StrandedNotice:
         self._due_at = math.inf
 
     def look(self, num_trainers: int, addresses: Sequence[str], now: float) -> None:
-        """Warn if it is time to.
+        """Look whether to warn.
 
         Args:
             num_trainers: all trainers, if none of them can be dialled; else 0. A single one misses no other.
