@@ -49,8 +49,7 @@ from manyhands.optim.manifest import RunManifest, differences, manifest_key, rea
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, TellResponse, WhereAreYou
-from manyhands.optim.run.progress import ProgressLog, ProgressRecord, next_refresh_s
-from manyhands.optim.run.progress_reader import Observed, View
+from manyhands.optim.run.progress import Observed, ProgressLog, ProgressRecord, View, next_refresh_s
 from manyhands.optim.state.download import check_of
 from manyhands.optim.state.state import Capture, hyper_parameters_of, restore, specs_of
 from tests.fuzz.target import REMOTE, Target, decoded, finish, stream_of

@@ -14,8 +14,7 @@ from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Happened, HeldoutSeen, MonitorEvent, ProgressMade, StepMade
 from manyhands.optim.account import AccountRecord, RecentSteps, alone_lineage
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key, publish_metrics
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.progress import ProgressRecord, progress_key
 from tests.waiting import wait_until
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

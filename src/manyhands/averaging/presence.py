@@ -42,8 +42,6 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-PRESENCE_KIND = "averaging"
-"""Of the DHT keys of the records."""
 LAST_ROUND = 2**48
 """Round numbers go up to here: 8,900 years of a thousand rounds a second."""
 MAX_TTL_S = 3600.0
@@ -59,12 +57,10 @@ class PresenceRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         position: of the peer; ``step`` is the round number.
-        tensors: fingerprint of its list.
-        summary: the list in words.
-        num_steps: how many steps it has begun.
+        tensors: fingerprint of its list, which ``summary`` has in words.
+        num_steps: how many it has begun.
         seat: its place among the groups of a swarm that is too large for one, as of its position.
-        sketch: some of its values after its last step in a grid, as float32.
-        sketch_round: the round number that the step ended with; 0 without one.
+        sketch: some of its values as float32 after its last step in a grid, which ended with ``sketch_round``.
     """
 
     position: Position
@@ -93,8 +89,7 @@ PRESENCE = Schema(PresenceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=
 
 
 def presence_key(run_id: str) -> str:
-    """The DHT key of the records."""
-    return f"{run_id}.{PRESENCE_KIND}"
+    return f"{run_id}.averaging"
 
 
 def first_position(run_id: str) -> Position:
@@ -114,13 +109,10 @@ def order_of(position: Position) -> tuple[int, bytes]:
 
 
 class PresenceTracker(PeerRecords[PresenceRecord]):
-    """The positions of this averager and the others of its run. Lives on the network thread.
+    """The positions of this averager and the others of its run.
 
     It is the :class:`manyhands.averaging.matchmaking.candidates.Roster` of the rounds, and in a grid the
     :class:`manyhands.averaging.grid.step.GridPlace`.
-
-    Args:
-        tensors: fingerprint of this peer's list; ``summary`` is the list in words.
     """
 
     def __init__(
@@ -315,7 +307,6 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
         return {peer_id: seen.record for peer_id, seen in observed if seen.record.tensors == self.own.tensors}
 
     def _is_absent(self, peer_id: PeerId, record: PresenceRecord) -> bool:
-        """Whether a peer stayed connected and did not come, and has begun no step since."""
         return self._absent.get(peer_id) == record.num_steps
 
     def _check_fits(self) -> None:

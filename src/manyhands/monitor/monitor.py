@@ -32,14 +32,17 @@ from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_me
 from manyhands.optim.run.branches import held_by_most
 from manyhands.optim.run.progress import (
     SHOWN_LIVE,
+    Observed,
     Progress,
     ProgressLog,
+    ProgressReader,
     ProgressRecord,
     StrandedNotice,
+    View,
     crowd_factor,
+    gone_to,
     next_refresh_s,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, gone_to
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.rpc import Endpoint

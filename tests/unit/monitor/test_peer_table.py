@@ -13,8 +13,7 @@ from manyhands.monitor.history import SeenPeer
 from manyhands.monitor.peer_table import MAX_ALIKE, SILENT_S, PeerTable
 from manyhands.monitor.picture import RunEvent
 from manyhands.optim.account import AccountRecord
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import Observed
+from manyhands.optim.run.progress import Observed, ProgressRecord
 from tests.unit.monitor.published import Peers
 
 WALL_S = 1e9

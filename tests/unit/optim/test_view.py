@@ -9,8 +9,7 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.progress import Progress, ProgressRecord
-from manyhands.optim.run.progress_reader import Observed, View
+from manyhands.optim.run.progress import Observed, Progress, ProgressRecord, View
 
 HERE = Position(3, b"here")
 

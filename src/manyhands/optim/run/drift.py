@@ -31,7 +31,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.run.branches import Judges
-from manyhands.optim.run.progress_reader import Observed, ProgressReader
+from manyhands.optim.run.progress import Observed, ProgressReader
 
 logger = logging.getLogger(__name__)
 

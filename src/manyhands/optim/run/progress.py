@@ -1,4 +1,4 @@
-"""The progress of the collaboration, from the records of its peers. Pure.
+"""The progress of the collaboration, from the DHT records of its peers.
 
 A record says how many samples its peer had, when, and how fast it computes; a later reader extrapolates from it. So far
 from the target a peer publishes only what the others could not have predicted: a new position, new parameters, a
@@ -6,27 +6,34 @@ different speed, or other samples than its last record leads to. Predictions onl
 global step is due when the samples that peers have *published* reach the target, and near it each peer publishes at
 once.
 
+Some things a peer learns sooner: a round takes its members to the next position, and near the target the others send it
+their progress directly. Records from before that no longer count.
+
 In a crowd, above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``, so a peer
 reads about as many records a minute at any size of the run. At the target the leader alone reads; it calls the others.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, Seat
 from manyhands.averaging.messages import Count, Position, RecentRounds
-from manyhands.averaging.peer_records import KEEP_ALIVES
+from manyhands.averaging.peer_records import KEEP_ALIVES, PeerRecords, SeenRecord
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
+from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
+from manyhands.dht import DhtNode, Schema
 from manyhands.optim.config import ProgressConfig
+from manyhands.rpc import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +46,7 @@ STRANDED_PATIENCE_S = 3.0
 NEWS_SHARE = 0.1
 """Share of a peer's part of the target by which the others may be wrong about its samples."""
 NEWS_SPEED = 0.2
-"""And relative error of its speed."""
+"""Relative error of its speed."""
 CROWD = 40
 MAX_CROWD_FACTOR = 6.0
 MAX_COUNT = 2**53
@@ -47,16 +54,17 @@ MAX_TTL_S = 86400.0
 MAX_SPEED = 1e9
 """The most samples per second that are believed: sums of strangers' numbers stay exact."""
 MAX_WALL_TIME_S = 1e11  # the year 5138
+IN_FLIGHT_S = 1.0
+"""How long a record may travel from its owner to its reader."""
 
 
 class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a peer publishes about itself, under its own signature.
 
     Attributes:
-        samples: accumulated since the last global step.
+        samples: accumulated since the last global step, and counted ``counted_s_ago`` seconds before publication.
         lineage_samples: samples in all the committed steps that led to this position.
         is_client: it cannot be dialled.
-        counted_s_ago: age of the count of samples at publication.
         batch_s: seconds for a batch; 0 if not known yet.
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
         sketch: sums of its parameters after its last step, as float32; see :mod:`manyhands.optim.run.drift`.
@@ -88,14 +96,20 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
             raise ValueError("speeds and times are finite and >= 0")
 
 
+PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
+Observed: TypeAlias = SeenRecord[ProgressRecord]
+
+
+def progress_key(run_id: str) -> str:
+    """The DHT key of a run's progress records."""
+    return f"{run_id}.progress"
+
+
 @dataclass(frozen=True)
 class Progress:
-    """Progress of the collaboration towards its next global step.
+    """Progress of the peers at one position, all together, towards the next global step.
 
     Attributes:
-        samples: accumulated at this position by all peers together.
-        num_peers: peers that train at this position, with this one.
-        samples_per_second: of all peers.
         eta_s: seconds until the target at that speed; infinite if no peer computes.
     """
 
@@ -112,7 +126,7 @@ def reckoned_samples(record: ProgressRecord, age_s: float) -> float:
 
 
 def samples_with_batch(record: ProgressRecord, age_s: float) -> int:
-    """The predicted samples at the end of the batch that the peer computes; without its duration those counted."""
+    """The predicted samples at the end of the peer's current batch; without its duration those counted."""
     if (batch_s := record.batch_s) <= 0:
         return record.samples
     num_batches = _since_count_s(record, age_s) // batch_s + 1
@@ -172,6 +186,109 @@ def sum_of_samples(numbers: Iterable[float]) -> int:
 def branch_order(record: ProgressRecord) -> tuple[int, int, bytes]:
     """Orders the branches of a run: the higher one wins."""
     return (record.position.step, record.lineage_samples, record.position.lineage)
+
+
+def gone_to(seen: Observed, position: Position, lineage_samples: int, now: float) -> Observed:
+    """The record of a peer that has just gone to a position, by what others know of it."""
+    record = msgspec.structs.replace(
+        seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0,
+        ttl_s=max(seen.expires_at - now, 0.0),
+    )  # fmt: skip
+    return SeenRecord(record, seen.expires_at, is_direct=True)
+
+
+class ProgressReader(PeerRecords[ProgressRecord]):
+    """The progress records of a run; sufficient for a peer that only watches."""
+
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, min_period_s: float = 0.0) -> None:
+        super().__init__(endpoint, dht, progress_key(run_id), PROGRESS, min_period_s)
+
+    def _is_outdated(self, known: Observed, news: Observed) -> bool:
+        here, there = known.record.position, news.record.position
+        says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
+        return says_less and known.is_direct and news.since <= known.since + IN_FLIGHT_S
+
+    def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
+        """Take over the progress that a peer has sent directly."""
+        record = msgspec.structs.replace(record, ttl_s=min(record.ttl_s, MAX_TTL_S))
+        self._keep(peer_id, SeenRecord(record, asyncio.get_running_loop().time() + record.ttl_s, is_direct=True))
+
+    def moved(self, peer_ids: Iterable[PeerId], position: Position, lineage_samples: int) -> None:
+        """Assume that these peers are at ``position``, until their own records say so or more."""
+        now = asyncio.get_running_loop().time()
+        for peer_id in peer_ids:
+            self._missing.pop(peer_id, None)
+            seen = self._seen.get(peer_id)
+            if seen is not None and seen.record.position.step < position.step:
+                self._keep(peer_id, gone_to(seen, position, lineage_samples, now))
+
+    def records(self) -> dict[PeerId, ProgressRecord]:
+        """The latest records of the other peers."""
+        return {peer_id: seen.record for peer_id, seen in self.observed().items()}
+
+    def trainers(self) -> dict[PeerId, ProgressRecord]:
+        """The records of the peers that train, wherever in the run they are."""
+        return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
+
+    def is_stranded(self) -> bool:
+        """Whether others train, and no peer can be dialled."""
+        return bool(self.trainers()) and all(record.is_client for record in self.records().values())
+
+
+class View:
+    """The other peers at one position, as last read. Immutable: any news gives another view.
+
+    Args:
+        observed: the records of all other peers.
+        missing: peers that came to no round since their last record. They count, but are not expected.
+        needs_host: auxiliary peers are expected too, if no trainer can be dialled.
+
+    Attributes:
+        trainers: records of the peers that train at the position; of these ``awaited`` are not missing.
+        reachable: the peers that are not missing, with auxiliary ones.
+        expected: the peers that should come to the next round, and whether each is in client mode.
+    """
+
+    def __init__(
+        self,
+        observed: Mapping[PeerId, Observed],
+        position: Position,
+        missing: Container[PeerId] = (),
+        *,
+        needs_host: bool = False,
+    ) -> None:
+        here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
+        self.observed = observed
+        self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
+        self.awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
+        self.reachable = [peer_id for peer_id in here if peer_id not in missing]
+        takes_all = needs_host and all(seen.record.is_client for seen in self.trainers.values())
+        self.expected = {peer: here[peer].record.is_client for peer in (self.reachable if takes_all else self.awaited)}
+        self._samples = sum([seen.record.samples for seen in self.trainers.values()])
+        self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
+
+    def progress(self, own: ProgressRecord | None, target_batch_size: int, now: float | None = None) -> Progress:
+        """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
+
+        Args:
+            now: predict the samples of the others for this instant, up to the target; by default those that they have
+                published count.
+        """
+        num_peers, speed, samples, more = len(self.trainers), self._speed, self._samples, 0
+        if now is not None:
+            predicted = [reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()]
+            more = int(sum(predicted)) - samples
+        if own is not None and not own.is_auxiliary:
+            num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
+        samples += max(min(more, target_batch_size - samples), 0)  # peers that wait for others compute no more
+        missing = max(target_batch_size - samples, 0)
+        eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
+        return Progress(samples, num_peers, speed, eta_s)
+
+    def busy_until(self, instant: float) -> float:
+        """The predicted end of the last batch that one of them computes at an instant."""
+        busy = [busy_s(seen.record, instant - seen.since) for seen in self.awaited.values()]
+        return instant + max(busy, default=0.0)
 
 
 class ProgressLog:

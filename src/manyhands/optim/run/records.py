@@ -17,8 +17,7 @@ from manyhands.dht import DhtNode, Schema
 from manyhands.optim.account import AccountRecord
 from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
-from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord
-from manyhands.optim.run.progress_reader import PROGRESS, progress_key
+from manyhands.optim.run.progress import MAX_TTL_S, PROGRESS, ProgressRecord, progress_key
 
 MAX_RUNS = 64
 """Runs whose peers are counted, besides the wanted one."""

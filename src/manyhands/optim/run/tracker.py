@@ -19,15 +19,17 @@ from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice, Judges
 from manyhands.optim.run.progress import (
+    Observed,
     ProgressLog,
+    ProgressReader,
     ProgressRecord,
+    View,
     branch_order,
     crowd_factor,
     is_news,
     next_refresh_s,
     samples_with_batch,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, View
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -47,14 +49,12 @@ not have read those of the peers that came; but no peer can force steps without 
 
 
 class ProgressTracker(ProgressReader):
-    """Tracks the progress of all peers of a run. Lives on the network thread; any thread may read :attr:`progress` and
-    :attr:`outlook`.
+    """The progress of all peers of a run. Any thread may read :attr:`progress` and :attr:`outlook`.
 
     Attributes:
         on_outlook: called whenever the outlook may have changed, also by a step.
         progress: of the collaboration, as published by the peers; it decides whether a global step is due.
         outlook: the progress predicted for now; it decides when to publish and to read.
-        own: what this peer would publish now.
         is_called: whether another peer has begun a round here, and this one has not come to it yet.
         is_moving: a round committed, and its result is being applied: the old position is published no more.
         is_busy: this peer averages, or waits for others to finish, however long it makes no sample.
@@ -327,7 +327,6 @@ class ProgressTracker(ProgressReader):
         return self._endpoint.client_mode and not self.is_called and all(self.view.expected.values())
 
     def is_stranded(self) -> bool:
-        """Whether others train but no peer of the run can be dialled, so that they can make no step together."""
         return self._endpoint.client_mode and super().is_stranded()
 
     def in_need(self) -> list[PeerId]:
@@ -343,7 +342,6 @@ class ProgressTracker(ProgressReader):
         return [peer for peer, record in trainers.items() if peer not in missing and record.position.step < here]
 
     def judges_of_parameters(self) -> Judges:
-        """The other peers that tell which parameters are right: see :meth:`Belief.judges`."""
         return self.branches.belief.judges(self.own, self.records())
 
     # choice of the branch
@@ -395,7 +393,7 @@ class ProgressTracker(ProgressReader):
         since_s = asyncio.get_running_loop().time() - self._read_at
         if self.is_due() or since_s < self._config.min_refresh_s:
             return False
-        return self.is_called or (self.outlook.samples >= self.target_batch_size and not self._is_led)
+        return self.outlook.samples >= self.target_batch_size and not self._is_led
 
     @property
     def _is_led(self) -> bool:
