@@ -144,6 +144,7 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
         self._check_fits()
         self._go_to(self.leading())
         await self.publish()
+        await self.refresh()
         self._tasks.spawn(self.publish_forever(), name="publishing")
 
     async def close(self) -> None:
@@ -177,18 +178,13 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
         seen = self.observed().get(peer_id)
         return seen is not None and seen.record.tensors == self.own.tensors
 
-    async def refresh(self, *, quickly: bool = False) -> None:
-        await super().refresh(quickly=quickly)
-        observed = self.observed()
-        self._absent = {peer_id: num_steps for peer_id, num_steps in self._absent.items() if peer_id in observed}
-
     def report_missing(self, peer_id: PeerId) -> None:
         super().report_missing(peer_id)
-        seen = self.observed().get(peer_id)
-        if seen is not None and self._endpoint.is_connected(peer_id):
-            self._absent[peer_id] = seen.record.num_steps
-        else:
-            self._absent.pop(peer_id, None)
+        observed = self.observed()
+        self._absent = {other: number for other, number in self._absent.items() if other in observed}
+        self._absent.pop(peer_id, None)
+        if peer_id in observed and self._endpoint.is_connected(peer_id):
+            self._absent[peer_id] = observed[peer_id].record.num_steps
 
     def call_to_round(self) -> None:
         self.called.set()

@@ -263,7 +263,7 @@ def test_an_account_fits_into_a_record_of_the_dht_however_large_the_groups() -> 
         reached = after(position, {}, str(number))
         steps.add(position, reached, dict.fromkeys(map(PeerId, names), 4e9))
         position = reached
-    assert len(steps.listed()) == 4, "the last ones"
+    assert len(steps.listed()) == NUM_STEPS
     assert len(msgspec.msgpack.encode(AccountRecord(steps=steps.listed()))) < 60_000
 
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Collection, Sequence
 
 import msgspec
 
-from manyhands.averaging.messages import Position, readable_addresses
+from manyhands.averaging.messages import readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
@@ -31,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
 TIMEOUT_S = 2.0
-ASK_PERIOD_S = 10.0
 DIAL_PERIOD_S = 5.0
 """So long after it has refused a dial, a live peer is connected or has published."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
@@ -62,8 +59,6 @@ class Contacts:
         self._endpoint = RunEndpoint(presence.endpoint, run_id)
         self._tracker = tracker
         self._tasks = tasks
-        self._told: tuple[Position, int] | None = None
-        self._asked_at = -math.inf  # loop time
         self._looking: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._stranded = StrandedNotice(run_id)
@@ -75,13 +70,10 @@ class Contacts:
         self._endpoint.unhandle(TELL)
 
     def tell(self, peer_ids: Collection[PeerId]) -> None:
-        """Tell others in the background what this peer has accumulated, once."""
-        record = self._tracker.own
-        if self._told == (record.position, record.samples):
-            return
-        self._told = record.position, record.samples
+        """Tell others in the background what this peer has accumulated."""
+        news = HereIAm(self._tracker.own)
         for peer_id in peer_ids:
-            self._tasks.spawn(self._call(peer_id, TELL, HereIAm(record)), name="telling a peer where this one is")
+            self._tasks.spawn(self._call(peer_id, TELL, news), name="telling a peer where this one is")
 
     async def _call(self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT | None:
         try:
@@ -97,10 +89,6 @@ class Contacts:
 
     async def anyone_answers(self) -> bool:
         """Whether a peer of earlier rounds is still in the run; its answer counts as if the DHT had shown it."""
-        now = asyncio.get_running_loop().time()
-        if now < self._asked_at + ASK_PERIOD_S:
-            return False
-        self._asked_at = now
         is_there = await self.any_answers(self._tracker.branches.belief.recently_met(MAX_ASKED))
         if is_there:
             logger.warning("The DHT shows no other peer of the run, but peers of its last rounds answered")
@@ -131,30 +119,25 @@ class Contacts:
             self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
 
     async def _look_for_the_dead(self) -> None:
-        reader, is_connected = self._tracker, self._presence.endpoint.is_connected
+        tracker, is_connected = self._tracker, self._presence.endpoint.is_connected
         refused = [
             (peer_id, seen)
-            for peer_id, seen in reader.missing().items()
+            for peer_id, seen in tracker.missing().items()
             if not is_connected(peer_id) and await self._refuses(seen.record.addresses)
         ]
         await asyncio.sleep(DIAL_PERIOD_S)
         for peer_id, seen in refused:
-            if reader.observed().get(peer_id) is seen and not is_connected(peer_id):
+            if tracker.observed().get(peer_id) is seen and not is_connected(peer_id):
                 logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
-                reader.forget(peer_id)
-        self._tracker.judge()
+                tracker.forget(peer_id)
+        tracker.judge()
 
     async def _refuses(self, addresses: list[str]) -> bool:
-        reasons = set(await asyncio.gather(*map(self._failure_at, readable_addresses(addresses))))
+        probes = [self._presence.endpoint.probe(address, TIMEOUT_S) for address in readable_addresses(addresses)]
+        found = await asyncio.gather(*probes, return_exceptions=True)
+        reasons = {failure.reason if isinstance(failure, DialFailed) else None for failure in found}
         reasons.discard(DialReason.HELD_BACK)
         return bool(reasons) and reasons.issubset(PROOFS_OF_DEATH)
-
-    async def _failure_at(self, address: Address) -> DialReason | None:
-        try:
-            await self._presence.endpoint.probe(address, TIMEOUT_S)
-        except ManyhandsError as failure:
-            return failure.reason if isinstance(failure, DialFailed) else None
-        return None
 
     # peers in client mode
 

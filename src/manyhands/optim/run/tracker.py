@@ -25,10 +25,11 @@ from manyhands.optim.run.progress import (
     ProgressRecord,
     View,
     branch_order,
+    busy_s,
     crowd_factor,
     is_news,
     next_refresh_s,
-    samples_with_batch,
+    reckoned_samples,
 )
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -302,9 +303,11 @@ class ProgressTracker(ProgressReader):
             return False
         if self.outlook.eta_s > 2 * max([seen.record.batch_s for seen in view.trainers.values()], default=0.0):
             return False
-        now, samples = asyncio.get_running_loop().time(), 0 if self.own.is_auxiliary else self.own.samples
-        samples += sum(samples_with_batch(seen.record, now - seen.since) for seen in view.awaited.values())
-        return samples >= self.target_batch_size
+        now, samples = asyncio.get_running_loop().time(), 0.0 if self.own.is_auxiliary else self.own.samples
+        for seen in view.awaited.values():
+            age_s = now - seen.since
+            samples += reckoned_samples(seen.record, age_s + busy_s(seen.record, age_s))
+        return round(samples) >= self.target_batch_size
 
     def seconds_until(self, samples: int) -> float:
         """Predicted seconds until the peers together have ``samples``; infinite if no peer computes."""
