@@ -25,10 +25,9 @@ from manyhands.monitor.peer_table import longest_silence_s
 from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.monitor.vouching import Vouching
-from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
-from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_metrics
+from manyhands.optim.metrics import TTL_S, AccountRecord, HeldoutRecord, MetricsRecord, read_metrics
 from manyhands.optim.run.branches import held_by_most
 from manyhands.optim.run.progress import (
     SHOWN_LIVE,

@@ -20,7 +20,7 @@ from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
 from manyhands.monitor.peer_table import PeerTable, longest_silence_s, median_of
 from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
-from manyhands.optim.account import AccountRecord, unpacked
+from manyhands.optim.metrics import AccountRecord, unpacked
 from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Observed, Progress
 
 MAX_EVENTS = 50

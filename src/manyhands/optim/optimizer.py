@@ -17,7 +17,6 @@ from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
-from manyhands.optim.account import Failure, RecentSteps
 from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
@@ -25,6 +24,7 @@ from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
+from manyhands.optim.metrics import Failure, RecentSteps
 from manyhands.optim.model_checks import HeldBatches, KeptGradients, warn_of_running_statistics
 from manyhands.optim.options import (
     Delay,

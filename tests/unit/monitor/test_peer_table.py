@@ -12,7 +12,7 @@ from manyhands.monitor.credit import Credit
 from manyhands.monitor.history import SeenPeer
 from manyhands.monitor.peer_table import MAX_ALIKE, SILENT_S, PeerTable
 from manyhands.monitor.picture import RunEvent
-from manyhands.optim.account import AccountRecord
+from manyhands.optim.metrics import AccountRecord
 from manyhands.optim.run.progress import Observed, ProgressRecord
 from tests.unit.monitor.published import Peers
 

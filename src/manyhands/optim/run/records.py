@@ -14,9 +14,8 @@ from manyhands.base.identity import PeerId
 from manyhands.base.run_id import is_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode, Schema
-from manyhands.optim.account import AccountRecord
 from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, manifest_key, read_manifest
-from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
+from manyhands.optim.metrics import AccountRecord, HeldoutRecord, MetricsRecord, metrics_key
 from manyhands.optim.run.progress import MAX_TTL_S, PROGRESS, ProgressRecord, progress_key
 
 MAX_RUNS = 64
