@@ -1,9 +1,9 @@
 """The DHT record of each peer of a run: publishes this peer's, and reads those of the others.
 
 Averagers and optimizers publish different records (:class:`manyhands.averaging.presence.PresenceRecord`,
-:class:`manyhands.optim.run.progress.ProgressRecord`), but in the same way. Records are signed and expire. A record is
-published when it changes, and again before it expires. It counts until it expires, a later one replaces it, or its peer
-says goodbye. A peer that did not come to a round, or sent no state, is *missing* until something new is read of it.
+:class:`manyhands.optim.run.progress.ProgressRecord`), but in the same way: signed, when they change, and again before
+they expire. A record counts until it expires, a later one replaces it, or its peer says goodbye. A peer that did not
+come to a round, or sent no state, is *missing* until something new is learnt of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GOODBYE_TIMEOUT_S = 1.0
 
 
 class PeerRecord(Protocol):
-    """What the records of all kinds have; ``ttl_s`` is the lifetime with which one is published."""
+    """What the records of both kinds have; ``ttl_s`` is the lifetime with which one is published."""
 
     @property
     def addresses(self) -> Sequence[str]: ...
@@ -66,9 +66,7 @@ class SeenRecord(msgspec.Struct, Generic[R_co], frozen=True, gc=False):
 
 
 class PeerRecords(Generic[R]):
-    """The records of a run's peers: those of the others, as last read, and that of this one, if it publishes any.
-
-    Lives on the network thread.
+    """The records of the others, as last read, and that of this peer, if it publishes any. Lives on the network thread.
 
     Args:
         min_period_s: from one record of this peer to the next, which contains all changes since.
@@ -106,8 +104,6 @@ class PeerRecords(Generic[R]):
 
     def _look_at_own(self, seen: SeenRecord[R], now: float) -> None:
         """A record under this peer's own id was read."""
-
-    # the others
 
     def observed(self) -> Mapping[PeerId, SeenRecord[R]]:
         """The records that count now: the same mapping until a record changes, comes, goes or expires."""
@@ -175,13 +171,12 @@ class PeerRecords(Generic[R]):
             self._drop(peer_id)
 
     def report_missing(self, peer_id: PeerId) -> None:
-        """A peer, if a record of it counts, is missing until something new is read of it."""
+        """A peer did not come, or sent no state."""
         if (seen := self.observed().get(peer_id)) is not None:
             self._missing[peer_id] = seen
             self._note_change()
 
     def missing(self) -> Mapping[PeerId, SeenRecord[R]]:
-        """The last records of the missing peers."""
         observed = self.observed()
         return {peer_id: seen for peer_id, seen in self._missing.items() if observed.get(peer_id) is seen}
 

@@ -50,14 +50,7 @@ ShortLineage = Annotated[bytes, msgspec.Meta(min_length=SHORT_ID_BYTES, max_leng
 
 
 class MetricsRecord(msgspec.Struct, frozen=True):
-    """One peer's share in one global step.
-
-    Attributes:
-        step: the global step that was reached.
-        samples_accumulated: own samples in that step.
-        loss: sum of the losses of the micro-batches.
-        mini_steps: number of micro-batches.
-    """
+    """One peer's share in the global step ``step``; ``loss`` is the sum of the losses of its micro-batches."""
 
     step: Count
     samples_per_second: float
@@ -74,9 +67,7 @@ class HeldoutRecord(msgspec.Struct, frozen=True):
     """An evaluator's metrics of the model at one global step, on held-out text.
 
     Attributes:
-        loss: mean over the samples, masked language modelling and sentence order together.
-        mlm_accuracy: share of the masked tokens that the model guesses.
-        sop_accuracy: share of the samples whose sentence order it tells.
+        loss: mean over the samples, masked language modelling (``mlm``) and sentence order (``sop``) together.
     """
 
     step: Count
@@ -96,7 +87,6 @@ def alone_lineage(before: bytes, peer_id: PeerId) -> bytes:
 
 
 def short_lineage(lineage: bytes) -> bytes:
-    """The first bytes of a position's lineage, padded if it is shorter."""
     return lineage[:SHORT_ID_BYTES].ljust(SHORT_ID_BYTES, b"\0")
 
 
@@ -201,7 +191,6 @@ _SUFFIXES: dict[type[msgspec.Struct], str] = {
 
 
 def metrics_key(run_id: str, kind: type[msgspec.Struct] = MetricsRecord) -> str:
-    """The DHT key of a run's metrics of one kind."""
     return f"{run_id}.{_SUFFIXES[kind]}"
 
 
@@ -258,8 +247,8 @@ class RecentSteps:
     """The last global steps that a peer has made, for its :class:`AccountRecord`.
 
     Args:
-        num_fragments: of local steps. Each sample then counts in so many steps, in each with this part of its weight;
-            sums are rounded up in some steps and down in others, so that those of many steps are right.
+        num_fragments: of local steps. Each sample counts in so many steps, in each with this part of its weight; sums
+            are rounded up in some steps and down in others, so that those of many steps are right.
     """
 
     def __init__(self, own_id: PeerId, num_fragments: int = 1) -> None:
@@ -268,12 +257,7 @@ class RecentSteps:
         self._steps: deque[CommittedStep] = deque(maxlen=NUM_STEPS)
 
     def add(self, left: Position, reached: Position, shares: Mapping[PeerId, float], *, is_grid: bool = False) -> None:
-        """A step was made, from one position to another.
-
-        Args:
-            shares: the weight of each contributor; none if the step left the parameters unchanged.
-            is_grid: the contributors are those of one group of several.
-        """
+        """A step was made; ``shares`` has the weight of each contributor, of none if the parameters are unchanged."""
         parts = self._num_fragments
         added = (reached.step * GOLDEN_RATIO % 2**64) * parts >> 64  # from 0 to parts - 1, evenly over any steps
         counted = {

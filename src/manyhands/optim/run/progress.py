@@ -1,13 +1,9 @@
 """The progress of the collaboration, from the DHT records of its peers.
 
 A record says how many samples its peer had, when, and how fast it computes; a later reader extrapolates from it. So far
-from the target a peer publishes only what the others could not have predicted: a new position, new parameters, a
-different speed, or other samples than its last record leads to. Predictions only decide when to publish and to read. A
-global step is due when the samples that peers have *published* reach the target, and near it each peer publishes at
-once.
-
-Some things a peer learns sooner: a round takes its members to the next position, and near the target the others send it
-their progress directly. Records from before that no longer count.
+from the target a peer publishes only what the others could not have predicted. Predictions only decide when to publish
+and to read: a global step is due when the samples that peers have *published* reach the target, and near it each peer
+publishes at once. A round, and what peers send each other directly, replaces records from before.
 
 In a crowd, above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``, so a peer
 reads about as many records a minute at any size of the run. At the target the leader alone reads; it calls the others.
@@ -15,7 +11,6 @@ reads about as many records a minute at any size of the run. At the target the l
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import shlex
@@ -54,8 +49,6 @@ MAX_TTL_S = 86400.0
 MAX_SPEED = 1e9
 """The most samples per second that are believed: sums of strangers' numbers stay exact."""
 MAX_WALL_TIME_S = 1e11  # the year 5138
-IN_FLIGHT_S = 1.0
-"""How long a record may travel from its owner to its reader."""
 
 
 class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -101,7 +94,6 @@ Observed: TypeAlias = SeenRecord[ProgressRecord]
 
 
 def progress_key(run_id: str) -> str:
-    """The DHT key of a run's progress records."""
     return f"{run_id}.progress"
 
 
@@ -189,27 +181,7 @@ class ProgressReader(PeerRecords[ProgressRecord]):
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, min_period_s: float = 0.0) -> None:
         super().__init__(endpoint, dht, progress_key(run_id), PROGRESS, min_period_s)
 
-    def _is_outdated(self, known: Observed, news: Observed) -> bool:
-        here, there = known.record.position, news.record.position
-        says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
-        return says_less and known.is_direct and news.since <= known.since + IN_FLIGHT_S
-
-    def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
-        """Take over the progress that a peer has sent directly."""
-        record = msgspec.structs.replace(record, ttl_s=min(record.ttl_s, MAX_TTL_S))
-        self._keep(peer_id, SeenRecord(record, asyncio.get_running_loop().time() + record.ttl_s, is_direct=True))
-
-    def moved(self, peer_ids: Iterable[PeerId], position: Position, lineage_samples: int) -> None:
-        """Assume that these peers are at ``position``, until their own records say so or more."""
-        now = asyncio.get_running_loop().time()
-        for peer_id in peer_ids:
-            self._missing.pop(peer_id, None)
-            seen = self._seen.get(peer_id)
-            if seen is not None and seen.record.position.step < position.step:
-                self._keep(peer_id, gone_to(seen, position, lineage_samples, now))
-
     def records(self) -> dict[PeerId, ProgressRecord]:
-        """The latest records of the other peers."""
         return {peer_id: seen.record for peer_id, seen in self.observed().items()}
 
     def trainers(self) -> dict[PeerId, ProgressRecord]:
@@ -225,8 +197,7 @@ class View:
     """The other peers at one position, as last read. Immutable: any news gives another view.
 
     Args:
-        observed: the records of all other peers.
-        missing: peers that came to no round since their last record. They count, but are not expected.
+        missing: peers that count, but are not expected.
         needs_host: auxiliary peers are expected too, if no trainer can be dialled.
 
     Attributes:
@@ -257,8 +228,7 @@ class View:
         """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
 
         Args:
-            now: predict the samples of the others for this instant, up to the target; by default those that they have
-                published count.
+            now: predict the others' samples for this instant, up to the target; by default the published ones count.
         """
         num_peers, speed, samples, more = len(self.trainers), self._speed, self._samples, 0
         if now is not None:
@@ -306,10 +276,9 @@ class StrandedNotice:
         self._due_at = math.inf
 
     def look(self, num_trainers: int, addresses: Sequence[str], now: float) -> None:
-        """Look whether to warn.
+        """Look whether to warn: ``num_trainers`` is that of all trainers if none can be dialled, else 0.
 
         Args:
-            num_trainers: all trainers, if none of them can be dialled; else 0. A single one misses no other.
             addresses: of any peer through which another one can join.
         """
         if num_trainers < 2:

@@ -33,12 +33,10 @@ def declare_run(dht: DhtNode, run_id: str) -> None:
 
 
 class Run(NamedTuple):
-    """A run as its records in the DHT show it.
+    """A run as its records in the DHT show it: its settings, who signed them, and each peer's progress.
 
     Attributes:
-        manifest: its settings; None while no peer trains in it, as when only its monitor was started.
-        peers: the latest progress record of each peer, this one excepted.
-        signers: the peers that signed the manifest.
+        manifest: None while no peer trains in it, as when only its monitor was started.
     """
 
     run_id: str
@@ -53,7 +51,6 @@ class Run(NamedTuple):
 
     @property
     def has_trainers(self) -> bool:
-        """Whether a peer's record says that it trains in it."""
         return any(not record.is_auxiliary for record in self.peers.values())
 
     def __str__(self) -> str:
@@ -86,7 +83,6 @@ async def find_runs(dht: DhtNode, wanted: str | None = None, expected: Mapping[s
 
 
 def listed(runs: Sequence[Run]) -> str:
-    """The first runs, as text for one line."""
     more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
     return ", ".join(map(str, runs[:SHOWN_RUNS])) + more
 

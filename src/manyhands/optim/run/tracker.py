@@ -11,6 +11,7 @@ import msgspec
 
 from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import SeenRecord
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -19,6 +20,7 @@ from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice, Judges
 from manyhands.optim.run.progress import (
+    MAX_TTL_S,
     Observed,
     ProgressLog,
     ProgressReader,
@@ -27,6 +29,7 @@ from manyhands.optim.run.progress import (
     branch_order,
     busy_s,
     crowd_factor,
+    gone_to,
     is_news,
     next_refresh_s,
     reckoned_samples,
@@ -39,6 +42,8 @@ logger = logging.getLogger(__name__)
 READ_TIMEOUT_S = 5.0
 WHOLE_READ_PERIOD_S = 5.0
 """Period of reads from most holders of the records."""
+IN_FLIGHT_S = 1.0
+"""How long a record may travel from its owner to its reader."""
 IDLE_S = 300.0
 """A trainer's record is no longer published after this long, and ``IDLE_BATCHES`` batches, without a new sample."""
 IDLE_BATCHES = 5
@@ -53,12 +58,12 @@ class ProgressTracker(ProgressReader):
     """The progress of all peers of a run. Any thread may read :attr:`progress` and :attr:`outlook`.
 
     Attributes:
-        on_outlook: called whenever the outlook may have changed, also by a step.
-        progress: of the collaboration, as published by the peers; it decides whether a global step is due.
+        on_outlook: called whenever the outlook may have changed.
+        progress: of the peers here, as published; it decides whether a global step is due.
         outlook: the progress predicted for now; it decides when to publish and to read.
-        is_called: whether another peer has begun a round here, and this one has not come to it yet.
-        is_moving: a round committed, and its result is being applied: the old position is published no more.
-        is_busy: this peer averages, or waits for others to finish, however long it makes no sample.
+        is_called: another peer has begun a round here, and this one has not come to it yet.
+        is_moving: the result of a round is being applied: the old position is published no more.
+        is_busy: this peer averages, or waits for others, however long it makes no sample.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
@@ -120,7 +125,9 @@ class ProgressTracker(ProgressReader):
 
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
-        self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
+        self._set_own(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
+        self._update_progress()
+        self._publish_news()
 
     @property
     def is_idle(self) -> bool:
@@ -132,7 +139,8 @@ class ProgressTracker(ProgressReader):
     def sit(self, round_number: int, seat: Seat) -> None:
         """Take a place among the groups of a large run, from a round on."""
         if (round_number, seat) != (self.own.seat_round, self.own.seat):
-            self._update(seat=seat, seat_round=round_number)
+            self._set_own(seat=seat, seat_round=round_number)
+            self._publish_news()
 
     def has_learnt_from(self, peer_id: PeerId) -> bool:
         """Whether a peer was in a committed round with this one, or sent the last state loaded here."""
@@ -141,11 +149,7 @@ class ProgressTracker(ProgressReader):
     def move(
         self, position: Position, lineage_samples: int, together_with: Sequence[PeerId], sketch: bytes = b""
     ) -> None:
-        """This peer has made a step to ``position``.
-
-        Args:
-            together_with: the members of the round, also this one; none after a step alone.
-        """
+        """This peer has made a step with the members of a round, also itself; with none after a step alone."""
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         self._note_round(position, lineage_samples, together_with)
         self._go_to(position, lineage_samples, sketch)
@@ -171,13 +175,14 @@ class ProgressTracker(ProgressReader):
         self.judge()
 
     def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
-        self.moved(members, position, lineage_samples)
+        """Assume that the members are at ``position``, until their own records say so or more."""
+        now = asyncio.get_running_loop().time()
+        for peer_id in members:
+            self._missing.pop(peer_id, None)
+            seen = self._seen.get(peer_id)
+            if seen is not None and seen.record.position.step < position.step:
+                self._keep(peer_id, gone_to(seen, position, lineage_samples, now))
         self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
-
-    def _update(self, **changes: object) -> None:
-        self._set_own(**changes)
-        self._update_progress()
-        self._publish_news()
 
     def _set_own(self, **changes: object) -> None:
         before = self.own
@@ -232,12 +237,18 @@ class ProgressTracker(ProgressReader):
         if self.twin.is_to_be_told(now):
             self.publish_soon()
 
+    def _is_outdated(self, known: Observed, news: Observed) -> bool:
+        here, there = known.record.position, news.record.position
+        says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
+        return says_less and known.is_direct and news.since <= known.since + IN_FLIGHT_S
+
     def _look_at_own(self, seen: Observed, now: float) -> None:
         self.twin.seen(seen.record.began_at, seen.since, now)
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """Take over the progress that a peer has sent directly."""
-        super().heard(peer_id, record)
+        record = msgspec.structs.replace(record, ttl_s=min(record.ttl_s, MAX_TTL_S))
+        self._keep(peer_id, SeenRecord(record, asyncio.get_running_loop().time() + record.ttl_s, is_direct=True))
         self.judge()
 
     def shun(self, peer_id: PeerId) -> None:
@@ -299,9 +310,8 @@ class ProgressTracker(ProgressReader):
         Never in a crowd, where each peer would have to tell many, in a grid, or more than two batches from the target.
         """
         view = self.view
-        if self._crowd_factor > 1.0 or self.own.seat.layout.sides:
-            return False
-        if self.outlook.eta_s > 2 * max([seen.record.batch_s for seen in view.trainers.values()], default=0.0):
+        longest_s = max([seen.record.batch_s for seen in view.trainers.values()], default=0.0)
+        if self._crowd_factor > 1.0 or self.own.seat.layout.sides or self.outlook.eta_s > 2 * longest_s:
             return False
         now, samples = asyncio.get_running_loop().time(), 0.0 if self.own.is_auxiliary else self.own.samples
         for seen in view.awaited.values():
