@@ -91,7 +91,7 @@ class Contacts:
         """Whether a peer of earlier rounds is still in the run; its answer counts as if the DHT had shown it."""
         is_there = await self.any_answers(self._tracker.branches.belief.recently_met(MAX_ASKED))
         if is_there:
-            logger.warning("The DHT shows no other peer of the run, but peers of its last rounds answered")
+            logger.warning("The DHT shows no other peer of the run, but some of the peers of its last rounds answer")
         return is_there
 
     async def any_answers(self, peer_ids: Sequence[PeerId]) -> bool:

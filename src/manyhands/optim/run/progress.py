@@ -113,9 +113,23 @@ class Progress:
 
 def reckoned_samples(record: ProgressRecord, age_s: float) -> float:
     """The samples that a peer has if it goes on at its published speed, ``age_s`` seconds after it has published."""
+    samples = record.samples + min(record.samples_per_second, MAX_SPEED) * _since_count_s(record, age_s)
+    return min(MAX_COUNT, samples)
+
+
+def samples_with_batch(record: ProgressRecord, age_s: float) -> int:
+    """The predicted samples at the end of the peer's current batch; without its duration those counted."""
+    if (batch_s := record.batch_s) <= 0:
+        return record.samples
+    num_batches = _since_count_s(record, age_s) // batch_s + 1
+    more = min(record.samples_per_second, MAX_SPEED) * batch_s * num_batches
+    return min(record.samples + round(min(more, MAX_COUNT)), MAX_COUNT)
+
+
+def _since_count_s(record: ProgressRecord, age_s: float) -> float:
+    """Seconds since a peer counted its samples, as far as its record is relied on."""
     ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, products are numbers
-    since_count_s = min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
-    return min(MAX_COUNT, record.samples + min(record.samples_per_second, MAX_SPEED) * since_count_s)
+    return min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
 
 
 def busy_s(record: ProgressRecord, age_s: float) -> float:

@@ -27,12 +27,11 @@ from manyhands.optim.run.progress import (
     ProgressRecord,
     View,
     branch_order,
-    busy_s,
     crowd_factor,
     gone_to,
     is_news,
     next_refresh_s,
-    reckoned_samples,
+    samples_with_batch,
 )
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -315,8 +314,7 @@ class ProgressTracker(ProgressReader):
             return False
         now, samples = asyncio.get_running_loop().time(), 0.0 if self.own.is_auxiliary else self.own.samples
         for seen in view.awaited.values():
-            age_s = now - seen.since
-            samples += reckoned_samples(seen.record, age_s + busy_s(seen.record, age_s))
+            samples += samples_with_batch(seen.record, now - seen.since)
         return round(samples) >= self.target_batch_size
 
     def seconds_until(self, samples: int) -> float:
@@ -406,7 +404,7 @@ class ProgressTracker(ProgressReader):
         since_s = asyncio.get_running_loop().time() - self._read_at
         if self.is_due() or since_s < self._config.min_refresh_s:
             return False
-        return self.outlook.samples >= self.target_batch_size and not self._is_led
+        return self.is_called or (self.outlook.samples >= self.target_batch_size and not self._is_led)
 
     @property
     def _is_led(self) -> bool:
