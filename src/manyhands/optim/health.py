@@ -30,10 +30,8 @@ class Statistics:
         samples_computed: passed to ``step`` on this peer.
         samples_used: of these, in committed global steps.
         samples_of_all: of all peers, in the steps that this peer made; by weight where that is not samples.
-        samples_dropped: of ``samples_computed``: after an overflow, a refused update, or a load of another branch's
-            state.
+        samples_dropped: after an overflow, a refused update, or a load of another branch's state.
         samples_carried: left out of a step that the others made, and moved to the next one.
-        rounds_committed, rounds_aborted: averaging rounds that this peer took part in.
         steps_alone: global steps made while no other peer was there.
         updates_refused: global steps that left the parameters unchanged, since the update was not finite.
         states_loaded: how often the state was downloaded.

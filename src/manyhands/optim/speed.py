@@ -37,8 +37,7 @@ class SpeedMeter:
 
 
 class Advice:
-    """Advises once to raise the target, when the run has averaged for longer than it computed in several steps; and
-    once when a batch of this peer is larger than the target."""
+    """Advises once each: when the run averages for longer than it computes, and when a batch is above the target."""
 
     def __init__(self, target_batch_size: int) -> None:
         self._target_batch_size = target_batch_size
@@ -46,7 +45,7 @@ class Advice:
         self._is_batch_told = False
 
     def after_batch(self, samples: int, target_batch_size: int) -> str:
-        """The advice after one batch, with the target of the run; mostly empty."""
+        """The advice after one batch; mostly empty."""
         if samples <= target_batch_size or self._is_batch_told:
             return ""
         self._is_batch_told = True
