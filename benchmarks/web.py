@@ -43,7 +43,7 @@ from manyhands.monitor.history import History
 from manyhands.monitor.picture import Point
 from manyhands.monitor.web import bind
 from manyhands.monitor.web.server import PageServer
-from manyhands.optim.account import packed
+from manyhands.optim.metrics import packed
 from tests.synthetic_run import STEP_S, SyntheticRun
 
 LOOK_PERIOD_S = 1.0

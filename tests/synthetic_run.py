@@ -12,7 +12,7 @@ import msgspec
 
 from manyhands.monitor.picture import LeaderboardRow, PeerRow, PeerState, Point, Reachability, RunEvent, RunPicture
 from manyhands.monitor.web.source import thinned
-from manyhands.optim.account import Unit
+from manyhands.optim.metrics import Unit
 
 STEP_S = 40.0
 NAMES = (

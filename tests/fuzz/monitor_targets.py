@@ -23,7 +23,7 @@ from manyhands.monitor.exchange import (
     ToldStep,
     merged,
 )
-from manyhands.optim.account import AccountRecord, CommittedStep, RecentSteps
+from manyhands.optim.metrics import AccountRecord, CommittedStep, RecentSteps
 from tests.fuzz.target import Target, decoded
 from tests.network import identity_of
 

@@ -49,8 +49,7 @@ from manyhands.optim.manifest import RunManifest, differences, manifest_key, rea
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, TellResponse, WhereAreYou
-from manyhands.optim.run.progress import ProgressLog, ProgressRecord, next_refresh_s
-from manyhands.optim.run.progress_reader import Observed, View
+from manyhands.optim.run.progress import Observed, ProgressLog, ProgressRecord, View, next_refresh_s
 from manyhands.optim.state.download import check_of
 from manyhands.optim.state.state import Capture, hyper_parameters_of, restore, specs_of
 from tests.fuzz.target import REMOTE, Target, decoded, finish, stream_of
@@ -171,7 +170,7 @@ def _progress_record(data: bytes) -> None:
     readable_addresses(record.addresses)
     for others in ({PeerId("other"): record}, {PeerId("other"): record, PeerId("third"): RECORDS[0]}):
         for position in (AT, record.position):
-            observed = {peer_id: Observed(said, 1, math.inf, 0.0, said.position) for peer_id, said in others.items()}
+            observed = {peer_id: Observed(said, said.ttl_s) for peer_id, said in others.items()}
             progress = View(observed, position).progress(OWN_RECORD, 64, 1.0)
             ProgressLog().tell(position.step, progress, next_refresh_s(progress, ProgressConfig()), 0.0)
         branch = leading_branch(others, PeerId("own"), OWN_RECORD)

@@ -51,8 +51,7 @@ from manyhands.dht.issuing import Issuer
 from manyhands.dht.messages import StoreOutcome
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
-from manyhands.optim.run.progress import MAX_COUNT, ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.progress import MAX_COUNT, ProgressRecord, progress_key
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.state import Scalars
 from manyhands.optim.step.replica import Replica

@@ -235,7 +235,7 @@ async def test_a_round_number_out_of_a_hat_stops_nobody() -> None:
     async with sim_peers(3) as peers:
         averagers = [await join(peer, [tensors[i]]) for i, peer in enumerate(peers[:2])]
         tracker = averagers[0]._averager_loop.tracker
-        honest = msgspec.to_builtins(tracker._own, builtin_types=(bytes,))
+        honest = msgspec.to_builtins(tracker.own, builtin_types=(bytes,))
         liar = peers[2]
         for round_number in (2**48, 2**53, 2**48 - 1):
             lie = honest | {"position": {"step": round_number, "lineage": b"lie"}}
@@ -257,13 +257,14 @@ async def test_two_parts_of_a_swarm_find_each_other_again() -> None:
             for averager in part:  # it sees only those of its part
                 for peer in peers:
                     if peer.peer_id not in ids:
-                        averager._averager_loop.tracker.reader.forget(peer.peer_id, 2**60)
-                        averager._averager_loop.tracker.reader._sequences[peer.peer_id] = 2**60
+                        if peer.peer_id in averager._averager_loop.tracker.observed():
+                            averager._averager_loop.tracker._drop(peer.peer_id)
+                        averager._averager_loop.tracker._sequences[peer.peer_id] = 2**60
             for _ in range(num_rounds):
                 results = await step_all(part)
                 assert all(result.committed and len(result.group) == 2 for result in results), results
         for averager in averagers:
-            averager._averager_loop.tracker.reader._sequences.clear()
+            averager._averager_loop.tracker._sequences.clear()
         results = await step_all(averagers)
         await close_all(averagers)
     assert all(result.committed and len(result.group) == 4 for result in results), results
@@ -302,7 +303,7 @@ async def test_tensors_that_differ_are_refused_at_the_door() -> None:
 async def test_a_step_says_when_only_others_with_other_tensors_are_there() -> None:
     async with sim_peers(2) as peers:
         averager = await join(peers[0], [torch.zeros(3)])
-        own = averager._averager_loop.tracker._own
+        own = averager._averager_loop.tracker.own
         other = msgspec.to_builtins(own, builtin_types=(bytes,)) | {"tensors": b"others", "summary": "two lists"}
         await peers[1].dht.store(presence_key(RUN), other, 30.0, subkey=peers[1].peer_id)
         result = await step(averager, timeout_s=1.5)
@@ -453,21 +454,3 @@ def test_the_peers_are_counted_from_the_thread_of_the_user() -> None:
         manyhands.Averager([torch.zeros(2)], peer=peer, run_id="alone") as averager,
     ):
         assert averager.num_peers == 1
-
-
-async def test_a_mistyped_run_id_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    def warnings() -> list[str]:
-        return [message for record in caplog.records if "averages under run id" in (message := record.getMessage())]
-
-    async with sim_peers(3) as peers:
-        averagers = [await join(peer, [torch.zeros(3)]) for peer in peers[:2]]
-        # a second averager of the same peers is no mistake
-        averagers += [await join(peer, [torch.zeros(3)], run_id="second") for peer in peers[:2]]
-        assert not warnings()
-        averagers.append(await join(peers[2], [torch.zeros(3)], run_id="averagse"))
-        (warning,) = warnings()
-        assert "averages under run id 'averagse'; they average under 'averages', 'second'" in warning
-        await close_all(averagers)
-        caplog.clear()
-        await close_all([await join(peers[2], [torch.zeros(3)], run_id="another")])
-        assert not warnings(), "the others have left"

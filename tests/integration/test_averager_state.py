@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -20,6 +22,11 @@ def tensors_of(seed: int) -> list[torch.Tensor]:
     ]
 
 
+async def have_published(averagers: list[manyhands.Averager]) -> None:
+    """Wait until the others know where they are after a step."""
+    assert all(await asyncio.gather(*(run_blocking(averager.wait_for_others) for averager in averagers)))
+
+
 async def load(averager: manyhands.Averager) -> manyhands.LoadedState:
     return await run_blocking(averager.load_state_from_peers)
 
@@ -31,6 +38,7 @@ async def test_a_newcomer_takes_over_what_the_others_hold_and_averages_with_them
         averagers = [await join(peer, tensors) for peer, tensors in zip(peers, lists, strict=True)]
         for _ in range(2):
             assert all(result.committed for result in await step_all(averagers))
+        await have_published(averagers)
         own = tensors_of(2)
         newcomer = await join(late, own)
         loaded = await load(newcomer)
@@ -50,6 +58,7 @@ async def test_peers_that_were_in_no_round_are_passed_over() -> None:
             await join(peer, tensors) for peer, tensors in zip(peers, (mean, [torch.ones(9000)]), strict=False)
         ]
         await step_all(averagers)
+        await have_published(averagers)
         averagers += [await join(peer, [torch.full((9000,), 5.0)]) for peer in peers[2:]]
         averagers.append(newcomer := await join(late, own := [torch.full((9000,), 7.0)]))
         assert set((await load(newcomer)).donors) <= {peer.peer_id for peer in peers[:2]}

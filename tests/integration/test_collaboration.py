@@ -24,8 +24,7 @@ from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError,
 from manyhands.base.identity import PeerId
 from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.progress import ProgressRecord, progress_key
 from tests.machine import Machine
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
@@ -200,7 +199,7 @@ def test_a_peer_that_cannot_reach_the_run_does_not_make_a_branch_of_its_own() ->
     with peers(2) as (peer, liar):
         trainer = Trainer(peer, "ahead", 8)
         publish(liar, "ahead", Position(9, b"whose state nobody can get"))
-        reader = trainer.optimizer._collaboration.tracker.reader
+        reader = trainer.optimizer._collaboration.tracker
         step_until(trainer.optimizer, lambda: reader._observed)
         for _ in range(4):
             trainer.train_batch()

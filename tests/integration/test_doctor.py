@@ -24,8 +24,7 @@ from manyhands.dht import DhtConfig
 from manyhands.doctor import Check, Examination, Report
 from manyhands.doctor.page import lines_of
 from manyhands.optim.manifest import RunManifest, manifest_key
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.reach import EXAMINE

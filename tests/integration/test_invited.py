@@ -26,8 +26,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.ticket import Ticket
 from manyhands.cli.run_look_up import Scout, look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.optim.state.download import download_state
 from tests.network import identity_of
 from tests.trainers import LISTEN, Trainer, in_threads, kill, new_model

@@ -12,10 +12,16 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Happened, HeldoutSeen, MonitorEvent, ProgressMade, StepMade
-from manyhands.optim.account import AccountRecord, RecentSteps, alone_lineage
-from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key, publish_metrics
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.metrics import (
+    AccountRecord,
+    HeldoutRecord,
+    MetricsRecord,
+    RecentSteps,
+    alone_lineage,
+    metrics_key,
+    publish_metrics,
+)
+from manyhands.optim.run.progress import ProgressRecord, progress_key
 from tests.waiting import wait_until
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -98,7 +98,7 @@ def test_auxiliary_peers_are_seen_and_count_for_no_trainer() -> None:
 
         async def read() -> None:
             await tracker.refresh()
-            assert tracker.reader.records()[two.peer_id].is_auxiliary
+            assert tracker.records()[two.peer_id].is_auxiliary
             assert not tracker.view.expected, "nobody waits for it"
 
         one.run(read(), 5.0, "reading")

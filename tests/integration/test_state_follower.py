@@ -12,8 +12,7 @@ import pytest
 from manyhands import Peer
 from manyhands.averaging.messages import Position
 from manyhands.optim.optimizer import Optimizer
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.recipes.albert.adoption import RunRecipe, adopted
 from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.config import AlbertRecipe

@@ -16,8 +16,7 @@ from manyhands.averaging.messages import Position
 from manyhands.base.address import Address
 from manyhands.base.ticket import Ticket
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
 from tests.process.commands import LOOPBACK, STARTUP_S, Command, address_of, called, running

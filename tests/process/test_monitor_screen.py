@@ -14,8 +14,7 @@ import pytest
 from manyhands import Peer
 from manyhands.averaging.messages import Position
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, publish_metrics
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.progress import ProgressRecord, progress_key
 from tests.process.commands import LOOPBACK
 from tests.process.terminals import CTRL_C, CTRL_Z, Terminal, in_terminal
 from tests.waiting import PATIENCE_S

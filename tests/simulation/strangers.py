@@ -8,8 +8,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer
 from manyhands.optim.run.drift import sketch_of
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import ProgressReader, progress_key
+from manyhands.optim.run.progress import ProgressReader, ProgressRecord, progress_key
 from manyhands.peer import Presence
 from tests.simulation.charted import ChartedRun
 from tests.unit.access.world import RUN

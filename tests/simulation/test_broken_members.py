@@ -27,8 +27,7 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.issuing import Issuer
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import ProgressReader, progress_key
+from manyhands.optim.run.progress import ProgressReader, ProgressRecord, progress_key
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host

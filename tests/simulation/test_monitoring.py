@@ -20,8 +20,8 @@ from manyhands.monitor.events import Happened, MonitorEvent
 from manyhands.monitor.exchange import Exchange, HistoryRequest, HistoryResponse, ToldPoint
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import RunPicture
-from manyhands.optim.account import Failure
 from manyhands.optim.local_steps import LocalSteps
+from manyhands.optim.metrics import Failure
 from manyhands.peer import Presence
 from manyhands.testing import Host, at
 from manyhands.training.report import AccountPublisher, report_step

@@ -102,7 +102,7 @@ def test_a_client_whose_port_is_opened_listens_from_its_next_step_on() -> None:
     def look() -> None:
         """Note its mode, and what another peer has read of it."""
         closed = swarm.presences["closed"]
-        record = swarm.optimizers["open0"]._collaboration.tracker.reader.observed()[closed.peer_id].record
+        record = swarm.optimizers["open0"]._collaboration.tracker.observed()[closed.peer_id].record
         modes.append((closed.endpoint.client_mode, record.is_client))
 
     swarm.world.schedule(at(opened_s).call(swarm.open_port))

@@ -77,12 +77,6 @@ class AveragerLoop:
         except BaseException:
             await self.rounds.close()
             raise
-        if elsewhere := await self.tracker.elsewhere():
-            logger.warning(
-                "None of the peers that this one knows averages under run id %r; they average under %s. This peer "
-                "begins it; if that is not meant, check the run id",
-                self._run_id, ", ".join(map(repr, elsewhere)),
-            )  # fmt: skip
         self.state = AveragerState(presence.endpoint, self._run_id, self._tensors, self.tracker, presence.rng)
         presence.on_close.append(self.close)
 

@@ -1,9 +1,9 @@
 """The DHT record of each peer of a run: publishes this peer's, and reads those of the others.
 
 Averagers and optimizers publish different records (:class:`manyhands.averaging.presence.PresenceRecord`,
-:class:`manyhands.optim.run.progress.ProgressRecord`), but in the same way. Records are signed and expire. A record is
-published when it changes, and again before it expires. It counts until it expires, a later one replaces it, or its peer
-says goodbye.
+:class:`manyhands.optim.run.progress.ProgressRecord`), but in the same way: signed, when they change, and again before
+they expire. A record counts until it expires, a later one replaces it, or its peer says goodbye. A peer that did not
+come to a round, or sent no state, is *missing* until something new is learnt of it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from manyhands.averaging.messages import readable_addresses
+from manyhands.averaging.messages import MAX_ADDRESSES, readable_addresses
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -36,10 +34,13 @@ GOODBYE_TIMEOUT_S = 1.0
 
 
 class PeerRecord(Protocol):
-    """What the records of all kinds of runs have."""
+    """What the records of both kinds have; ``ttl_s`` is the lifetime with which one is published."""
 
     @property
     def addresses(self) -> Sequence[str]: ...
+
+    @property
+    def ttl_s(self) -> float: ...
 
 
 R = TypeVar("R", bound=PeerRecord)
@@ -47,48 +48,64 @@ R_co = TypeVar("R_co", bound=PeerRecord, covariant=True)
 
 
 class SeenRecord(msgspec.Struct, Generic[R_co], frozen=True, gc=False):
-    """A record of another peer.
+    """A record of another peer. Whatever is learnt of a peer makes another object.
 
     Attributes:
-        sequence: higher for later records of the peer.
         expires_at: until when it counts (loop time).
+        is_direct: it was learnt from a round or from the peer itself, not from the DHT.
     """
 
     record: R_co
-    sequence: int
     expires_at: float
+    is_direct: bool = False
+
+    @property
+    def since(self) -> float:
+        """When it was published (loop time)."""
+        return self.expires_at - self.record.ttl_s
 
 
-S = TypeVar("S", bound=SeenRecord[PeerRecord])
+class PeerRecords(Generic[R]):
+    """The records of the others, as last read, and that of this peer, if it publishes any. Lives on the network thread.
 
-
-class RecordReader(ABC, Generic[R, S]):
-    """The records of the other peers of a run, as last read. Lives on the network thread.
+    Args:
+        min_period_s: from one record of this peer to the next, which contains all changes since.
 
     Attributes:
+        own: what this peer would publish now; only a peer that publishes has it.
+        published: its last record, and when it was published (loop time); None if no holder stored it.
+        num_failures: consecutive failures to publish it.
         last_said_goodbye: whether none of the other peers is left, and the last one left on purpose.
     """
 
-    def __init__(self, endpoint: Endpoint, dht: DhtNode, key: str, schema: Schema) -> None:
+    own: R
+
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, key: str, schema: Schema, min_period_s: float = 0.0) -> None:
         self._endpoint = endpoint
         self._dht = dht
         self._key = key
         self._schema = schema
-        self._seen: dict[PeerId, S] = {}
+        self._min_period_s = min_period_s
+        self.published: tuple[R, float] | None = None
+        self.num_failures = 0
+        self._changed = asyncio.Event()
+        self._is_urgent = asyncio.Event()
+        self._seen: dict[PeerId, SeenRecord[R]] = {}
         self._sequences: dict[str, int] = {}  # by peer id, also of those that said goodbye
-        self._observed: Mapping[PeerId, S] = {}
+        self._missing: dict[PeerId, SeenRecord[R]] = {}
+        self._observed: Mapping[PeerId, SeenRecord[R]] = {}
         self._observed_until = -math.inf  # loop time
         self._version = 0
         self.last_said_goodbye = False
 
-    @abstractmethod
-    def _seen_as(self, known: S | None, record: R, stored: StoredValue, now: float) -> S | None:
-        """The version of a record to keep; None if what is known of its peer takes precedence."""
+    def _is_outdated(self, known: SeenRecord[R], news: SeenRecord[R]) -> bool:
+        """Whether what is known of a peer takes precedence over a record of it that is read now."""
+        return False
 
-    def _look_at_own(self, record: R, stored: StoredValue, now: float) -> None:
+    def _look_at_own(self, seen: SeenRecord[R], now: float) -> None:
         """A record under this peer's own id was read."""
 
-    def observed(self) -> Mapping[PeerId, S]:
+    def observed(self) -> Mapping[PeerId, SeenRecord[R]]:
         """The records that count now: the same mapping until a record changes, comes, goes or expires."""
         now = asyncio.get_running_loop().time()
         if now >= self._observed_until:
@@ -116,16 +133,12 @@ class RecordReader(ABC, Generic[R, S]):
         for subkey, stored in answer.items():
             if stored.owner == subkey and (subkey == own_id or stored.sequence > sequences.get(subkey, -1)):
                 self._take_in(PeerId(subkey), stored, now)
-        gone = {peer_id for peer_id, seen in self._seen.items() if seen.expires_at <= now}
         gate = self._endpoint.gates.get(self._key.partition(".")[0])  # a key begins with the run's id
-        if gate is not None:
-            gone |= set(filter(gate.is_banned, self._seen))
-        for peer_id in gone:
-            del self._seen[peer_id]
-            self._note_change()
-        if len(sequences) > len(answer):  # some were not shown: they have expired, or the holder has missed them
-            current = answer.keys() | self._seen.keys()
-            self._sequences = {peer_id: number for peer_id, number in sequences.items() if peer_id in current}
+        for peer_id, seen in list(self._seen.items()):
+            if seen.expires_at <= now or (gate is not None and gate.is_banned(peer_id)):
+                self._drop(peer_id)
+        self._sequences = {peer: number for peer, number in sequences.items() if peer in answer or peer in self._seen}
+        self._missing = dict(self.missing())
 
     def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:
         is_own = peer_id == self._endpoint.peer_id
@@ -138,84 +151,56 @@ class RecordReader(ABC, Generic[R, S]):
                 self._endpoint.counters["bad_records"] += 1
                 logger.warning("the record of peer %s cannot be read: %s", peer_id, error)
             return
-        if is_own:
-            if record != GOODBYE:
-                self._look_at_own(record, stored, now)
-            return
         known = self._seen.get(peer_id)
         if record == GOODBYE:  # however it was encoded
-            self._seen.pop(peer_id, None)
-            self._note_change()
             if known is not None:
+                self._drop(peer_id)
                 self.last_said_goodbye = not self.observed()
-        elif (seen := self._seen_as(known, record, stored, now)) is not None:
+            return
+        seen = SeenRecord(record, now + min(stored.remaining_s, record.ttl_s))
+        if is_own:
+            self._look_at_own(seen, now)
+        elif known is None or not self._is_outdated(known, seen):
             self._keep(peer_id, seen)
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
-    def forget(self, peer_id: PeerId, sequence: int) -> None:
-        """Drop a peer's records up to this one."""
-        seen = self._seen.get(peer_id)
-        if seen is not None and seen.sequence <= sequence:
-            del self._seen[peer_id]
+    def report_missing(self, peer_id: PeerId) -> None:
+        """A peer did not come, or sent no state."""
+        if (seen := self.observed().get(peer_id)) is not None:
+            self._missing[peer_id] = seen
             self._note_change()
 
-    def _keep(self, peer_id: PeerId, seen: S) -> None:
+    def missing(self) -> Mapping[PeerId, SeenRecord[R]]:
+        observed = self.observed()
+        return {peer_id: seen for peer_id, seen in self._missing.items() if observed.get(peer_id) is seen}
+
+    def _keep(self, peer_id: PeerId, seen: SeenRecord[R]) -> None:
         self._seen[peer_id] = seen
         self.last_said_goodbye = False
+        self._note_change()
+
+    def _drop(self, peer_id: PeerId) -> None:
+        del self._seen[peer_id]
         self._note_change()
 
     def _note_change(self) -> None:
         """Make :meth:`observed` return a new mapping."""
         self._observed_until = -math.inf
 
+    # this peer
 
-class UntilFresh:
-    """Marks on peers, for example that they did not come. A mark holds until a fresh record of the peer is read."""
+    def _set_own(self, **changes: object) -> None:
+        is_client = self._endpoint.client_mode
+        self.own = msgspec.structs.replace(self.own, is_client=is_client, **changes)  # type: ignore[type-var]
 
-    def __init__(self, reader: RecordReader[R, S]) -> None:
-        self._observed: Callable[[], Mapping[PeerId, SeenRecord[PeerRecord]]] = reader.observed
-        self._sequences: dict[PeerId, int] = {}
+    def _record_to_publish(self) -> R | None:
+        """What to publish now; None to publish nothing."""
+        return msgspec.structs.replace(self.own, addresses=self._addresses())  # type: ignore[type-var]
 
-    def peers(self) -> set[PeerId]:
-        observed = self._observed()
-        return {peer_id for peer_id, sequence in self._sequences.items()
-                if peer_id in observed and observed[peer_id].sequence <= sequence}  # fmt: skip
-
-    def add(self, peer_id: PeerId) -> None:
-        """Mark a peer, if a record of it counts."""
-        observed = self._observed()
-        if peer_id in observed:
-            self._sequences = {known: sequence for known, sequence in self._sequences.items() if known in observed}
-            self._sequences[peer_id] = observed[peer_id].sequence
-
-    def discard(self, peer_id: PeerId) -> None:
-        self._sequences.pop(peer_id, None)
-
-
-@dataclass(eq=False)
-class RecordPublisher(Generic[R]):
-    """Publishes the record of this peer. Lives on the network thread.
-
-    Args:
-        own_record: what to publish now; None to publish nothing.
-        min_period_s: from one record to the next, which contains all changes since.
-
-    Attributes:
-        published: the last record, and when it was published (loop time); None if no holder stored it.
-        num_failures: consecutive failures to publish the record.
-    """
-
-    dht: DhtNode
-    key: str
-    own_id: PeerId
-    own_record: Callable[[], R | None]
-    ttl_s: Callable[[], float]
-    min_period_s: float
-    published: tuple[R, float] | None = None
-    num_failures: int = 0
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _is_urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    def _addresses(self) -> list[str]:
+        """Those of this peer now: they may change while it runs."""
+        return [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
 
     def publish_soon(self, *, urgently: bool = False) -> None:
         """Publish a changed record; with ``urgently`` before the end of the period."""
@@ -226,23 +211,26 @@ class RecordPublisher(Generic[R]):
     async def publish_forever(self) -> None:
         """Publish changes, and renew the record before it expires."""
         while True:
-            await wait_at_most(self._is_urgent, self.min_period_s)
-            await wait_at_most(self._changed, self.ttl_s() / KEEP_ALIVES)
+            await wait_at_most(self._is_urgent, self._min_period_s)
+            await wait_at_most(self._changed, self._ttl_s() / KEEP_ALIVES)
             self._changed.clear()
             self._is_urgent.clear()
             await self.publish()
 
+    def _ttl_s(self) -> float:
+        return self.own.ttl_s
+
     async def publish(self) -> None:
         """Publish the record now."""
-        record = self.own_record()
+        record = self._record_to_publish()
         if record is None:
             return
         self.published, num_holders = (record, asyncio.get_running_loop().time()), 0
         try:
             value = msgspec.to_builtins(record, builtin_types=(bytes,))
-            num_holders = await self.dht.store(self.key, value, self.ttl_s(), subkey=self.own_id)
+            num_holders = await self._dht.store(self._key, value, self._ttl_s(), subkey=self._endpoint.peer_id)
         except ManyhandsError as error:
-            logger.warning("the record of this peer under %s was not published: %s", self.key, error)
+            logger.warning("the record of this peer under %s was not published: %s", self._key, error)
         self.num_failures = 0 if num_holders else self.num_failures + 1
         if not num_holders:
             self.published = None
@@ -251,6 +239,6 @@ class RecordPublisher(Generic[R]):
         """Tell the others that this peer left the run."""
         try:
             async with time_limit(GOODBYE_TIMEOUT_S, "saying goodbye to the run"):
-                await self.dht.store(self.key, GOODBYE, self.ttl_s(), subkey=self.own_id)
+                await self._dht.store(self._key, GOODBYE, self._ttl_s(), subkey=self._endpoint.peer_id)
         except ManyhandsError as error:
             logger.debug("the others are not told that this peer left: %s", error)

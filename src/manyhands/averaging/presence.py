@@ -31,28 +31,17 @@ import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, next_step
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
-from manyhands.averaging.peer_records import (
-    GOODBYE,
-    RecordPublisher,
-    RecordReader,
-    SeenRecord,
-    UntilFresh,
-)
+from manyhands.averaging.peer_records import PeerRecords
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, disagreement_of
-from manyhands.base.errors import ManifestMismatch, Unavailable
+from manyhands.base.errors import ManifestMismatch
 from manyhands.base.identity import PeerId
-from manyhands.base.run_id import is_run_id
-from manyhands.dht import DhtNode, Schema, StoredValue
+from manyhands.dht import DhtNode, Schema
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-PRESENCE_KIND = "averaging"
-"""Of the DHT keys of the records."""
-MAX_OTHER_RUNS = 8
-"""Other runs that are looked at where a run id may be mistyped."""
 LAST_ROUND = 2**48
 """Round numbers go up to here: 8,900 years of a thousand rounds a second."""
 MAX_TTL_S = 3600.0
@@ -68,12 +57,10 @@ class PresenceRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         position: of the peer; ``step`` is the round number.
-        tensors: fingerprint of its list.
-        summary: the list in words.
-        num_steps: how many steps it has begun.
+        tensors: fingerprint of its list, which ``summary`` has in words.
+        num_steps: how many it has begun.
         seat: its place among the groups of a swarm that is too large for one, as of its position.
-        sketch: some of its values after its last step in a grid, as float32.
-        sketch_round: the round number that the step ended with; 0 without one.
+        sketch: some of its values as float32 after its last step in a grid, which ended with ``sketch_round``.
     """
 
     position: Position
@@ -90,17 +77,19 @@ class PresenceRecord(msgspec.Struct, frozen=True):
         if self.position.step > LAST_ROUND:
             raise ValueError(f"round numbers go up to {LAST_ROUND}")
 
+    @property
+    def ttl_s(self) -> float:
+        return TTL_S
+
     def published_seat(self) -> PublishedSeat:
         return PublishedSeat(self.position.step, self.seat)
 
 
 PRESENCE = Schema(PresenceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
-Seen = SeenRecord[PresenceRecord]
 
 
 def presence_key(run_id: str) -> str:
-    """The DHT key of the records."""
-    return f"{run_id}.{PRESENCE_KIND}"
+    return f"{run_id}.averaging"
 
 
 def first_position(run_id: str) -> Position:
@@ -119,19 +108,11 @@ def order_of(position: Position) -> tuple[int, bytes]:
     return (position.step, position.lineage)
 
 
-class PresenceReader(RecordReader[PresenceRecord, Seen]):
-    def _seen_as(self, known: Seen | None, record: PresenceRecord, stored: StoredValue, now: float) -> Seen:
-        return SeenRecord(record, stored.sequence, now + min(stored.remaining_s, MAX_TTL_S))
-
-
-class PresenceTracker:
-    """The positions of this averager and the others of its run. Lives on the network thread.
+class PresenceTracker(PeerRecords[PresenceRecord]):
+    """The positions of this averager and the others of its run.
 
     It is the :class:`manyhands.averaging.matchmaking.candidates.Roster` of the rounds, and in a grid the
     :class:`manyhands.averaging.grid.step.GridPlace`.
-
-    Args:
-        tensors: fingerprint of this peer's list; ``summary`` is the list in words.
     """
 
     def __init__(
@@ -145,22 +126,14 @@ class PresenceTracker:
         max_group_size: int,
         rng: random.Random,
     ) -> None:
-        self._endpoint = endpoint
-        self._dht = dht
+        super().__init__(endpoint, dht, presence_key(run_id), PRESENCE, MIN_PERIOD_S)
         self._run_id = run_id
-        self._key = presence_key(run_id)
-        self._own = PresenceRecord(first_position(run_id), tensors, summary, 0, endpoint.client_mode, [])
-        self.reader = PresenceReader(endpoint, dht, self._key, PRESENCE)
-        self._publisher = RecordPublisher(
-            dht, self._key, endpoint.peer_id, self._record_to_publish, lambda: TTL_S, MIN_PERIOD_S
-        )
-        self._missing = UntilFresh(self.reader)
+        self.own = PresenceRecord(first_position(run_id), tensors, summary, 0, endpoint.client_mode, [])
         self._absent: dict[PeerId, int] = {}  # connected, but did not come: until they have begun more steps than this
         self._grace_until = 0.0  # loop time
         self._max_group_size = max_group_size
         self._rng = rng
         self._step: Step | None = None  # in a grid
-        self._mates: tuple[int, Position, list[PeerId]] | None = None  # as of which records, and where
         self.called = asyncio.Event()
         self._tasks = TaskOwner("presence")
 
@@ -168,90 +141,50 @@ class PresenceTracker:
         """Join the averagers of the run; raises ManifestMismatch if their tensors differ."""
         self._dht.declare(self._key, PRESENCE)
         await self.refresh()
-        self._check_fits(is_published=False)
+        self._check_fits()
         self._go_to(self.leading())
-        await self._publisher.publish()
+        await self.publish()
         await self.refresh()
-        try:
-            self._check_fits(is_published=True)  # of two that begin at once, both see both
-        except ManifestMismatch:
-            await self._publisher.say_goodbye()
-            raise
-        self._tasks.spawn(self._publisher.publish_forever(), name="publishing")
-
-    async def elsewhere(self) -> list[str]:
-        """Run ids under which others average, and this peer does not; empty if others are in this run."""
-        if self.reader.observed():
-            return []
-        run_ids = sorted(filter(is_run_id, await self._dht.topics(PRESENCE_KIND)))[:MAX_OTHER_RUNS]
-        try:
-            found = await asyncio.gather(*(self._dht.get(presence_key(run_id)) for run_id in run_ids))
-        except Unavailable:
-            return []
-        members = [
-            {subkey for subkey, stored in records.items() if stored.owner == subkey and stored.value != GOODBYE}
-            for records in found
-        ]
-        own_id = self._endpoint.peer_id
-        return [run_id for run_id, peers in zip(run_ids, members, strict=True) if peers and own_id not in peers]
+        self._tasks.spawn(self.publish_forever(), name="publishing")
 
     async def close(self) -> None:
         """Tell the others that this peer has left."""
         await self._tasks.close()
-        await self._publisher.say_goodbye()
+        await self.say_goodbye()
 
-    # the roster
+    # the group
 
     def position(self) -> Position:
         if self._step is None:
-            return self._own.position
-        return msgspec.structs.replace(self._own.position, group_key=self._step.key(self._own.position.step))
+            return self.own.position
+        return msgspec.structs.replace(self.own.position, group_key=self._step.key(self.own.position.step))
 
     def expected(self) -> Mapping[PeerId, bool]:
-        """The peers at this position, or behind: these come here when they step. True for those that cannot lead."""
+        """The peers in this peer's group that are here or come here when they step; True for those that cannot lead."""
         is_grace = asyncio.get_running_loop().time() < self._grace_until
-        observed, missing, expected = self.reader.observed(), self._missing.peers(), {}
-        for peer_id in self._nearby():
-            record = observed[peer_id].record
-            if self._is_absent(peer_id, record):
-                if is_grace:
-                    expected[peer_id] = True
-            elif peer_id not in missing:
-                expected[peer_id] = record.is_client
+        step, position, missing, expected = self._step, self.own.position, self.missing(), {}
+        for peer_id, record in self._fitting().items():
+            if step is None:
+                is_here = order_of(record.position) <= order_of(position)
+            else:
+                is_here = step.is_mate(peer_id, record.published_seat(), position.step)
+            is_absent = self._is_absent(peer_id, record)
+            if is_here and (is_grace if is_absent else peer_id not in missing):
+                expected[peer_id] = record.is_client or is_absent
         return expected
-
-    def _nearby(self) -> Iterable[PeerId]:
-        """The peers that belong in this peer's group."""
-        step, position = self._step, self._own.position
-        if step is None:
-            own = order_of(position)
-            return [peer_id for peer_id, record in self._fitting().items() if order_of(record.position) <= own]
-        version = self.reader.version
-        if self._mates is None or self._mates[:2] != (version, position):
-            fitting = self._fitting().items()
-            mates = [
-                peer_id for peer_id, record in fitting if step.is_mate(peer_id, record.published_seat(), position.step)
-            ]
-            self._mates = (version, position, mates)
-        return self._mates[2]
 
     def is_known(self, peer_id: PeerId) -> bool:
         """Whether a peer has published its position, with matching tensors."""
-        seen = self.reader.observed().get(peer_id)
-        return seen is not None and seen.record.tensors == self._own.tensors
-
-    async def refresh(self) -> None:
-        await self.reader.refresh()
-        observed = self.reader.observed()
-        self._absent = {peer_id: num_steps for peer_id, num_steps in self._absent.items() if peer_id in observed}
+        seen = self.observed().get(peer_id)
+        return seen is not None and seen.record.tensors == self.own.tensors
 
     def report_missing(self, peer_id: PeerId) -> None:
-        self._missing.add(peer_id)
-        seen = self.reader.observed().get(peer_id)
-        if seen is not None and self._endpoint.is_connected(peer_id):
-            self._absent[peer_id] = seen.record.num_steps
-        else:
-            self._absent.pop(peer_id, None)
+        super().report_missing(peer_id)
+        observed = self.observed()
+        self._absent = {other: number for other, number in self._absent.items() if other in observed}
+        self._absent.pop(peer_id, None)
+        if peer_id in observed and self._endpoint.is_connected(peer_id):
+            self._absent[peer_id] = observed[peer_id].record.num_steps
 
     def call_to_round(self) -> None:
         self.called.set()
@@ -260,9 +193,9 @@ class PresenceTracker:
 
     def begin_step(self) -> None:
         """Begin this peer's next step at the leading position, and choose its place there."""
-        self._update(num_steps=self._own.num_steps + 1)
+        self._update(num_steps=self.own.num_steps + 1)
         self._grace_until = asyncio.get_running_loop().time() + GRACE_S
-        own, leading = self._own, self.leading()
+        own, leading = self.own, self.leading()
         others: dict[str, PublishedSeat] = {
             peer_id: record.published_seat() for peer_id, record in self._fitting().items()
         }
@@ -288,7 +221,7 @@ class PresenceTracker:
     def move(self, manifest: RoundManifest) -> None:
         """Go on from a committed round of this peer."""
         if self._step is None:
-            self._go_to(next_position(self._own.position, manifest))
+            self._go_to(next_position(self.own.position, manifest))
 
     @property
     def num_rounds(self) -> int:
@@ -296,31 +229,31 @@ class PresenceTracker:
 
     @property
     def num_rounds_left(self) -> int | None:
-        return None if self._step is None else self._step.end - self._own.position.step
+        return None if self._step is None else self._step.end - self.own.position.step
 
     def next_round(self) -> None:
         assert self._step is not None
-        number = min(self._own.position.step + 1, self._step.end)
+        number = min(self.own.position.step + 1, self._step.end)
         seat = Seat(self._step.layout, self._step.own_cell(number))
-        self._go_to(Position(number, self._own.position.lineage), seat)
+        self._go_to(Position(number, self.own.position.lineage), seat)
 
     def is_left_behind(self) -> bool:
-        return self.leading().step > self._own.position.step
+        return self.leading().step > self.own.position.step
 
     def tell(self, sketch: bytes) -> None:
         """In a grid: set the published sample of this peer's values after its step."""
-        self._update(sketch=sketch, sketch_round=self._own.position.step)
+        self._update(sketch=sketch, sketch_round=self.own.position.step)
 
     def disagreement(self) -> float | None:
         """The distance between the peers after this peer's last step, by what they published."""
-        own, fitting = self._own, self._fitting().values()
+        own, fitting = self.own, self._fitting().values()
         others = [record.sketch for record in fitting if record.sketch_round == own.sketch_round]
         return disagreement_of([own.sketch, *others])
 
     def leading(self) -> Position:
         """The highest position of the peers whose tensors match."""
         positions = [record.position for record in self._fitting().values()]
-        return max([self._own.position, *positions], key=order_of)
+        return max([self.own.position, *positions], key=order_of)
 
     def holders(self) -> tuple[Position, list[PeerId]]:
         """The highest position of the others that this peer can ask, and who is there."""
@@ -329,12 +262,12 @@ class PresenceTracker:
             for peer_id, record in self._fitting().items()
             if not record.is_client or self._endpoint.is_connected(peer_id)
         }
-        leading = max(positions.values(), key=order_of, default=self._own.position)
+        leading = max(positions.values(), key=order_of, default=self.own.position)
         return leading, [peer_id for peer_id, position in positions.items() if position == leading]
 
     def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
         """Whether one of these peers is behind this one, as last read; peers that left or are missing do not count."""
-        own, fitting, missing = order_of(self._own.position), self._fitting(), self._missing.peers()
+        own, fitting, missing = order_of(self.own.position), self._fitting(), self.missing()
         return any(
             order_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
             for peer_id in peers
@@ -349,43 +282,33 @@ class PresenceTracker:
         """The peers whose tensors differ from this peer's, and how; one line each."""
         return [
             f"the tensors of peer {peer_id} differ: it has {readable(seen.record.summary)}; "
-            f"here there are {self._own.summary}"
-            for peer_id, seen in sorted(self.reader.observed().items())
-            if seen.record.tensors != self._own.tensors
+            f"here there are {self.own.summary}"
+            for peer_id, seen in sorted(self.observed().items())
+            if seen.record.tensors != self.own.tensors
         ]
 
     def _go_to(self, position: Position, seat: Seat = NO_SEAT) -> None:
-        if position != self._own.position:
+        if position != self.own.position:
             self.called.clear()
-        if (position, seat) != (self._own.position, self._own.seat):
+        if (position, seat) != (self.own.position, self.own.seat):
             self._update(position=position, seat=seat)
 
     def _update(self, **changes: object) -> None:
-        self._own = msgspec.structs.replace(self._own, is_client=self._endpoint.client_mode, **changes)
-        self._publisher.publish_soon()
-
-    def _record_to_publish(self) -> PresenceRecord:
-        addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
-        return msgspec.structs.replace(self._own, addresses=addresses)
+        self._set_own(**changes)
+        self.publish_soon()
 
     def _fitting(self) -> dict[PeerId, PresenceRecord]:
         """Of the peers whose tensors match."""
-        observed = self.reader.observed().items()
-        return {peer_id: seen.record for peer_id, seen in observed if seen.record.tensors == self._own.tensors}
+        observed = self.observed().items()
+        return {peer_id: seen.record for peer_id, seen in observed if seen.record.tensors == self.own.tensors}
 
     def _is_absent(self, peer_id: PeerId, record: PresenceRecord) -> bool:
-        """Whether a peer stayed connected and did not come, and has begun no step since."""
         return self._absent.get(peer_id) == record.num_steps
 
-    def _check_fits(self, *, is_published: bool) -> None:
+    def _check_fits(self) -> None:
         """Check this peer's tensors against the most common ones; of equally common, those of the lowest peer id."""
         owners: dict[bytes, list[PeerId]] = defaultdict(list)
-        for peer_id, seen in self.reader.observed().items():
+        for peer_id, seen in self.observed().items():
             owners[seen.record.tensors].append(peer_id)
-        if not owners:
-            return
-        if is_published:
-            owners[self._own.tensors].append(self._endpoint.peer_id)
-        chosen = min(owners, key=lambda tensors: (-len(owners[tensors]), min(owners[tensors])))
-        if chosen != self._own.tensors:
+        if owners and self.own.tensors != min(owners, key=lambda one: (-len(owners[one]), min(owners[one]))):
             raise ManifestMismatch(self._run_id, self.misfits()[:3])

@@ -19,10 +19,8 @@ from manyhands.transport.api import Stream
 class RunEndpoint:
     """An endpoint whose methods and streams belong to one run; see :class:`manyhands.rpc.Endpoint` for all else.
 
-    On the wire, the name of each method and kind of stream begins with the run id (it has no ``.`` in it). So one peer
-    averages for several runs at once, and each run sees only its own groups.
-
-    In a run with a charter each call and each stream passes its gate, at both ends: see :mod:`manyhands.access`.
+    On the wire, the name of each method and kind of stream begins with the run id (it has no ``.`` in it), so each run
+    sees only its own groups. In a run with a charter each call and stream passes its gate (:mod:`manyhands.access`).
     """
 
     def __init__(self, endpoint: Endpoint, run_id: str) -> None:
@@ -30,7 +28,6 @@ class RunEndpoint:
         self.run_id = run_id
         self._gate = RunGate(endpoint, run_id)
         self._methods: dict[str, Method[Any, Any]] = {}  # by their names in all runs
-        # of all runs
         self.peer_id = endpoint.peer_id
         self.on_lost = endpoint.on_lost
         self.uplink = endpoint.uplink
@@ -43,17 +40,14 @@ class RunEndpoint:
 
     @property
     def client_mode(self) -> bool:
-        """Whether this peer dials out only; it may change while it runs."""
         return self._endpoint.client_mode
 
     @property
     def num_connected_peers(self) -> int:
-        """Peers of all runs, and those outside any run."""
         return self._endpoint.num_connected_peers
 
     @property
     def addresses(self) -> list[Address]:
-        """Where this peer can be dialled."""
         return self._endpoint.addresses
 
     def name_of(self, name: str) -> str:
@@ -82,8 +76,7 @@ class RunEndpoint:
         """Call a peer; in a run with a charter, once both peers know that the other may take part.
 
         Raises:
-            Unavailable: also if the peer takes no part in the run, whatever it has published: a peer serves the calls
-                of its run before it publishes anything.
+            Unavailable: also if the peer takes no part in the run: it serves the calls of its run before it publishes.
         """
         named = self.method(method)
         try:
@@ -96,11 +89,7 @@ class RunEndpoint:
             raise Unavailable(f"peer {peer_id} takes no part in the run {self.run_id!r}") from refusal
 
     async def ping(self, peer_id: PeerId, timeout_s: float) -> None:
-        """Check that a peer takes part in the run; this also opens a control connection, whose heartbeats go on.
-
-        Raises:
-            Unavailable, PeerError: as :meth:`call`.
-        """
+        """Check that a peer takes part in the run; this also opens a control connection, whose heartbeats go on."""
         await self.call(peer_id, ASK_VERDICT, VerdictQuery(NOBODY), timeout_s)
 
     def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
@@ -112,7 +101,6 @@ class RunEndpoint:
     async def open_bulk(
         self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float, *, size_bytes: int = 0
     ) -> Stream:
-        """Open a stream, after the same checks as before a call."""
         return await self._gate.through(
             peer_id,
             timeout_s,

@@ -1,6 +1,6 @@
 """Adds up the samples that each peer has contributed to a run, from committed global steps alone. Pure.
 
-Each trainer publishes the lists of its last committed steps (:mod:`manyhands.optim.account`). Of these:
+Each trainer publishes the lists of its last committed steps (:mod:`manyhands.optim.metrics`). Of these:
 
 * The *leading branch* is the position that most trainers are at; of equal ones the furthest. Those that are one step
   behind a position count for it too, if at least two peers have published the step to it. The steps behind it are found
@@ -29,7 +29,7 @@ import msgspec
 from manyhands.averaging.messages import Position, short_id
 from manyhands.base.identity import PeerId
 from manyhands.monitor.picture import LeaderboardRow
-from manyhands.optim.account import SHARE_BYTES, AccountRecord, CommittedStep, packed, short_lineage, unpacked
+from manyhands.optim.metrics import SHARE_BYTES, AccountRecord, CommittedStep, packed, short_lineage, unpacked
 
 PATIENCE_S = 60.0
 """A run that has gone back is believed to stay there after this time: twice the lifetime of a progress record."""
@@ -43,7 +43,7 @@ class CreditedStep(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         after: the lineage that it led to, shortened.
         num_signers: peers that have published its lists; 0 if another coordinator has told of it.
-        shares: short ids and samples, as packed by :func:`manyhands.optim.account.packed`.
+        shares: short ids and samples, as packed by :func:`manyhands.optim.metrics.packed`.
         origin: the coordinator that told of it; empty if this one has seen it.
     """
 

@@ -26,7 +26,7 @@ from manyhands.dht import Schema
 from manyhands.monitor.credit import CreditedStep
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import EventKind, Point, RunEvent
-from manyhands.optim.account import MAX_LISTS_BYTES, MAX_NAME
+from manyhands.optim.metrics import MAX_LISTS_BYTES, MAX_NAME
 from manyhands.optim.run.branches import voter_of
 from manyhands.peer import Presence
 from manyhands.rpc import Method

@@ -24,7 +24,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.text import reason_of
 from manyhands.monitor.credit import Changes, CreditedStep, Total
 from manyhands.monitor.picture import Point, RunEvent
-from manyhands.optim.account import Unit, unpacked
+from manyhands.optim.metrics import Unit, unpacked
 
 K = TypeVar("K")
 V = TypeVar("V")

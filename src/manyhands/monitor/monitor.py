@@ -11,14 +11,12 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-import msgspec
-
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
-from manyhands.dht import DhtNode, StoredValue
+from manyhands.dht import DhtNode
 from manyhands.monitor.events import HeldoutSeen, MonitorEvent, ProgressMade
 from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
 from manyhands.monitor.history import History
@@ -27,21 +25,23 @@ from manyhands.monitor.peer_table import longest_silence_s
 from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.monitor.vouching import Vouching
-from manyhands.optim.account import AccountRecord
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
-from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_metrics
+from manyhands.optim.metrics import TTL_S, AccountRecord, HeldoutRecord, MetricsRecord, read_metrics
 from manyhands.optim.run.branches import held_by_most
 from manyhands.optim.run.progress import (
     SHOWN_LIVE,
+    Observed,
     Progress,
     ProgressLog,
+    ProgressReader,
     ProgressRecord,
     StrandedNotice,
+    View,
     crowd_factor,
+    gone_to,
     next_refresh_s,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, View
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.rpc import Endpoint
@@ -80,9 +80,8 @@ class WatchingPeer(Protocol):
 class WatchingReader(ProgressReader):
     """The progress records of a run, with that of this peer, if it trains as well."""
 
-    def _look_at_own(self, record: ProgressRecord, stored: StoredValue, now: float) -> None:
-        if (seen := self._seen_as(None, record, stored, now)) is not None:
-            self._keep(self._endpoint.peer_id, seen)
+    def _look_at_own(self, seen: Observed, now: float) -> None:
+        self._keep(self._endpoint.peer_id, seen)
 
     def present(self) -> dict[PeerId, Observed]:
         """The records of the peers that have been heard of lately: a dead one must not hold the run back."""
@@ -332,8 +331,7 @@ def _all_at(leading: Position, present: Mapping[PeerId, Observed], now: float) -
     counted_there = dict(present)
     for peer_id, seen in present.items():
         if abs(seen.record.position.step - leading.step) == 1:
-            record = msgspec.structs.replace(seen.record, position=leading, samples=0, counted_s_ago=0.0)
-            counted_there[peer_id] = msgspec.structs.replace(seen, record=record, since=now)
+            counted_there[peer_id] = gone_to(seen, leading, 0, now)
     return counted_there
 
 

@@ -20,9 +20,8 @@ from manyhands.monitor.exchange import Told
 from manyhands.monitor.history import History
 from manyhands.monitor.peer_table import PeerTable, longest_silence_s, median_of
 from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
-from manyhands.optim.account import AccountRecord, unpacked
-from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Progress
-from manyhands.optim.run.progress_reader import Observed
+from manyhands.optim.metrics import AccountRecord, unpacked
+from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Observed, Progress
 
 MAX_EVENTS = 50
 MAX_LEADERS = 100
@@ -121,7 +120,7 @@ class Painter:
         credit, trained = self._credit, look.trained_lately
         accounts = {peer_id: account for peer_id, account in look.accounts.items() if peer_id in trained}
         positions = {
-            peer_id: seen.said
+            peer_id: seen.record.position
             for peer_id, seen in look.observed.items()
             if not seen.record.is_auxiliary and look.now - seen.since <= longest_silence_s(seen.record)
         }

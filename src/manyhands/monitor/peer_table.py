@@ -14,9 +14,8 @@ from manyhands.base.text import counted
 from manyhands.monitor.credit import Credit
 from manyhands.monitor.history import SeenPeer
 from manyhands.monitor.picture import EventKind, PeerRow, PeerState, Reachability, RunEvent
-from manyhands.optim.account import AccountRecord
-from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord
-from manyhands.optim.run.progress_reader import Observed
+from manyhands.optim.metrics import AccountRecord
+from manyhands.optim.run.progress import MAX_TTL_S, Observed, ProgressRecord
 
 SILENT_S = 13.5
 """A peer that was not heard of for this long is gone; it publishes every 10 s, and more rarely in a crowd."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from manyhands.optim.account import Unit
+from manyhands.optim.metrics import Unit
 
 SCHEMA_VERSION = 1
 """Of the JSON of all classes here: raised when a field is removed or redefined, not when one is added."""

@@ -30,10 +30,8 @@ class Statistics:
         samples_computed: passed to ``step`` on this peer.
         samples_used: of these, in committed global steps.
         samples_of_all: of all peers, in the steps that this peer made; by weight where that is not samples.
-        samples_dropped: of ``samples_computed``: after an overflow, a refused update, or a load of another branch's
-            state.
+        samples_dropped: after an overflow, a refused update, or a load of another branch's state.
         samples_carried: left out of a step that the others made, and moved to the next one.
-        rounds_committed, rounds_aborted: averaging rounds that this peer took part in.
         steps_alone: global steps made while no other peer was there.
         updates_refused: global steps that left the parameters unchanged, since the update was not finite.
         states_loaded: how often the state was downloaded.
@@ -72,7 +70,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: the last global step that it has made or loaded.
-        publish_failures: consecutive failures to publish its progress.
+        publish_failures: consecutive ones, of its progress.
         alone_s: seconds since another peer of the run was seen; None if one is there.
         last_said_goodbye: whether the last other peer left on purpose.
         clock_offset_s: how far its clock is ahead of the median of some others; None if no peer has answered.
@@ -106,16 +104,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         return faults
 
 
-RECOVERED = {
-    "publish_failures": "this peer's progress is published again",
-    "alone_s": "other peers of the run are seen again",
-    "clock_offset_s": "the clock of this machine is right again",
-}
-"""What is logged when a fault is over, by the field that shows it."""
-
-
 class HealthLog:
-    """Logs each fault once, and when it is over."""
+    """Logs each fault once, until it is over."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -125,6 +115,4 @@ class HealthLog:
         for field in faults.keys() - self._told:
             is_normal = field == "alone_s" and health.last_said_goodbye
             logger.log(logging.INFO if is_normal else logging.WARNING, "%s", faults[field])
-        for field in sorted(self._told - faults.keys()):
-            logger.info("%s", RECOVERED[field])
         self._told = set(faults)

@@ -22,8 +22,7 @@ from manyhands.optim.flat import are_finite
 from manyhands.optim.manifest import RunManifest, read_manifest
 from manyhands.optim.run.branches import believed_by_a_newcomer
 from manyhands.optim.run.canvass import Canvass
-from manyhands.optim.run.progress import ProgressRecord, branch_order
-from manyhands.optim.run.progress_reader import ProgressReader
+from manyhands.optim.run.progress import ProgressReader, ProgressRecord, branch_order
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
 from manyhands.peer import Peer, check_peer

@@ -1,37 +1,56 @@
-"""Metrics that peers publish for monitors: trainers once for each global step, evaluators now and then."""
+"""What peers publish for monitors: metrics of steps, and about themselves a name, counts and lists of the last steps.
+
+The list of a step says which peers contributed how many samples. All members of a round hold the same manifest, so they
+publish the same list, and a monitor believes what most of them say (:mod:`manyhands.monitor.credit`). Imports no torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
 import math
+import struct
+from collections import deque
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from manyhands.averaging.messages import Count
-from manyhands.base.errors import ManyhandsError
+from manyhands.averaging.messages import SHORT_ID_BYTES, Count, Digest, Position, short_id
+from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
 from manyhands.dht import DhtNode
-from manyhands.optim.account import AccountRecord
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=msgspec.Struct)
-
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-
 TTL_S = 600.0
+MAX_NAME = 32
+MAX_FAILURE = 200
+MAX_LEARNING_RATE = 1e6
+NUM_STEPS = 8
+"""Committed steps in a record: a monitor that looks every few seconds misses none."""
+SHARE_BYTES = SHORT_ID_BYTES + 4
+MAX_SAMPLES = 2**32 - 1
+"""The most samples of one peer in a step that are counted."""
+DIGEST_BYTES = 16
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
+"""Without the digit before the point, as a fraction of 2^64."""
+NUM_LISTING = 16
+"""Contributors to a round that publish its list; the others only publish its digest, so that a key of the DHT has room
+for the records of thousands of peers."""
+MAX_LISTS_BYTES = 48_000
+"""Of all lists in a record together; a value of the DHT has at most 64 KiB."""
+
+Unit = Literal["samples", "tokens", "items"]
+"""What weights count: items are what only the program knows."""
+ShortLineage = Annotated[bytes, msgspec.Meta(min_length=SHORT_ID_BYTES, max_length=SHORT_ID_BYTES)]
 
 
 class MetricsRecord(msgspec.Struct, frozen=True):
-    """One peer's share in one global step.
-
-    Attributes:
-        step: the global step that was reached.
-        samples_accumulated: own samples in that step.
-        loss: sum of the losses of the micro-batches.
-        mini_steps: number of micro-batches.
-    """
+    """One peer's share in the global step ``step``; ``loss`` is the sum of the losses of its micro-batches."""
 
     step: Count
     samples_per_second: float
@@ -48,9 +67,7 @@ class HeldoutRecord(msgspec.Struct, frozen=True):
     """An evaluator's metrics of the model at one global step, on held-out text.
 
     Attributes:
-        loss: mean over the samples, masked language modelling and sentence order together.
-        mlm_accuracy: share of the masked tokens that the model guesses.
-        sop_accuracy: share of the samples whose sentence order it tells.
+        loss: mean over the samples, masked language modelling (``mlm``) and sentence order (``sop``) together.
     """
 
     step: Count
@@ -64,6 +81,108 @@ class HeldoutRecord(msgspec.Struct, frozen=True):
             raise ValueError("losses and accuracies are finite")
 
 
+def alone_lineage(before: bytes, peer_id: PeerId) -> bytes:
+    """The lineage after a step that a peer has made alone."""
+    return hashlib.sha256(before + b"alone" + peer_id.encode()).digest()
+
+
+def short_lineage(lineage: bytes) -> bytes:
+    return lineage[:SHORT_ID_BYTES].ljust(SHORT_ID_BYTES, b"\0")
+
+
+class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A global step that a peer has made, and who contributed to it.
+
+    Attributes:
+        step: number of global steps after it; it led from the lineage ``before`` to ``after``.
+        is_grid: the list is that of one group of a grid; there are others.
+        digest: of all this and the list.
+        shares: the list: short ids and samples of the contributors, packed; empty if others publish it.
+    """
+
+    step: Count
+    before: Digest
+    after: ShortLineage
+    is_grid: bool
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    shares: Annotated[bytes, msgspec.Meta(max_length=MAX_LISTS_BYTES)] = b""
+
+    def __post_init__(self) -> None:
+        if len(self.shares) % SHARE_BYTES:
+            raise ValueError(f"a list has {SHARE_BYTES} bytes for each contributor")
+
+    def is_proven_alone(self, peer_id: PeerId) -> bool:
+        """Whether the lineage shows that this peer has made the step alone; see :func:`alone_lineage`."""
+        return self.after == short_lineage(alone_lineage(self.before, peer_id))
+
+    def has_true_digest(self) -> bool:
+        """Whether the digest is that of the list, which must be in order and name each peer once."""
+        ids = [self.shares[at : at + SHORT_ID_BYTES] for at in range(0, len(self.shares), SHARE_BYTES)]
+        is_ordered = all(one < other for one, other in itertools.pairwise(ids))
+        return is_ordered and self.digest == digest_of_step(
+            self.step, self.before, self.after, self.is_grid, self.shares
+        )
+
+
+def digest_of_step(step: int, before: bytes, after: bytes, is_grid: bool, shares: bytes) -> bytes:
+    head = struct.pack(">Q?", step, is_grid)
+    return hashlib.sha256(head + before + after + shares).digest()[:DIGEST_BYTES]
+
+
+def packed(shares: Mapping[bytes, int]) -> bytes:
+    """A list of short ids and samples as bytes, in the order of the ids."""
+    return b"".join(peer + struct.pack(">I", samples) for peer, samples in sorted(shares.items()))
+
+
+def unpacked(shares: bytes) -> dict[bytes, int]:
+    """The inverse of :func:`packed`."""
+    return dict(struct.iter_unpack(f">{SHORT_ID_BYTES}sI", shares))
+
+
+class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer publishes about itself, under its own signature, after each global step.
+
+    Attributes:
+        name: chosen by its owner; empty without one.
+        step: the last global step that it has made or loaded.
+        learning_rate: of its next step; None if unknown or out of bounds.
+        bytes_sent: over the network since the global step before.
+        failed_step, failure: the global step in which its samples did not count at once, and why; empty if all did.
+        unit: of its weights in ``steps``; None before its first batch.
+        steps: the last ones, in order.
+
+    The counts are those of :class:`manyhands.optim.health.Statistics`.
+    """
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
+    version: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    device: Annotated[str, msgspec.Meta(max_length=80)] = ""
+    step: Count = 0
+    learning_rate: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEARNING_RATE)] | None = None
+    bytes_sent: Count = 0
+    samples_used: Count = 0
+    samples_dropped: Count = 0
+    rounds_committed: Count = 0
+    rounds_aborted: Count = 0
+    states_loaded: Count = 0
+    parameters_reloaded: Count = 0
+    failed_step: Count = 0
+    failure: Annotated[str, msgspec.Meta(max_length=MAX_FAILURE)] = ""
+    has_left: bool = False
+    unit: Unit | None = None
+    steps: Annotated[list[CommittedStep], msgspec.Meta(max_length=NUM_STEPS)] = []
+
+    def __post_init__(self) -> None:
+        if not all(text.isprintable() for text in (self.name, self.version, self.device, self.failure)):
+            raise ValueError("texts have no control characters")
+        steps = [made.step for made in self.steps]
+        if any(one >= other for one, other in itertools.pairwise(steps)):
+            raise ValueError("steps are in order")
+
+
+make_ready(AccountRecord)
+
+
 _SUFFIXES: dict[type[msgspec.Struct], str] = {
     MetricsRecord: "metrics",
     HeldoutRecord: "heldout",
@@ -72,7 +191,6 @@ _SUFFIXES: dict[type[msgspec.Struct], str] = {
 
 
 def metrics_key(run_id: str, kind: type[msgspec.Struct] = MetricsRecord) -> str:
-    """The DHT key of a run's metrics of one kind."""
     return f"{run_id}.{_SUFFIXES[kind]}"
 
 
@@ -106,3 +224,59 @@ async def read_metrics(dht: DhtNode, run_id: str, kind: type[R]) -> Mapping[Peer
         except msgspec.DecodeError as error:
             logger.warning("%s of peer %s cannot be read: %s", key, subkey, error)
     return records
+
+
+def checked_name(name: str) -> str:
+    """The name under which a peer is shown; raises ``ConfigError`` if it is empty, too long or cannot be shown."""
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
+        raise ConfigError(
+            f"name {name[:40]!r} cannot be used; it must have 1 to {MAX_NAME} printable characters and no space at "
+            "either end, for example --name alice"
+        )
+    return name
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why samples of this peer did not count at once in the global step ``step``."""
+
+    step: int
+    reason: str
+
+
+class RecentSteps:
+    """The last global steps that a peer has made, for its :class:`AccountRecord`.
+
+    Args:
+        num_fragments: of local steps. Each sample counts in so many steps, in each with this part of its weight; sums
+            are rounded up in some steps and down in others, so that those of many steps are right.
+    """
+
+    def __init__(self, own_id: PeerId, num_fragments: int = 1) -> None:
+        self._own_id = short_id(own_id)
+        self._num_fragments = num_fragments
+        self._steps: deque[CommittedStep] = deque(maxlen=NUM_STEPS)
+
+    def add(self, left: Position, reached: Position, shares: Mapping[PeerId, float], *, is_grid: bool = False) -> None:
+        """A step was made; ``shares`` has the weight of each contributor, of none if the parameters are unchanged."""
+        parts = self._num_fragments
+        added = (reached.step * GOLDEN_RATIO % 2**64) * parts >> 64  # from 0 to parts - 1, evenly over any steps
+        counted = {
+            short_id(peer_id): min((round(weight * parts) + added) // parts, MAX_SAMPLES)
+            for peer_id, weight in shares.items()
+        }
+        lists, before, after = packed(counted), left.lineage, short_lineage(reached.lineage)
+        digest = digest_of_step(reached.step, before, after, is_grid, lists)
+        listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]
+        is_listing = self._own_id in listing and len(lists) <= MAX_LISTS_BYTES
+        self._steps.append(CommittedStep(reached.step, before, after, is_grid, digest, lists if is_listing else b""))
+
+    def forget_from(self, step: int) -> None:
+        """Forget this step and later ones: this peer goes on from an earlier state."""
+        while self._steps and self._steps[-1].step >= step:
+            self._steps.pop()
+
+    def listed(self) -> list[CommittedStep]:
+        """The last steps whose lists fit into one record."""
+        while sum(len(made.shares) for made in self._steps) > MAX_LISTS_BYTES:
+            self._steps.popleft()
+        return list(self._steps)

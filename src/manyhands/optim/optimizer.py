@@ -17,7 +17,6 @@ from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
-from manyhands.optim.account import Failure, RecentSteps
 from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
@@ -25,6 +24,7 @@ from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
+from manyhands.optim.metrics import Failure, RecentSteps
 from manyhands.optim.model_checks import HeldBatches, KeptGradients, warn_of_running_statistics
 from manyhands.optim.options import (
     Delay,
@@ -527,7 +527,7 @@ class Optimizer(OptimizerWrapper):
         now, failure = self.peer.time(), Failure(self._replica.position.step + 1, str(error))
         if failure != self.last_failure or now - self._told_failure_at >= REPEAT_S:
             self._told_failure_at = now
-            is_farewell = self._collaboration.tracker.reader.last_said_goodbye
+            is_farewell = self._collaboration.tracker.last_said_goodbye
             logger.log(
                 logging.INFO if is_farewell else logging.WARNING,
                 "Skipped averaging: %s; %s of this peer will count in the next attempt",

@@ -17,12 +17,9 @@ class SpeedMeter:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._seconds_per_sample = 0.0
-        self._weight = 0.0
-        self.batch_s = 0.0
-        """Seconds of the last batch; 0 until it is known."""
-        self.samples_per_second = 0.0
-        """Likewise."""
+        self._seconds_per_sample = self._weight = 0.0
+        self.batch_s = self.samples_per_second = 0.0
+        """Seconds of the last batch, and the speed; 0 until they are known."""
 
     def count(self, samples: int, now: float) -> None:
         """Count ``samples`` computed since :meth:`resume`; their time is unknown before its first call."""
@@ -40,8 +37,7 @@ class SpeedMeter:
 
 
 class Advice:
-    """Advises once to raise the target, when the run has averaged for longer than it computed in several steps; and
-    once when a batch of this peer is larger than the target."""
+    """Advises once each: when the run averages for longer than it computes, and when a batch is above the target."""
 
     def __init__(self, target_batch_size: int) -> None:
         self._target_batch_size = target_batch_size
@@ -49,7 +45,7 @@ class Advice:
         self._is_batch_told = False
 
     def after_batch(self, samples: int, target_batch_size: int) -> str:
-        """The advice after one batch, with the target of the run; mostly empty."""
+        """The advice after one batch; mostly empty."""
         if samples <= target_batch_size or self._is_batch_told:
             return ""
         self._is_batch_told = True
@@ -73,19 +69,6 @@ class Advice:
             f"than it trains. With target_batch_size={target} instead of {self._target_batch_size}, on all peers, it "
             "would compute for at least as long as it averages"
         )
-
-
-def describe_late_states(num_loads: int, download_s: float, computing_s: float, target_batch_size: int) -> str:
-    """The advice for a peer whose downloads take longer than steps, for which the run computes; 0 if unknown."""
-    if 0 < computing_s < download_s:
-        target = working_target(computing_s, download_s, target_batch_size)
-        larger = f"target_batch_size={target} instead of {target_batch_size}"
-    else:
-        larger = f"a target_batch_size above {target_batch_size}"
-    return (
-        f"{num_loads} downloaded states in a row were out of date on arrival: this peer cannot keep up with the run. "
-        f"The last download took {download_s:.3g} s. Use a faster link, or {larger} on all peers"
-    )
 
 
 def working_target(computing_s: float, longer_s: float, target_batch_size: int) -> int:

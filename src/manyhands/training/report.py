@@ -9,8 +9,17 @@ from collections.abc import Sequence
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.base.text import counted
-from manyhands.optim.account import MAX_FAILURE, MAX_LEARNING_RATE, AccountRecord, Failure, Unit, checked_name
-from manyhands.optim.metrics import TTL_S, MetricsRecord, publish_metrics
+from manyhands.optim.metrics import (
+    MAX_FAILURE,
+    MAX_LEARNING_RATE,
+    TTL_S,
+    AccountRecord,
+    Failure,
+    MetricsRecord,
+    Unit,
+    checked_name,
+    publish_metrics,
+)
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.run.progress import SHOWN_LIVE
 from manyhands.rpc.frames import readable

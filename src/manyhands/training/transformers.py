@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
         raise
     raise MissingExtra("manyhands.training.transformers", "albert") from error
 
-from manyhands.optim.account import checked_name
+from manyhands.optim.metrics import checked_name
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.process_group import ProcessGroupOptimizer
 from manyhands.optim.wrapper import OptimizerWrapper, check_accumulation

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.account import AccountRecord, RecentSteps, alone_lineage
+from manyhands.optim.metrics import AccountRecord, RecentSteps, alone_lineage
 
 Shares = Mapping[str, float]
 

@@ -11,7 +11,7 @@ from manyhands.averaging.messages import Position, short_id
 from manyhands.base.identity import PeerId
 from manyhands.monitor import credit as credit_module
 from manyhands.monitor.credit import PATIENCE_S, Credit, CreditedStep, Total, leaders_of
-from manyhands.optim.account import (
+from manyhands.optim.metrics import (
     NUM_LISTING,
     NUM_STEPS,
     AccountRecord,
@@ -241,7 +241,7 @@ def test_a_peer_that_is_named_twice_in_a_list_is_not_believed() -> None:
 
 
 def _made(shares: bytes, digest: bytes):  # type: ignore[no-untyped-def]
-    from manyhands.optim.account import CommittedStep
+    from manyhands.optim.metrics import CommittedStep
 
     return CommittedStep(1, b"", b"lineage!", False, digest, shares)
 

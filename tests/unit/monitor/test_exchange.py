@@ -11,7 +11,7 @@ from manyhands.base.identity import PeerId
 from manyhands.monitor.credit import CreditedStep
 from manyhands.monitor.exchange import MAX_ASKED, CoordinatorRecord, HistoryResponse, Told, chosen, merged
 from manyhands.monitor.picture import Point
-from manyhands.optim.account import packed
+from manyhands.optim.metrics import packed
 
 
 def step(number: int, samples: int, origin: str) -> CreditedStep:

@@ -15,7 +15,7 @@ from manyhands.monitor import history as history_module
 from manyhands.monitor.credit import Changes, CreditedStep, Total
 from manyhands.monitor.history import SCHEMA, History, SeenPeer, history_path, open_history
 from manyhands.monitor.picture import Point, RunEvent
-from manyhands.optim.account import packed
+from manyhands.optim.metrics import packed
 from tests.credited import leaders_in
 from tests.waiting import wait_until
 

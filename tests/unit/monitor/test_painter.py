@@ -14,8 +14,7 @@ from manyhands.monitor.history import History, open_history
 from manyhands.monitor.painter import Look, Painter
 from manyhands.monitor.picture import RunEvent
 from manyhands.monitor.steps import sum_up
-from manyhands.optim.account import AccountRecord
-from manyhands.optim.metrics import MetricsRecord
+from manyhands.optim.metrics import AccountRecord, MetricsRecord
 from manyhands.optim.run.progress import Progress
 
 WALL_S = 1e9

@@ -12,9 +12,8 @@ from manyhands.monitor.credit import Credit
 from manyhands.monitor.history import SeenPeer
 from manyhands.monitor.peer_table import MAX_ALIKE, SILENT_S, PeerTable
 from manyhands.monitor.picture import RunEvent
-from manyhands.optim.account import AccountRecord
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import Observed
+from manyhands.optim.metrics import AccountRecord
+from manyhands.optim.run.progress import Observed, ProgressRecord
 from tests.unit.monitor.published import Peers
 
 WALL_S = 1e9
@@ -24,7 +23,7 @@ TTL_S = 30.0
 def seen(since: float, step: int = 1, *, began_at: float = 5.0, is_auxiliary: bool = False) -> Observed:
     position = Position(step, b"")
     record = ProgressRecord(position, 1, 2.5, 0, False, [], TTL_S, is_auxiliary=is_auxiliary, began_at=began_at)
-    return Observed(record, 1, since + TTL_S, since, position)
+    return Observed(record, since + TTL_S)
 
 
 class Story:

@@ -19,13 +19,13 @@ RIGHT, WRONG = packed([1.0] * 16), packed([1.5] * 16)
 
 
 def all_of(run: Run, num_open: int = 0) -> Poll:
-    return Poll({peer_id: peer_id for peer_id in run.tracker.reader.observed()}, num_open)
+    return Poll({peer_id: peer_id for peer_id in run.tracker.observed()}, num_open)
 
 
 @asynccontextmanager
 async def drifting() -> AsyncIterator[tuple[Run, Drift]]:
     async with run_of_one() as run:
-        yield run, Drift(run.tracker.reader, run.endpoint.peer_id, BOUND, lambda: all_of(run))
+        yield run, Drift(run.tracker, run.endpoint.peer_id, BOUND, lambda: all_of(run))
 
 
 async def hear(run: Run, sketch: bytes, position: Position = HERE, peers: tuple[PeerId, ...] = (BOB, CAROL)) -> None:
@@ -191,10 +191,10 @@ async def test_a_peer_that_is_still_to_be_dialled_does_not_hide_a_wrong_state() 
         await hear(run, RIGHT)
         for num_open, is_contradicted in ((0, True), (1, False), (2, False)):
             judges = functools.partial(all_of, run, num_open)
-            drift = Drift(run.tracker.reader, run.endpoint.peer_id, BOUND, judges)
+            drift = Drift(run.tracker, run.endpoint.peer_id, BOUND, judges)
             assert drift.contradicts(HERE, Sketch(WRONG, 6.0)) == is_contradicted
         await run.hears(DAVE, sketch=RIGHT, sketch_step=HERE.step)
         for num_open, is_contradicted in ((1, True), (2, False)):
             judges = functools.partial(all_of, run, num_open)
-            drift = Drift(run.tracker.reader, run.endpoint.peer_id, BOUND, judges)
+            drift = Drift(run.tracker, run.endpoint.peer_id, BOUND, judges)
             assert drift.contradicts(HERE, Sketch(WRONG, 6.0)) == is_contradicted

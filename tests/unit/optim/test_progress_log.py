@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from manyhands.optim.run.progress import Progress, ProgressLog
@@ -37,11 +35,6 @@ def test_mere_growth_is_told_every_ten_seconds(caplog: pytest.LogCaptureFixture)
 )
 def test_news_is_told_at_once_and_once(step: int, news: Progress, caplog: pytest.LogCaptureFixture) -> None:
     assert told(caplog, (0.0, 0, GROWS), (1.0, step, news), (2.0, step, news)) == [0.0, 1.0]
-
-
-def test_an_eta_is_news_when_it_becomes_known_and_not_when_it_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    unknown = Progress(0, 2, 0.0, math.inf)
-    assert told(caplog, (0.0, 0, unknown), (1.0, 0, GROWS), (2.0, 0, unknown), (3.0, 0, GROWS)) == [0.0, 1.0]
 
 
 def test_the_words_are_those_of_the_tutorials(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,7 @@ from manyhands.averaging.peer_records import GOODBYE
 from manyhands.dht import Reason, Schema
 from manyhands.optim.manifest import manifest_key
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.optim.run.records import declare_run
 from tests.unit.dht.examples import open_record, owned_record
 

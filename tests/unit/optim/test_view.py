@@ -9,8 +9,7 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.progress import Progress, ProgressRecord
-from manyhands.optim.run.progress_reader import Observed, View
+from manyhands.optim.run.progress import Observed, Progress, ProgressRecord, View
 
 HERE = Position(3, b"here")
 
@@ -21,9 +20,7 @@ def record(position: Position = HERE, samples: int = 0, speed: float = 0.0, **fi
 
 def view_of(*records: ProgressRecord, since: float = 0.0) -> View:
     """What peers have said, each at the same instant."""
-    observed = {
-        PeerId(f"p{number}"): Observed(said, 1, math.inf, since, said.position) for number, said in enumerate(records)
-    }
+    observed = {PeerId(f"p{number}"): Observed(said, since + said.ttl_s) for number, said in enumerate(records)}
     return View(observed, HERE)
 
 

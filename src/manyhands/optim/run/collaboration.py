@@ -35,7 +35,6 @@ from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
-from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
 from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_step
 from manyhands.peer import Presence
@@ -126,9 +125,7 @@ class Collaboration:
         belief.vouched = lambda: presence.vouched(manifest.run_id)
         self._canvass = Canvass(presence.endpoint, presence.rng, self.tracker.judge)
         belief.poll = self._canvass.poll
-        self._drift = Drift(
-            self.tracker.reader, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters
-        )
+        self._drift = Drift(self.tracker, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters)
         assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, presence.rng)
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
@@ -192,9 +189,9 @@ class Collaboration:
         now, since = asyncio.get_running_loop().time(), self._alone_since
         return Health(
             step=self.local.position.step,
-            publish_failures=self.tracker.publisher.num_failures,
+            publish_failures=self.tracker.num_failures,
             alone_s=now - since if since is not None else None,
-            last_said_goodbye=self.tracker.reader.last_said_goodbye,
+            last_said_goodbye=self.tracker.last_said_goodbye,
             clock_offset_s=self._clock_offset_s,
         )
 
@@ -203,7 +200,7 @@ class Collaboration:
         await asyncio.sleep(FIRST_HEALTH_CHECK_S)
         while True:
             presence = self.presence
-            others = list(filter(presence.endpoint.is_connected, self.tracker.reader.observed()))
+            others = list(filter(presence.endpoint.is_connected, self.tracker.observed()))
             if not others:  # with a wrong clock it can read no records
                 others = [contact.peer_id for contact in presence.dht.contacts()]
             self._clock_offset_s = await clock_offset_s(presence.endpoint, presence.wall_clock, others)
@@ -211,7 +208,7 @@ class Collaboration:
             await asyncio.sleep(HEALTH_CHECK_PERIOD_S)
 
     def _on_news(self) -> None:
-        if self.tracker.reader.observed():
+        if self.tracker.observed():
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = asyncio.get_running_loop().time()
@@ -244,7 +241,7 @@ class Collaboration:
         the others now compute, for which this peer may wait
         another peer can come to the round                     ``AVERAGE``; ``ACCUMULATE`` while there is time for
                                                                another batch, or newcomers load the state
-        others are there, but cannot be reached                ``ACCUMULATE``; this peer dials them, to find the dead
+        others are there, but cannot be reached                ``ACCUMULATE``, until their records expire
         no other peer is there, also after another read        ``GO_ALONE``; ``ACCUMULATE`` without samples, while
                                                                newcomers load the state, or if a peer of earlier rounds
                                                                answers
@@ -283,7 +280,6 @@ class Collaboration:
             is_time = self._has_time_for(batch_s) or self._begin_wait_for_newcomers(is_alone=False)
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
         if not self._is_alone():  # but the peers that are there cannot be reached now
-            self._contacts.look_for_the_dead()
             return Decision.ACCUMULATE
         await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
@@ -331,8 +327,8 @@ class Collaboration:
 
     def _is_alone(self) -> bool:
         """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
-        if self.presence.endpoint.client_mode and self.tracker.reader.trainers():
-            return self.allow_solo and self.tracker.is_stranded
+        if self.presence.endpoint.client_mode and self.tracker.trainers():
+            return self.allow_solo and self.tracker.is_stranded()
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
 
     def _begin_wait_for_newcomers(self, *, is_alone: bool) -> bool:
@@ -391,7 +387,7 @@ class Collaboration:
 
     def _donors(self) -> list[PeerId]:
         """Peers that can hand out the state of the leading branch, the best ones first."""
-        branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
+        branch, records = self.tracker.leading_branch(), self.tracker.records()
         can_hand_out = self.tracker.branches.can_hand_out
         donors = [peer_id for peer_id in branch.holders if peer_id in records and can_hand_out(peer_id)]
         self.presence.rng.shuffle(donors)  # so that newcomers do not all ask the same one
@@ -412,15 +408,16 @@ class Collaboration:
             state = await self._download_believable(donors, tracker.leading_branch().position)
         except Unavailable:
             for donor in donors:
-                tracker.report_without_state(donor)
+                tracker.report_missing(donor)
             raise
         self._num_vain_loads += 1
         self._state_donors = state.donors
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
-            took_s, target = loop.time() - started, self.manifest.target_batch_size
-            speed = sum(record.samples_per_second for record in tracker.reader.records().values())
-            computing_s = target / speed if speed > 0 else 0.0
-            logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
+            logger.warning(
+                "%d downloaded states in a row were out of date on arrival: this peer cannot keep up with the run. The "
+                "last download took %.3g s. Use a faster link, or a target_batch_size above %d on all peers",
+                self._num_vain_loads, loop.time() - started, self.manifest.target_batch_size,
+            )  # fmt: skip
         return state
 
     async def _download_believable(self, donors: Sequence[PeerId], position: Position) -> State:

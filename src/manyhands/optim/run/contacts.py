@@ -1,11 +1,8 @@
 """Direct contacts between the peers of a run; everything else goes through the DHT.
 
-* Near the target of a step, each peer sends the others what it has accumulated; through the DHT they would learn it
-  only after they have begun another batch.
-* Before a peer makes a step alone, it asks the peers of earlier rounds for their positions. The DHT may show no peer
-  although some are there: its nodes near the run's key may be gone or malicious.
-* If the other peers are there but do not come, it dials them: of one that has died, the machine says so before its
-  record expires.
+* Near the target of a step, each peer sends the others what it has accumulated: the DHT is too slow for that.
+* Before a step alone, a peer asks those of earlier rounds for their positions: the nodes of the DHT near the run's key
+  may be gone or malicious.
 * If only peers in client mode have the state, these connect to the peers that need it, which can then ask for it.
 """
 
@@ -13,15 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Collection, Sequence
 
 import msgspec
 
-from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.base.address import Address
-from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused
+from manyhands.base.errors import ManyhandsError, Refused
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
 from manyhands.optim.run.tracker import ProgressTracker
@@ -33,25 +27,19 @@ logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
 TIMEOUT_S = 2.0
-ASK_PERIOD_S = 10.0
-DIAL_PERIOD_S = 5.0
-"""By the next look, a live peer that refused a dial is connected or has published."""
-PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 CONNECT_TIMEOUT_S = 5.0
 
 
 class WhereAreYou(msgspec.Struct):
-    """Asks a peer of the run for its progress."""
+    """Asks a peer of the run for what it would publish now."""
 
 
 class HereIAm(msgspec.Struct):
-    """What a peer would publish now."""
-
     record: ProgressRecord
 
 
 class TellResponse(msgspec.Struct):
-    """The answer to a peer that sends its progress."""
+    pass
 
 
 WHERE = Method("optim.where", WhereAreYou, HereIAm)
@@ -66,11 +54,6 @@ class Contacts:
         self._endpoint = RunEndpoint(presence.endpoint, run_id)
         self._tracker = tracker
         self._tasks = tasks
-        self._told: tuple[Position, int] | None = None
-        self._asked_at = -math.inf  # loop time
-        self._refused: set[tuple[PeerId, int]] = set()  # records of peers at the last look for the dead
-        self._looked_at = -math.inf  # loop time
-        self._looking: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._stranded = StrandedNotice(run_id)
         self._endpoint.handle(WHERE, self._on_ask)
@@ -81,13 +64,10 @@ class Contacts:
         self._endpoint.unhandle(TELL)
 
     def tell(self, peer_ids: Collection[PeerId]) -> None:
-        """Tell others in the background what this peer has accumulated, once."""
-        record = self._tracker.own
-        if self._told == (record.position, record.samples):
-            return
-        self._told = record.position, record.samples
+        """Tell others in the background what this peer has accumulated."""
+        news = HereIAm(self._tracker.own)
         for peer_id in peer_ids:
-            self._tasks.spawn(self._call(peer_id, TELL, HereIAm(record)), name="telling a peer where this one is")
+            self._tasks.spawn(self._call(peer_id, TELL, news), name="telling a peer where this one is")
 
     async def _call(self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT | None:
         try:
@@ -97,22 +77,16 @@ class Contacts:
             return None
 
     def _on_told(self, remote: PeerId, news: HereIAm) -> TellResponse:
-        if remote in self._tracker.reader.observed():  # the DHT alone bounds the number of records
+        if remote in self._tracker.observed():  # the DHT alone bounds the number of records
             self._tracker.heard(remote, news.record)
         return TellResponse()
 
     async def anyone_answers(self) -> bool:
         """Whether a peer of earlier rounds is still in the run; its answer counts as if the DHT had shown it."""
-        now = asyncio.get_running_loop().time()
-        if now < self._asked_at + ASK_PERIOD_S:
-            return False
-        self._asked_at = now
-        answers = await asyncio.gather(*map(self._ask, self._tracker.branches.belief.recently_met(MAX_ASKED)))
-        if any(answers):
-            logger.warning(
-                "The DHT shows no other peer of the run, but %d of the peers of its last rounds answered", sum(answers)
-            )
-        return any(answers)
+        is_there = await self.any_answers(self._tracker.branches.belief.recently_met(MAX_ASKED))
+        if is_there:
+            logger.warning("The DHT shows no other peer of the run, but some of the peers of its last rounds answer")
+        return is_there
 
     async def any_answers(self, peer_ids: Sequence[PeerId]) -> bool:
         """Whether one of these peers is still there; of many, some are asked."""
@@ -127,44 +101,6 @@ class Contacts:
         if self._tracker.is_idle:
             raise Refused(self._presence.peer_id, "idle", "this peer has not trained for a while")
         return HereIAm(self._tracker.own)
-
-    # the dead
-
-    def look_for_the_dead(self) -> None:
-        """Dial the peers that miss rounds, in the background; at most once in a period, one look at a time.
-
-        Silence proves nothing: the machine may be cut off, and go on training. Then its record must expire.
-        """
-        now = asyncio.get_running_loop().time()
-        is_looking = self._looking is not None and not self._looking.done()
-        if now - self._looked_at >= DIAL_PERIOD_S and not is_looking:
-            self._looked_at = now
-            self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
-
-    async def _look_for_the_dead(self) -> None:
-        refused = {
-            (peer_id, seen.sequence)
-            for peer_id, seen in self._tracker.unmet().items()
-            if not self._presence.endpoint.is_connected(peer_id) and await self._refuses(seen.record.addresses)
-        }
-        for peer_id, sequence in sorted(refused & self._refused):
-            logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
-            self._tracker.report_gone(peer_id, sequence)
-        self._refused = refused
-
-    async def _refuses(self, addresses: list[str]) -> bool:
-        reasons = set(await asyncio.gather(*map(self._failure_at, readable_addresses(addresses))))
-        reasons.discard(DialReason.HELD_BACK)
-        return bool(reasons) and reasons.issubset(PROOFS_OF_DEATH)
-
-    async def _failure_at(self, address: Address) -> DialReason | None:
-        try:
-            await self._presence.endpoint.probe(address, TIMEOUT_S)
-        except DialFailed as failure:
-            return failure.reason
-        except ManyhandsError:
-            return None
-        return None
 
     # peers in client mode
 
@@ -187,7 +123,7 @@ class Contacts:
     def warn_if_stranded(self) -> None:
         """Warn every minute while no trainer of the run can be dialled."""
         num_trainers, ways_in = 0, list[str]()
-        if self._tracker.is_stranded:
-            num_trainers = 1 + len(self._tracker.reader.trainers())
+        if self._tracker.is_stranded():
+            num_trainers = 1 + len(self._tracker.trainers())
             ways_in = [f"{text}/p2p/{one.peer_id}" for one in self._presence.dht.contacts() for text in one.addresses]
         self._stranded.look(num_trainers, ways_in[:1], asyncio.get_running_loop().time())

@@ -30,8 +30,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.run.branches import Poll
-from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import ProgressReader
+from manyhands.optim.run.progress import ProgressReader, ProgressRecord
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +230,6 @@ class Drift:
         told = {
             peer_id: seen.record
             for peer_id, seen in counted.items()
-            if seen.said == position and seen.record.sketch_step == position.step
+            if seen.record.position == position and seen.record.sketch_step == position.step
         }
         return told, len(counted) + judges.num_open

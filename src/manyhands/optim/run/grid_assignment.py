@@ -70,7 +70,7 @@ class GridAssignment:
         step, expected = self._step, self.tracker.view.expected
         if step is None:
             return expected
-        observed = self.tracker.reader.observed()
+        observed = self.tracker.observed()
         return {
             peer_id: is_client for peer_id, is_client in expected.items()
             if step.is_mate(peer_id, said_by(observed[peer_id].record), self._number)
@@ -78,7 +78,7 @@ class GridAssignment:
 
     def is_known(self, peer_id: PeerId) -> bool:
         """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
-        seen = self.tracker.reader.observed().get(peer_id)
+        seen = self.tracker.observed().get(peer_id)
         return seen is not None and seen.record.position.step <= self.tracker.own.position.step
 
     def call_to_round(self) -> None:
@@ -130,7 +130,7 @@ class GridAssignment:
         A step that has begun keeps its groups.
         """
         here = self.tracker.own.position
-        basis = (self.tracker.reader.version, here)
+        basis = (self.tracker.version, here)
         if self._stepping_from == here or basis == self._basis:
             return
         self._basis, self._stepping_from = basis, None
@@ -166,7 +166,7 @@ class GridAssignment:
         of_teachers = [record for peer_id, record in records.items() if self.tracker.has_learnt_from(peer_id)]
         if any(record.seat.layout.sides for record in of_teachers or records.values()):
             return True
-        observed = self.tracker.reader.observed().values()
+        observed = self.tracker.observed().values()
         return len(records) >= self.max_group_size and not any(seen.record.sketch for seen in observed)
 
 

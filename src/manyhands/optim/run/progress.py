@@ -1,10 +1,9 @@
-"""The progress of the collaboration, from the records of its peers. Pure.
+"""The progress of the collaboration, from the DHT records of its peers.
 
 A record says how many samples its peer had, when, and how fast it computes; a later reader extrapolates from it. So far
-from the target a peer publishes only what the others could not have predicted: a new position, new parameters, a
-different speed, or other samples than its last record leads to. Predictions only decide when to publish and to read. A
-global step is due when the samples that peers have *published* reach the target, and near it each peer publishes at
-once.
+from the target a peer publishes only what the others could not have predicted. Predictions only decide when to publish
+and to read: a global step is due when the samples that peers have *published* reach the target, and near it each peer
+publishes at once. A round, and what peers send each other directly, replaces records from before.
 
 In a crowd, above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``, so a peer
 reads about as many records a minute at any size of the run. At the target the leader alone reads; it calls the others.
@@ -15,18 +14,21 @@ from __future__ import annotations
 import logging
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, Seat
 from manyhands.averaging.messages import Count, Position, RecentRounds
-from manyhands.averaging.peer_records import KEEP_ALIVES
+from manyhands.averaging.peer_records import KEEP_ALIVES, PeerRecords, SeenRecord
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
+from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
+from manyhands.dht import DhtNode, Schema
 from manyhands.optim.config import ProgressConfig
+from manyhands.rpc import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ STRANDED_PATIENCE_S = 3.0
 NEWS_SHARE = 0.1
 """Share of a peer's part of the target by which the others may be wrong about its samples."""
 NEWS_SPEED = 0.2
-"""And relative error of its speed."""
+"""Relative error of its speed."""
 CROWD = 40
 MAX_CROWD_FACTOR = 6.0
 MAX_COUNT = 2**53
@@ -53,10 +55,9 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a peer publishes about itself, under its own signature.
 
     Attributes:
-        samples: accumulated since the last global step.
+        samples: accumulated since the last global step, and counted ``counted_s_ago`` seconds before publication.
         lineage_samples: samples in all the committed steps that led to this position.
         is_client: it cannot be dialled.
-        counted_s_ago: age of the count of samples at publication.
         batch_s: seconds for a batch; 0 if not known yet.
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
         sketch: sums of its parameters after its last step, as float32; see :mod:`manyhands.optim.run.drift`.
@@ -88,14 +89,19 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
             raise ValueError("speeds and times are finite and >= 0")
 
 
+PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
+Observed: TypeAlias = SeenRecord[ProgressRecord]
+
+
+def progress_key(run_id: str) -> str:
+    return f"{run_id}.progress"
+
+
 @dataclass(frozen=True)
 class Progress:
-    """Progress of the collaboration towards its next global step.
+    """Progress of the peers at one position, all together, towards the next global step.
 
     Attributes:
-        samples: accumulated at this position by all peers together.
-        num_peers: peers that train at this position, with this one.
-        samples_per_second: of all peers.
         eta_s: seconds until the target at that speed; infinite if no peer computes.
     """
 
@@ -112,7 +118,7 @@ def reckoned_samples(record: ProgressRecord, age_s: float) -> float:
 
 
 def samples_with_batch(record: ProgressRecord, age_s: float) -> int:
-    """The predicted samples at the end of the batch that the peer computes; without its duration those counted."""
+    """The predicted samples at the end of the peer's current batch; without its duration those counted."""
     if (batch_s := record.batch_s) <= 0:
         return record.samples
     num_batches = _since_count_s(record, age_s) // batch_s + 1
@@ -174,23 +180,102 @@ def branch_order(record: ProgressRecord) -> tuple[int, int, bytes]:
     return (record.position.step, record.lineage_samples, record.position.lineage)
 
 
+def gone_to(seen: Observed, position: Position, lineage_samples: int, now: float) -> Observed:
+    """The record of a peer that has just gone to a position, by what others know of it."""
+    record = msgspec.structs.replace(
+        seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0,
+        ttl_s=max(seen.expires_at - now, 0.0),
+    )  # fmt: skip
+    return SeenRecord(record, seen.expires_at, is_direct=True)
+
+
+class ProgressReader(PeerRecords[ProgressRecord]):
+    """The progress records of a run; sufficient for a peer that only watches."""
+
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, min_period_s: float = 0.0) -> None:
+        super().__init__(endpoint, dht, progress_key(run_id), PROGRESS, min_period_s)
+
+    def records(self) -> dict[PeerId, ProgressRecord]:
+        return {peer_id: seen.record for peer_id, seen in self.observed().items()}
+
+    def trainers(self) -> dict[PeerId, ProgressRecord]:
+        """The records of the peers that train, wherever in the run they are."""
+        return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
+
+    def is_stranded(self) -> bool:
+        """Whether others train, and no peer can be dialled."""
+        return bool(self.trainers()) and all(record.is_client for record in self.records().values())
+
+
+class View:
+    """The other peers at one position, as last read. Immutable: any news gives another view.
+
+    Args:
+        missing: peers that count, but are not expected.
+        needs_host: auxiliary peers are expected too, if no trainer can be dialled.
+
+    Attributes:
+        trainers: records of the peers that train at the position; of these ``awaited`` are not missing.
+        reachable: the peers that are not missing, with auxiliary ones.
+        expected: the peers that should come to the next round, and whether each is in client mode.
+    """
+
+    def __init__(
+        self,
+        observed: Mapping[PeerId, Observed],
+        position: Position,
+        missing: Container[PeerId] = (),
+        *,
+        needs_host: bool = False,
+    ) -> None:
+        here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
+        self.observed = observed
+        self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
+        self.awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
+        self.reachable = [peer_id for peer_id in here if peer_id not in missing]
+        takes_all = needs_host and all(seen.record.is_client for seen in self.trainers.values())
+        self.expected = {peer: here[peer].record.is_client for peer in (self.reachable if takes_all else self.awaited)}
+        self._samples = sum([seen.record.samples for seen in self.trainers.values()])
+        self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
+
+    def progress(self, own: ProgressRecord | None, target_batch_size: int, now: float | None = None) -> Progress:
+        """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
+
+        Args:
+            now: predict the others' samples for this instant, up to the target; by default the published ones count.
+        """
+        num_peers, speed, samples, more = len(self.trainers), self._speed, self._samples, 0
+        if now is not None:
+            predicted = [reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()]
+            more = int(sum(predicted)) - samples
+        if own is not None and not own.is_auxiliary:
+            num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
+        samples += max(min(more, target_batch_size - samples), 0)  # peers that wait for others compute no more
+        missing = max(target_batch_size - samples, 0)
+        eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
+        return Progress(samples, num_peers, speed, eta_s)
+
+    def busy_until(self, instant: float) -> float:
+        """The predicted end of the last batch that one of them computes at an instant."""
+        busy = [busy_s(seen.record, instant - seen.since) for seen in self.awaited.values()]
+        return instant + max(busy, default=0.0)
+
+
 class ProgressLog:
     """Logs the progress of the collaboration: news at once, mere growth every ``LOG_PERIOD_S`` seconds.
 
-    The line has the wording of the tutorials. News are another global step, another number of peers, an ETA that was
-    unknown before, and the target reached.
+    News are another global step, another number of peers, and the target reached.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[int, int, int] = (-1, 0, 0)  # step, number of peers, and stage of the ETA
+        self._told: object = None
         self._told_at = -math.inf
 
     def tell(self, step: int, progress: Progress, refresh_s: float, now: float) -> None:
-        """Log the progress after ``step`` global steps, if it is worth a line."""
-        stage = 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0
-        is_elsewhere = (step, progress.num_peers) != self._last[:2]
-        if is_elsewhere or stage > self._last[2] or now >= self._told_at + LOG_PERIOD_S:
-            self._last, self._told_at = (step, progress.num_peers, stage), now
+        """Log the progress after ``step`` global steps, if it is worth a line; the wording is that of the tutorials."""
+        news = (step, progress.num_peers, progress.eta_s == 0)
+        if news != self._told or now >= self._told_at + LOG_PERIOD_S:
+            self._told, self._told_at = news, now
             eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
             samples, peers = counted(progress.samples, "sample"), counted(progress.num_peers, "peer")
             logger.info("Collaboration accumulated %s from %s; ETA %s (refresh in %.2fs.)",
@@ -202,18 +287,15 @@ class StrandedNotice:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._due_at = math.inf
+        self._due_at = -math.inf
 
     def look(self, num_trainers: int, addresses: Sequence[str], now: float) -> None:
-        """Warn if it is time to.
+        """Look whether to warn: ``num_trainers`` is that of all trainers if none can be dialled, else 0.
 
         Args:
-            num_trainers: all trainers, if none of them can be dialled; else 0. A single one misses no other.
             addresses: of any peer through which another one can join.
         """
         if num_trainers < 2:
-            self._due_at = math.inf
-        elif self._due_at == math.inf:
             self._due_at = now + STRANDED_PATIENCE_S
         elif now >= self._due_at:
             self._due_at = now + STRANDED_PERIOD_S

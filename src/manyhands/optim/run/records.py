@@ -14,11 +14,9 @@ from manyhands.base.identity import PeerId
 from manyhands.base.run_id import is_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode, Schema
-from manyhands.optim.account import AccountRecord
 from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, manifest_key, read_manifest
-from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
-from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord
-from manyhands.optim.run.progress_reader import PROGRESS, progress_key
+from manyhands.optim.metrics import AccountRecord, HeldoutRecord, MetricsRecord, metrics_key
+from manyhands.optim.run.progress import MAX_TTL_S, PROGRESS, ProgressRecord, progress_key
 
 MAX_RUNS = 64
 """Runs whose peers are counted, besides the wanted one."""
@@ -35,12 +33,10 @@ def declare_run(dht: DhtNode, run_id: str) -> None:
 
 
 class Run(NamedTuple):
-    """A run as its records in the DHT show it.
+    """A run as its records in the DHT show it: its settings, who signed them, and each peer's progress.
 
     Attributes:
-        manifest: its settings; None while no peer trains in it, as when only its monitor was started.
-        peers: the latest progress record of each peer, this one excepted.
-        signers: the peers that signed the manifest.
+        manifest: None while no peer trains in it, as when only its monitor was started.
     """
 
     run_id: str
@@ -55,7 +51,6 @@ class Run(NamedTuple):
 
     @property
     def has_trainers(self) -> bool:
-        """Whether a peer's record says that it trains in it."""
         return any(not record.is_auxiliary for record in self.peers.values())
 
     def __str__(self) -> str:
@@ -88,7 +83,6 @@ async def find_runs(dht: DhtNode, wanted: str | None = None, expected: Mapping[s
 
 
 def listed(runs: Sequence[Run]) -> str:
-    """The first runs, as text for one line."""
     more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
     return ", ".join(map(str, runs[:SHOWN_RUNS])) + more
 

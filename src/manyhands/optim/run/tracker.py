@@ -1,21 +1,17 @@
-"""Tracks the positions of this peer and the others in a run: publishes its own progress when needed, and reads theirs.
-
-:class:`manyhands.optim.run.progress_reader.View` combines what the others published about this peer's position.
-:class:`manyhands.optim.run.branches.BranchChoice` tells which branch of the run this peer should be on.
-"""
+"""Tracks the positions of a run's peers: publishes this peer's progress when needed, and reads that of the others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import RecordPublisher, UntilFresh
+from manyhands.averaging.peer_records import SeenRecord
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -24,15 +20,19 @@ from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice, Poll
 from manyhands.optim.run.progress import (
+    MAX_TTL_S,
+    Observed,
     ProgressLog,
+    ProgressReader,
     ProgressRecord,
+    View,
     branch_order,
     crowd_factor,
+    gone_to,
     is_news,
     next_refresh_s,
     samples_with_batch,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 READ_TIMEOUT_S = 5.0
 WHOLE_READ_PERIOD_S = 5.0
 """Period of reads from most holders of the records."""
+IN_FLIGHT_S = 1.0
+"""How long a record may travel from its owner to its reader."""
 IDLE_S = 300.0
 """A trainer's record is no longer published after this long, and ``IDLE_BATCHES`` batches, without a new sample."""
 IDLE_BATCHES = 5
@@ -51,18 +53,16 @@ CALLED_SHARE = 0.5
 not have read those of the peers that came; but no peer can force steps without samples."""
 
 
-class ProgressTracker:
-    """Tracks the progress of all peers of a run. Lives on the network thread; any thread may read :attr:`progress` and
-    :attr:`outlook`.
+class ProgressTracker(ProgressReader):
+    """The progress of all peers of a run. Any thread may read :attr:`progress` and :attr:`outlook`.
 
     Attributes:
-        on_outlook: called whenever the outlook may have changed, also by a step.
-        progress: of the collaboration, as published by the peers; it decides whether a global step is due.
+        on_outlook: called whenever the outlook may have changed.
+        progress: of the peers here, as published; it decides whether a global step is due.
         outlook: the progress predicted for now; it decides when to publish and to read.
-        own: what this peer would publish now.
-        is_called: whether another peer has begun a round here, and this one has not come to it yet.
-        is_moving: a round committed, and its result is being applied: the old position is published no more.
-        is_busy: this peer averages, or waits for others to finish, however long it makes no sample.
+        is_called: another peer has begun a round here, and this one has not come to it yet.
+        is_moving: the result of a round is being applied: the old position is published no more.
+        is_busy: this peer averages, or waits for others, however long it makes no sample.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
@@ -78,29 +78,21 @@ class ProgressTracker:
         is_auxiliary: bool,
         began_at: float,
     ) -> None:
+        super().__init__(endpoint, dht, run_id, config.min_refresh_s)
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None
         self.is_called = self.is_moving = self.is_busy = False
         self.num_together = 0
-        self.reader = ProgressReader(endpoint, dht, run_id)
-        self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
-        self._endpoint = endpoint
-        self._dht = dht
+        self.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._run_id = run_id
         self._config = config
         self._log = ProgressLog()
-        addresses = [str(address) for address in endpoint.addresses]
         self.own = ProgressRecord(
-            position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s, is_auxiliary=is_auxiliary,
+            position, 0, 0.0, 0, endpoint.client_mode, self._addresses(), config.ttl_s, is_auxiliary=is_auxiliary,
             began_at=began_at,
         )  # fmt: skip
-        self.publisher = RecordPublisher(
-            dht, progress_key(run_id), endpoint.peer_id, self._record_to_publish, self._ttl_s, config.min_refresh_s
-        )
         self._counted_at = 0.0  # loop time, when the samples were counted
         self._read_at = self._wholly_read_at = -math.inf  # loop time
-        self._missing = UntilFresh(self.reader)
-        self._without_state = UntilFresh(self.reader)
         self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
         self._donor: PeerId | None = None
         self._view: View | None = None
@@ -117,8 +109,8 @@ class ProgressTracker:
         self._is_started = True
         self._dht.met[self._run_id] = self.branches.belief.has_met
         self._counted_at = asyncio.get_running_loop().time()
-        self.publisher.publish_soon(urgently=True)
-        self._tasks.spawn(self.publisher.publish_forever(), name="publishing")
+        self.publish_soon(urgently=True)
+        self._tasks.spawn(self.publish_forever(), name="publishing")
         self._tasks.spawn(self._read_forever(), name="reading")
 
     async def close(self) -> None:
@@ -126,13 +118,15 @@ class ProgressTracker:
         await self._tasks.close()
         self._dht.met.pop(self._run_id, None)
         if self._is_started and not self.twin.is_older:
-            await self.publisher.say_goodbye()
+            await self.say_goodbye()
 
     # this peer's position
 
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
-        self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
+        self._set_own(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
+        self._update_progress()
+        self._publish_news()
 
     @property
     def is_idle(self) -> bool:
@@ -144,7 +138,8 @@ class ProgressTracker:
     def sit(self, round_number: int, seat: Seat) -> None:
         """Take a place among the groups of a large run, from a round on."""
         if (round_number, seat) != (self.own.seat_round, self.own.seat):
-            self._update(seat=seat, seat_round=round_number)
+            self._set_own(seat=seat, seat_round=round_number)
+            self._publish_news()
 
     def has_learnt_from(self, peer_id: PeerId) -> bool:
         """Whether a peer was in a committed round with this one, or sent the last state loaded here."""
@@ -153,11 +148,7 @@ class ProgressTracker:
     def move(
         self, position: Position, lineage_samples: int, together_with: Sequence[PeerId], sketch: bytes = b""
     ) -> None:
-        """This peer has made a step to ``position``.
-
-        Args:
-            together_with: the members of the round, also this one; none after a step alone.
-        """
+        """This peer has made a step with the members of a round, also itself; with none after a step alone."""
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         self._note_round(position, lineage_samples, together_with)
         self._go_to(position, lineage_samples, sketch)
@@ -170,7 +161,7 @@ class ProgressTracker:
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
         self.is_called = self.is_called and position == self.own.position  # a reload answers no call
         self.is_moving = False
-        self.reader.note_move()
+        self._note_change()
         self._set_own(
             position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step
         )
@@ -183,42 +174,42 @@ class ProgressTracker:
         self.judge()
 
     def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
-        self.reader.moved(members, position, lineage_samples)
-        self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
+        """Assume that the members are at ``position``, until their own records say so or more."""
+        now = asyncio.get_running_loop().time()
         for peer_id in members:
-            self._missing.discard(peer_id)
-
-    def _update(self, **changes: object) -> None:
-        self._set_own(**changes)
-        self._update_progress()
-        self._publish_news()
+            self._missing.pop(peer_id, None)
+            seen = self._seen.get(peer_id)
+            if seen is not None and seen.record.position.step < position.step:
+                self._keep(peer_id, gone_to(seen, position, lineage_samples, now))
+        self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
 
     def _set_own(self, **changes: object) -> None:
-        now, before = asyncio.get_running_loop().time(), self.own
-        self.own = own = msgspec.structs.replace(before, is_client=self._endpoint.client_mode, **changes)
-        if (own.samples, own.position) != (before.samples, before.position):
-            self._counted_at = now
+        before = self.own
+        super()._set_own(**changes)
+        if (self.own.samples, self.own.position) != (before.samples, before.position):
+            self._counted_at = asyncio.get_running_loop().time()
 
     # publishing
 
     def _publish_news(self, *, urgently: bool = False) -> None:
         """Publish this peer's record soon, if the others could not have predicted it."""
-        if self.publisher.published is not None:
-            published, published_at = self.publisher.published
+        if self.published is not None:
+            published, published_at = self.published
             age_s = asyncio.get_running_loop().time() - published_at
             margin_s = max(self.own.batch_s, 2 * self._config.min_refresh_s)
             is_near = not margin_s < self.outlook.eta_s < math.inf
             target, num_peers = self.target_batch_size, self.outlook.num_peers
             if not is_news(published, age_s, self.own, target, num_peers, is_near):
                 return
-        self.publisher.publish_soon(urgently=urgently)
+        self.publish_soon(urgently=urgently)
 
     def _record_to_publish(self) -> ProgressRecord | None:
         if self.is_moving or self.is_idle:
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
-        addresses = [str(address) for address in self._endpoint.addresses]  # they may change while it runs
-        return msgspec.structs.replace(self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s(), addresses=addresses)
+        return msgspec.structs.replace(
+            self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s(), addresses=self._addresses()
+        )
 
     def _ttl_s(self) -> float:
         return self._config.ttl_s * self._crowd_factor
@@ -236,38 +227,28 @@ class ProgressTracker:
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of the others now; with ``quickly`` from one holder only."""
         try:
-            await self.reader.refresh(quickly=quickly)
+            await super().refresh(quickly=quickly)
         finally:
             self.judge()  # also of what has expired
         self._read_at = now = asyncio.get_running_loop().time()
         if not quickly:
             self._wholly_read_at = now
         if self.twin.is_to_be_told(now):
-            self.publisher.publish_soon()
+            self.publish_soon()
+
+    def _is_outdated(self, known: Observed, news: Observed) -> bool:
+        here, there = known.record.position, news.record.position
+        says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
+        return says_less and known.is_direct and news.since <= known.since + IN_FLIGHT_S
+
+    def _look_at_own(self, seen: Observed, now: float) -> None:
+        self.twin.seen(seen.record.began_at, seen.since, now)
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """Take over the progress that a peer has sent directly."""
-        self.reader.heard(peer_id, record)
+        record = msgspec.structs.replace(record, ttl_s=min(record.ttl_s, MAX_TTL_S))
+        self._keep(peer_id, SeenRecord(record, asyncio.get_running_loop().time() + record.ttl_s, is_direct=True))
         self.judge()
-
-    def report_gone(self, peer_id: PeerId, sequence: int) -> None:
-        """Drop a peer that is gone before its last record, of this sequence, has expired."""
-        self.reader.forget(peer_id, sequence)
-        self.judge()
-
-    def unmet(self) -> Mapping[PeerId, Observed]:
-        """The records of peers that missed a round or could not send their state."""
-        observed = self.reader.observed()
-        return {peer_id: observed[peer_id] for peer_id in self._missing.peers() | self._without_state.peers()}
-
-    def report_missing(self, peer_id: PeerId) -> None:
-        """A peer did not come to a round; it is expected again only after a fresh record."""
-        self._missing.add(peer_id)
-        self._view = None
-
-    def report_without_state(self, peer_id: PeerId) -> None:
-        """A peer could not send the state; it is asked again only after a fresh record."""
-        self._without_state.add(peer_id)
 
     def shun(self, peer_id: PeerId) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
@@ -281,7 +262,7 @@ class ProgressTracker:
     def judge(self) -> None:
         """Update the conclusions after a change of the others' records or this peer's position."""
         now = asyncio.get_running_loop().time()
-        self.branches.look(self.own, self.reader.records(), now)
+        self.branches.look(self.own, self.records(), now)
         self._update_progress()
 
     def _update_progress(self) -> None:
@@ -296,11 +277,10 @@ class ProgressTracker:
     @property
     def view(self) -> View:
         """The others at this peer's position, as last read; a new object only after a change or expiry."""
-        observed = self.reader.observed()
+        observed = self.observed()
         if self._view is None or self._view.observed is not observed:
-            own, missing = self.own, self._missing.peers()
-            needs_host = own.is_client or own.is_auxiliary
-            self._view = View(observed, own.position, missing, needs_host=needs_host)
+            needs_host = self.own.is_client or self.own.is_auxiliary
+            self._view = View(observed, self.own.position, self.missing(), needs_host=needs_host)
         return self._view
 
     # peers at this position, and whether a step is due
@@ -327,15 +307,17 @@ class ProgressTracker:
         """Whether the target is at most two batches away; never in a grid, or in a crowd, where each tells many."""
         if self._crowd_factor > 1.0 or self.own.seat.layout.sides:
             return False
-        return self.outlook.eta_s <= 2 * self.view.longest_batch_s
+        longest_s = max([seen.record.batch_s for seen in self.view.trainers.values()], default=0.0)
+        return self.outlook.eta_s <= 2 * longest_s
 
     def is_arriving(self) -> bool:
         """Whether the target is near, and reached once each of the others has finished its current batch."""
         if not self.is_near():
             return False
-        now, samples = asyncio.get_running_loop().time(), 0 if self.own.is_auxiliary else self.own.samples
-        samples += sum(samples_with_batch(seen.record, now - seen.since) for seen in self.view.awaited.values())
-        return samples >= self.target_batch_size
+        now, samples = asyncio.get_running_loop().time(), 0.0 if self.own.is_auxiliary else self.own.samples
+        for seen in self.view.awaited.values():
+            samples += samples_with_batch(seen.record, now - seen.since)
+        return round(samples) >= self.target_batch_size
 
     def seconds_until(self, samples: int) -> float:
         """Predicted seconds until the peers together have ``samples``; infinite if no peer computes."""
@@ -357,10 +339,8 @@ class ProgressTracker:
         """Whether neither this peer nor any expected one can be dialled."""
         return self._endpoint.client_mode and not self.is_called and all(self.view.expected.values())
 
-    @property
     def is_stranded(self) -> bool:
-        """Whether others train but no peer of the run can be dialled, so that they can make no step together."""
-        return self._endpoint.client_mode and self.reader.is_stranded()
+        return self._endpoint.client_mode and super().is_stranded()
 
     def in_need(self) -> list[PeerId]:
         """Some of the dialable peers, if all of them are behind this peer; else none."""
@@ -371,20 +351,18 @@ class ProgressTracker:
 
     def behind(self) -> list[PeerId]:
         """Peers that are not missing and have yet to reach this peer's global step."""
-        trainers, here = self.reader.trainers(), self.own.position.step
-        return sorted(
-            peer_id for peer_id in trainers.keys() - self._missing.peers() if trainers[peer_id].position.step < here
-        )
+        trainers, missing, here = self.trainers(), self.missing(), self.own.position.step
+        return [peer for peer, record in trainers.items() if peer not in missing and record.position.step < here]
 
     def judges_of_parameters(self) -> Poll:
         """The other peers that tell which parameters are right: see :meth:`Belief.judges`."""
-        return self.branches.belief.judges(self.own, self.reader.records())
+        return self.branches.belief.judges(self.own, self.records())
 
     # choice of the branch
 
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on, among those whose state is available."""
-        return self.branches.leading(self._without_state.peers())
+        return self.branches.leading(self.missing())
 
     def should_load_state(self) -> bool:
         """Whether there is a better branch than this peer's whose state is available."""
@@ -419,8 +397,6 @@ class ProgressTracker:
     def _next_read_s(self, last_s: float) -> float:
         """Seconds until the next read. At the target there is nothing left to predict: each batch reads."""
         config = self._config
-        if self.is_stranded:  # a peer that can be dialled is wanted soon
-            return config.default_refresh_s * self._crowd_factor
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
             first_s = config.max_refresh_s if self._is_led else config.min_refresh_s
             return min(max(2 * last_s, first_s), config.max_refresh_s * self._crowd_factor)
@@ -436,6 +412,7 @@ class ProgressTracker:
     @property
     def _is_led(self) -> bool:
         """Whether another peer reads at the target and calls this one: in a crowd, the leader of all others does."""
-        leader, own_id = self.view.leader, self._endpoint.peer_id
-        is_other = leader is not None and (self.own.is_client or leader < own_id)
-        return is_other and self._crowd_factor > 1.0 and not self.own.seat.layout.sides
+        if self._crowd_factor == 1.0 or self.own.seat.layout.sides:
+            return False
+        hosts = [peer_id for peer_id, seen in self.view.awaited.items() if not seen.record.is_client]
+        return bool(hosts) and (self.own.is_client or min(hosts) < self._endpoint.peer_id)

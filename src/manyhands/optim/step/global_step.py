@@ -19,9 +19,9 @@ from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
-from manyhands.optim.account import alone_lineage
 from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.health import Statistics
+from manyhands.optim.metrics import alone_lineage
 from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged

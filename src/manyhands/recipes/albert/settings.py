@@ -11,9 +11,8 @@ from typing import Literal
 from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import ConfigError
 from manyhands.dht.config import DhtConfig
-from manyhands.optim.account import checked_name
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.metrics import TTL_S
+from manyhands.optim.metrics import TTL_S, checked_name
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
