@@ -113,11 +113,6 @@ class Group(msgspec.Struct, frozen=True):
         usual = statistics.median_low(known) if known else 1
         return [0 if member.is_client else member.bandwidth or usual for member in self.members]
 
-    def link_rates(self, rank: int) -> list[int]:
-        """Bytes per second of the link from one member to each: the lower known bandwidth of both; 0 if unknown."""
-        own = self.members[rank].bandwidth
-        return [min(filter(None, (own, member.bandwidth)), default=0) for member in self.members]
-
     def manifest(self, digest: bytes, parts: Sequence[SpanResult] = ()) -> RoundManifest:
         """The manifest with which this group commits a vector."""
         absent = set.intersection(*(set(part.absent) for part in parts)) if parts else set()

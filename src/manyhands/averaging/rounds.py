@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from manyhands.averaging.allreduce.bandwidth import ExchangeFigures, RoundBandwidth
+from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
@@ -125,9 +125,10 @@ class RoundRunner:
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
+        self._rate: float | None = None  # of the current round, and so are these:
         self._meter = RoundMeter()
-        self._deadline = 0.0  # of the current round
-        self._ends_at = 0.0  # when the current round is over for this peer or for the leader
+        self._deadline = 0.0
+        self._ends_at = 0.0  # for this peer or for the leader
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
         self._tasks = TaskOwner("rounds")
@@ -196,7 +197,7 @@ class RoundRunner:
         self._meter = meter if meter is not None else RoundMeter()
         self._deadline = self._loop.time() + min(timeout_s, self._config.averaging_timeout_s)
         group = await self._find_group(weight, gather_s)
-        formed_at = self._loop.time()
+        formed_at, sent_before, self._rate = self._loop.time(), self._meter.num_bytes_sent, None
         recovery = self._new_recovery(group, flat_N, shapes, refill, part, norm_before)
         try:
             committed = await self._commit(recovery, formed_at)
@@ -213,7 +214,8 @@ class RoundRunner:
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
-            self._bandwidth.end_round(committed.averaging_s, is_whole=not committed.blamed)
+            num_sent = self._meter.num_bytes_sent - sent_before
+            self._bandwidth.end_round(num_sent, committed.averaging_s, self._rate)
         return committed
 
     async def _find_group(self, weight: float, gather_s: float | None) -> Group:
@@ -226,7 +228,6 @@ class RoundRunner:
         finally:
             self._meter.matchmaking_s += self._loop.time() - started
         self._ends_at = min(self._deadline, self._loop.time() + (group.time_left_s or math.inf))
-        self._bandwidth.begin_round(self._ends_at - self._loop.time())
         return limited(group, self._limits) if self._limits is not None else group
 
     async def _commit(self, recovery: Recovery, formed_at: float) -> CommittedRound:
@@ -242,9 +243,11 @@ class RoundRunner:
             held.enter_context(self._fetching.of(recovery))
             order, limit_s = recovery.everything, self._left_s()
             while True:
-                outcome = await self._unless_decided(group, recovery.average(order, limit_s))
-                voting_s = max(self._left_s(), MIN_VOTING_S)
-                verdict = await self._vote(group, outcome, voting_s) if isinstance(outcome, Vote) else outcome
+                verdict = await self._unless_decided(group, recovery.average(order, limit_s))
+                if isinstance(verdict, Vote):
+                    began = self._loop.time()
+                    verdict = await self._agreement.conclude(group, verdict, max(self._left_s(), MIN_VOTING_S))
+                    self._meter.vote_s += self._loop.time() - began
                 if verdict.order is None:
                     break
                 order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
@@ -290,13 +293,6 @@ class RoundRunner:
                 task.cancel()
             await asyncio.gather(working, deciding, return_exceptions=True)
 
-    async def _vote(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
-        began = self._loop.time()
-        try:
-            return await self._agreement.conclude(group, vote, voting_s)
-        finally:
-            self._meter.vote_s += self._loop.time() - began
-
     def _new_recovery(
         self,
         group: Group,
@@ -332,10 +328,10 @@ class RoundRunner:
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
-        began = self._loop.time()
         streams: dict[int, RoundStream] = {}
         lost: set[PeerId] = set()
-        rate: float | None = None
+        monitor = StragglerMonitor(group, rank, butterfly, streams, self._probing, self._ends_at)
+        watching: list[asyncio.Task[None]] = []
 
         def on_lost(peer_id: PeerId) -> None:
             lost.add(peer_id)
@@ -347,6 +343,7 @@ class RoundRunner:
             num_bytes = butterfly.num_bytes_with(other)
             stream = streams[other] = await self._streams.connect(group, rank, other, num_bytes, stream_id)
             share.add(stream.stream, num_bytes)
+            watching.append(self._watchers.spawn(monitor.watch(other, stream), name=f"peer {stream.remote}"))
             if stream.remote in lost:
                 stream.abort()
             return stream
@@ -354,8 +351,6 @@ class RoundRunner:
         def moved() -> int:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
-        monitor = StragglerMonitor(group, rank, butterfly, streams, self._probing, self._ends_at)
-        watching = self._watchers.spawn(monitor.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
             with self._probing.of(group, moved), self._endpoint.uplink.shared() as share, ExitStack() as held:
@@ -363,22 +358,16 @@ class RoundRunner:
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)
                 if share.streams.keys() == {stream.stream for stream in streams.values()}:
-                    rate = share.backlog.rate
+                    self._rate = share.backlog.rate
                 return averaged_N
         finally:
-            self._watchers.cancel(watching)
+            for task in watching:
+                self._watchers.cancel(task)
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
-            exchange = ExchangeFigures(
-                num_due=sum(map(butterfly.num_bytes_with, butterfly.partners)),
-                num_sent=sum(stream.bytes_sent for stream in streams.values()),
-                seconds=self._loop.time() - began,
-                rate=rate,
-            )
-            self._bandwidth.add_exchange(exchange)
-            self._meter.num_bytes_sent += exchange.num_sent
             for other, stream in streams.items():
+                self._meter.num_bytes_sent += stream.bytes_sent
                 self._meter.num_bytes_received += stream.bytes_received
                 is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in lost
                 self._streams.give_back(group, stream, is_used_up=is_used_up, within_s=self._late_s())
-            await asyncio.gather(watching, return_exceptions=True)  # last: a cancellation may end this here
+            await asyncio.gather(*watching, return_exceptions=True)  # last: a cancellation may end this here

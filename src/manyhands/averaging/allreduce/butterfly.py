@@ -134,7 +134,7 @@ class Butterfly:
     def held(self) -> list[tuple[slice, int, list[int]]]:
         """The averaged chunks, each with its reducer and contributors; all chunks of a span or none."""
         told = dict(self._told)
-        if len(self._reducer.presents) == len(self._reducer.chunks):
+        if self.has_reduced:
             told[self._rank] = self._reducer.presents
         return [
             (chunk, rank, present)
@@ -152,6 +152,11 @@ class Butterfly:
     @property
     def num_averaged(self) -> int:
         return len(self._reducer.presents)
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether all means of this member's span are there."""
+        return len(self._reducer.presents) == len(self._reducer.chunks)
 
     def num_bytes_with(self, rank: int) -> int:
         """Approximate bytes in each direction of the stream to a partner."""

@@ -338,7 +338,7 @@ class Agreement:
     async def _miss(self, state: VotingState, rank: int) -> None:
         peer_id = state.group.members[rank].peer_id
         try:
-            moved = await self._probing.ask(state.group, rank, self._answer_time_s(state, rank))
+            moved = await self._probing.ask(state.group, state.rank, rank)
         except (Unavailable, PeerError) as error:
             state.lose(rank, f"{peer_id} cannot be asked: {error}")
         else:
@@ -395,4 +395,4 @@ class Agreement:
                 state.lose(rank, f"{peer_id} was lost before it voted")
 
     def _answer_time_s(self, state: VotingState, rank: int) -> float:
-        return answer_time_s(state.group.link_rates(state.rank)[rank])
+        return answer_time_s(state.group, state.rank, rank)
