@@ -121,7 +121,9 @@ class RoundRunner:
                 "one first, or take another run id, or a Peer of its own"
             ) from error
         self._probing = Probing(own, self._may_be_in)
-        self._agreement = Agreement(own, config, self._probing)
+        self._tasks = TaskOwner("rounds")
+        self._streams = PartnerStreams(own, config, self._tasks)
+        self._agreement = Agreement(own, config, self._probing, self._streams)
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
@@ -131,9 +133,7 @@ class RoundRunner:
         self._ends_at = 0.0  # for this peer or for the leader
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
-        self._tasks = TaskOwner("rounds")
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
-        self._streams = PartnerStreams(own, config, self._tasks)
         self.on_means: list[Callable[[RoundManifest, Means], Awaitable[None]]] = []
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
@@ -279,7 +279,7 @@ class RoundRunner:
         """Average until done or until the round is decided; a decided round needs no further values."""
         began = self._loop.time()
         working = self._loop.create_task(averaging)
-        deciding = self._loop.create_task(self._agreement.decided(group, self._streams.lose, self._streams.give_up))
+        deciding = self._loop.create_task(self._agreement.decided(group))
         try:
             await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
             if not working.done() and deciding.result().manifest is not None:  # this member is a little late
