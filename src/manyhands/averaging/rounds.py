@@ -315,8 +315,8 @@ class RoundRunner:
             if (weight := group.members[rank].weight) > 0 and not plan.passes_on:  # what is unsent is no small error
                 feedbacks.sent.share = weight / sum(member.weight for member in group.members)
         return Recovery(
-            group, rank, flat_N, plan, self._exchange,
-            refill=refill, memory=self.memory, feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
+            group=group, rank=rank, flat_N=flat_N, plan=plan, exchange=self._exchange, refill=refill,
+            memory=self.memory, feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
         )  # fmt: skip
 
     def _left_s(self) -> float:
