@@ -43,7 +43,7 @@ class SpanReducer:
         inboxes: incoming chunks of each other member with a weight, by rank.
         presents: ranks that contributed, for each averaged chunk.
         hasher: of the means as sent.
-        progress: wakes when a chunk was averaged, which makes room for more.
+        progress: wakes when a chunk was averaged, which makes room for more, and when :meth:`run` must look.
     """
 
     def __init__(
@@ -90,7 +90,6 @@ class SpanReducer:
         self._may_reduce = self._is_reducing = False
         self._spoilt: dict[int, str] = {}  # what is wrong with a member's values; not reported yet
         self._error: Exception | None = None
-        self._to_look = Waker()  # for run()
 
     def put(self, rank: int, encoded: torch.Tensor) -> None:
         """Take a chunk that has come into a member's inbox; averages all that is complete."""
@@ -108,7 +107,7 @@ class SpanReducer:
             with self._lock:
                 self.inboxes.pop(rank, None)
         inbox.is_ended = True
-        self._to_look.wake()
+        self.progress.wake()
 
     def done(self, num_before: int) -> tuple[int, memoryview]:
         """How many chunks will have been sent once the returned bytes are; these follow the first ``num_before``.
@@ -139,7 +138,7 @@ class SpanReducer:
                 await run_to_end(self._reduce_all)
             else:
                 self._reduce_all()
-            await self._to_look.wait_until(self._must_look)
+            await self.progress.wait_until(self._must_look)
             for rank in list(self._spoilt):
                 blame(rank, self._spoilt.pop(rank))
             if self._error is not None:
@@ -151,8 +150,7 @@ class SpanReducer:
             return not self._is_reducing and self._is_next_ready()
 
     def _must_look(self) -> bool:
-        is_over = self._error is not None or len(self.presents) == len(self.chunks)
-        return is_over or bool(self._spoilt) or self._is_due()
+        return bool(self._error or self._spoilt) or len(self.presents) == len(self.chunks) or self._is_due()
 
     def _is_next_ready(self) -> bool:
         is_possible = self._may_reduce and self._error is None and len(self.presents) < len(self.chunks)
@@ -177,8 +175,6 @@ class SpanReducer:
                     self.presents.append(present)
                 self._is_reducing = False
             self.progress.wake()
-            if spoilt or self._error is not None or len(self.presents) == len(self.chunks):
-                self._to_look.wake()
 
     def _begin(self) -> dict[int, torch.Tensor] | None:
         """Claim the next chunk if it is complete; returns the received parts by rank."""
@@ -192,20 +188,20 @@ class SpanReducer:
                     del self.inboxes[rank]
             return {rank: encoded for rank, encoded in taken.items() if encoded is not None}
 
-    def _reduce(self, number: int, received: Mapping[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
+    def _reduce(self, number: int, received: dict[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
         """Average a chunk in the order of ranks, as all members will decode it; returns its contributors and faults."""
         chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
-        if self._means is not None:
-            return self._pass_on(chunk, encoded, dict(received), self._means)
-        present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
-        spoilt: dict[int, str] = {}
-        own, kept = self._flat_N[chunk], self._kept_N[: _numel(chunk)]
+        own, kept, spoilt = self._flat_N[chunk], self._kept_N[: _numel(chunk)], dict[int, str]()
         values = kept if kept.numel() else own  # of this member, when the mean is written
-        while (fault := self._average(present, own, kept, received, chunk, encoded)) is not None:
-            rank, spoilt[rank] = fault
-            present.remove(rank)
-            if kept.numel():
-                own, kept = kept, kept[:0]
+        if self._means is not None:
+            present = self._pass_on(chunk, encoded, received, spoilt, self._means)
+        else:
+            present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
+            while (fault := self._average(present, own, kept, received, chunk, encoded)) is not None:
+                rank, spoilt[rank] = fault
+                present.remove(rank)
+                if kept.numel():
+                    own, kept = kept, kept[:0]
         self.hasher.update(bytes_of(encoded))
         if self._norms is not None:
             self._norms.add(chunk, self._averaged_N[chunk], self._squares, self._square, received, values)
@@ -214,32 +210,34 @@ class SpanReducer:
         return present, spoilt
 
     def _pass_on(
-        self, chunk: slice, encoded: torch.Tensor, received: dict[int, torch.Tensor], means: Gathered
-    ) -> tuple[list[int], dict[int, str]]:
-        """Like :meth:`_reduce`, where the contributions are sent in place of their mean."""
-        mean, spoilt, squares = self._averaged_N[chunk], dict[int, str](), dict[int, float]()
+        self,
+        chunk: slice,
+        encoded: torch.Tensor,
+        received: dict[int, torch.Tensor],
+        spoilt: dict[int, str],
+        means: Gathered,
+    ) -> list[int]:
+        """Like :meth:`_average`, but the contributions are sent in place of their mean; returns whose they are."""
+        mean, self._squares = self._averaged_N[chunk], {}
         if self._weights[self._rank] > 0:
             own = torch.empty(self._plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
             self._encode(self._flat_N[chunk], chunk.start, own)
             received[self._rank] = own
         for rank in sorted(received):
+            values = torch.empty_like(mean)
             try:
-                squares[rank] = self._plan.add(
-                    received[rank], chunk.start, 1.0, torch.empty_like(mean), is_first=True, is_largest=True
-                )
+                square = self._plan.add(received[rank], chunk.start, 1.0, values, is_first=True, is_largest=True)
             except BadEncoding as error:
                 spoilt[rank] = f"cannot be decoded: {error}"
                 del received[rank]
+            else:
+                self._squares[rank] = square
         if not received:
             raise RoundAborted(NO_VALUES)
         means.fill(encoded, received)
         means.decode(encoded, chunk.start, mean)
-        self.hasher.update(bytes_of(encoded))
-        if self._norms is not None:
-            self._norms.add(chunk, mean, squares, square_of(mean), received, mean)
-            for rank in spoilt:
-                self._norms.spoil(rank)
-        return sorted(received), spoilt
+        self._square = square_of(mean)
+        return sorted(received)
 
     def _average(
         self,
@@ -333,9 +331,7 @@ MANY_SENDERS = 16
 
 
 class Inbox:
-    """The chunks of one sender on their way to the reducer, in reused memory.
-
-    One thread puts; another may take.
+    """The chunks of one sender on their way to the reducer, in reused memory. One thread puts; another may take.
 
     Args:
         rooms: uint8, shape [chunks to queue, bytes of the largest chunk].
@@ -361,7 +357,6 @@ class Inbox:
         return self._in_use[-1][:num_bytes]
 
     def put(self, encoded: torch.Tensor) -> None:
-        """A chunk has arrived."""
         self._full.append(encoded)
 
     @property
