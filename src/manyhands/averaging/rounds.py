@@ -369,5 +369,5 @@ class RoundRunner:
                 self._meter.num_bytes_sent += stream.bytes_sent
                 self._meter.num_bytes_received += stream.bytes_received
                 is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in lost
-                self._streams.give_back(group, stream, is_used_up=is_used_up, within_s=self._late_s())
+                self._streams.give_back(stream, is_used_up=is_used_up, within_s=self._late_s())
             await asyncio.gather(*watching, return_exceptions=True)  # last: a cancellation may end this here
