@@ -1,7 +1,4 @@
-"""Computes the weighted mean of one span, chunk by chunk, while other chunks are still arriving.
-
-An :class:`Inbox` holds the chunks of one sender until they are averaged.
-"""
+"""Computes the weighted mean of one span, chunk by chunk, while other chunks are still arriving."""
 
 from __future__ import annotations
 
@@ -86,28 +83,23 @@ class SpanReducer:
         is_in_place = bool(self.chunks) and flat_N.data_ptr() == averaged_N.data_ptr()
         kept_numel = max(map(_numel, self.chunks)) if is_in_place else 0
         self._kept_N = memory.vector(kept_numel, flat_N.dtype)  # own values of a chunk while its mean is written
-        self._lock = threading.Lock()
-        self._may_reduce = self._is_reducing = False
+        self._may_reduce, self._reducing = False, threading.Lock()
         self._spoilt: dict[int, str] = {}  # what is wrong with a member's values; not reported yet
         self._error: Exception | None = None
 
     def put(self, rank: int, encoded: torch.Tensor) -> None:
         """Take a chunk that has come into a member's inbox; averages all that is complete."""
-        inbox = self.inboxes.get(rank)
-        if inbox is not None:
+        if (inbox := self.inboxes.get(rank)) is not None:
             inbox.put(encoded)
             self._reduce_all()
 
     def lose(self, rank: int, *, is_violation: bool) -> None:
         """Expect nothing more from a member; chunks that it delivered count, unless they were the fault."""
-        inbox = self.inboxes.get(rank)
-        if inbox is None:
-            return
-        if is_violation:
-            with self._lock:
+        if (inbox := self.inboxes.get(rank)) is not None:
+            if is_violation:
                 self.inboxes.pop(rank, None)
-        inbox.is_ended = True
-        self.progress.wake()
+            inbox.is_ended = True
+            self.progress.wake()
 
     def done(self, num_before: int) -> tuple[int, memoryview]:
         """How many chunks will have been sent once the returned bytes are; these follow the first ``num_before``.
@@ -134,7 +126,7 @@ class SpanReducer:
         """
         self._may_reduce = True
         while len(self.presents) < len(self.chunks):
-            if self._is_due() and self.chunks[0].stop - self.chunks[0].start >= INLINE_NUMEL:
+            if self._is_due() and _numel(self.chunks[0]) >= INLINE_NUMEL:
                 await run_to_end(self._reduce_all)
             else:
                 self._reduce_all()
@@ -144,49 +136,39 @@ class SpanReducer:
             if self._error is not None:
                 raise self._error
 
-    def _is_due(self) -> bool:
-        """Whether a chunk is ready to average and no thread averages it."""
-        with self._lock:
-            return not self._is_reducing and self._is_next_ready()
-
     def _must_look(self) -> bool:
-        return bool(self._error or self._spoilt) or len(self.presents) == len(self.chunks) or self._is_due()
+        is_over = self._error is not None or len(self.presents) == len(self.chunks)
+        return is_over or bool(self._spoilt) or (not self._reducing.locked() and self._is_due())
 
-    def _is_next_ready(self) -> bool:
+    def _is_due(self) -> bool:
+        """Whether the next chunk can be averaged."""
         is_possible = self._may_reduce and self._error is None and len(self.presents) < len(self.chunks)
-        return is_possible and all(inbox.is_ready for inbox in self.inboxes.values())
+        return is_possible and all(inbox.is_ready for inbox in list(self.inboxes.values()))
 
     def _reduce_all(self) -> None:
         """Average what has come, unless another thread does so already and will see it."""
-        while (received := self._begin()) is not None:
-            spoilt: dict[int, str] = {}
+        while self._is_due() and self._reducing.acquire(blocking=False):
             try:
-                present, spoilt = self._reduce(len(self.presents), received)
+                if self._is_due():
+                    self._reduce_next()
             except Exception as error:  # noqa: BLE001 (it ends the round, not the stream on which the last values came)
                 self._error = error
-            with self._lock:
-                for rank in spoilt:
-                    self.inboxes.pop(rank, None)
-                for rank in received:
-                    if rank in self.inboxes:
-                        self.inboxes[rank].give_back()
-                self._spoilt |= spoilt
-                if self._error is None:
-                    self.presents.append(present)
-                self._is_reducing = False
+            finally:
+                self._reducing.release()
             self.progress.wake()
 
-    def _begin(self) -> dict[int, torch.Tensor] | None:
-        """Claim the next chunk if it is complete; returns the received parts by rank."""
-        with self._lock:
-            if self._is_reducing or not self._is_next_ready():
-                return None
-            self._is_reducing = True
-            taken = {rank: inbox.take() for rank, inbox in self.inboxes.items()}
-            for rank, encoded in taken.items():
-                if encoded is None:
-                    del self.inboxes[rank]
-            return {rank: encoded for rank, encoded in taken.items() if encoded is not None}
+    def _reduce_next(self) -> None:
+        inboxes = dict(self.inboxes)
+        taken = {rank: inbox.take() for rank, inbox in inboxes.items()}
+        received = {rank: encoded for rank, encoded in taken.items() if encoded is not None}
+        present, spoilt = self._reduce(len(self.presents), received)
+        for rank, encoded in taken.items():
+            if encoded is None or rank in spoilt:
+                self.inboxes.pop(rank, None)
+            else:
+                inboxes[rank].give_back()
+        self._spoilt |= spoilt
+        self.presents.append(present)
 
     def _reduce(self, number: int, received: dict[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
         """Average a chunk in the order of ranks, as all members will decode it; returns its contributors and faults."""
