@@ -17,7 +17,7 @@ import torch
 from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.means import Means
-from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
+from manyhands.averaging.allreduce.straggler_monitor import StragglerMonitor
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
@@ -44,12 +44,7 @@ BYTES_PER_MBIT = 125_000
 
 @dataclass
 class RoundMeter:
-    """Adds up the costs of a peer's attempts at a round.
-
-    Attributes:
-        num_bytes_sent, num_bytes_received: on the streams between the members, before encryption.
-        matchmaking_s, averaging_s, vote_s: seconds spent in each phase.
-    """
+    """Adds up the bytes on the streams of a peer's attempts at a round, before encryption, and the seconds by phase."""
 
     num_bytes_sent: int = 0
     num_bytes_received: int = 0
@@ -120,10 +115,9 @@ class RoundRunner:
                 f"this peer averages under run id {run_id!r} already, for an Optimizer or another Averager; close that "
                 "one first, or take another run id, or a Peer of its own"
             ) from error
-        self._probing = Probing(own, self._may_be_in)
         self._tasks = TaskOwner("rounds")
         self._streams = PartnerStreams(own, config, self._tasks)
-        self._agreement = Agreement(own, config, self._probing, self._streams)
+        self._agreement = Agreement(own, config, self._streams, self.matchmaker.follows)
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
@@ -136,16 +130,8 @@ class RoundRunner:
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
         self.on_means: list[Callable[[RoundManifest, Means], Awaitable[None]]] = []
 
-    def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
-        """Whether this peer is in a group's round, or may still be placed there by the leader's answer."""
-        return self._agreement.is_in(group_id) or self.matchmaker.follows(leader)
-
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
-        """Drop the error feedback: this peer no longer has the values that it belongs to.
-
-        Args:
-            keeps_unsent: keep what a sparse codec has not sent yet, which is no error of single values.
-        """
+        """Drop the error feedback, of values that are gone, except (if so) what a sparse codec has not sent yet."""
         if not (keeps_unsent and self._config.is_sparse):
             self._feedbacks.clear()
 
@@ -153,7 +139,6 @@ class RoundRunner:
         await self.matchmaker.close()
         await self._agreement.close()
         self._fetching.close()
-        self._probing.close()
         self._streams.close()
         await self._tasks.close()
 
@@ -176,14 +161,12 @@ class RoundRunner:
             flat_N: finite float32 (or float64, on all members) on the CPU, contiguous. The caller must not change it
                 before this returns. It is written only if there is a ``refill``.
             weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
-            shapes: of the tensors in the vector, in order; small ones are never encoded with loss. Default: one tensor
-                of one dimension, encoded without loss.
+            shapes: of the tensors in the vector, in order. Default: one of one dimension, encoded without loss.
             timeout_s: limit of this round, if less than ``averaging_timeout_s``.
             gather_s: how long to wait for the expected peers, instead of ``matchmaking_time_s``.
             meter: counts what the round costs, also if it is aborted.
             refill: writes the values again. The means then overwrite ``flat_N``, which is undefined if the round is
-                aborted; a second vector is allocated only after a member was lost. An exception from it ends the round
-                for this peer.
+                aborted. An exception from it ends the round for this peer.
             part: which of several vectors this is, if they take turns: each has an error feedback of its own.
             norm_before: the usual norm of the values whose means are averaged here, 0 if this peer does not know it;
                 None if the members bring values of their own.
@@ -231,11 +214,7 @@ class RoundRunner:
         return limited(group, self._limits) if self._limits is not None else group
 
     async def _commit(self, recovery: Recovery, formed_at: float) -> CommittedRound:
-        """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
-
-        Raises:
-            RoundAborted: the round did not commit.
-        """
+        """Average and vote in a formed group, again whenever its leader orders that, until the round is decided."""
         group, rank = recovery.group, recovery.rank
         async with AsyncExitStack() as held:
             held.enter_context(self.matchmaker.in_round(group))
@@ -264,15 +243,19 @@ class RoundRunner:
             is_outsized = is_left_out and rank in recovery.outsized
             if means is None and (is_outsized or not is_left_out):
                 means = await self._fetching.fetch(recovery, manifest, verdict.blamed, self._late_s())
-            if means is not None and (verdict.blamed or self._agreement.has_lost(group)):
-                await self._fetching.keep(means, manifest.digest)
             if means is not None:
+                if verdict.blamed or self._agreement.has_lost(group):
+                    await self._fetching.keep(means, manifest.digest)
                 for tell in self.on_means:
                     await tell(manifest, means)
-            averaged_N = means.averaged_N if means is not None else None
-            averaging_s, blamed = self._loop.time() - formed_at, tuple(verdict.blamed)
             return CommittedRound(
-                averaged_N, manifest, averaging_s, verdict.reason, blamed, is_outsized, recovery.usual_norm
+                averaged_N=means.averaged_N if means is not None else None,
+                manifest=manifest,
+                averaging_s=self._loop.time() - formed_at,
+                reason=verdict.reason,
+                blamed=tuple(verdict.blamed),
+                is_outsized=is_outsized,
+                usual_norm=recovery.usual_norm,
             )
 
     async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
@@ -330,7 +313,8 @@ class RoundRunner:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
         streams: dict[int, RoundStream] = {}
         lost: set[PeerId] = set()
-        monitor = StragglerMonitor(group, rank, butterfly, streams, self._probing, self._ends_at)
+        ask = functools.partial(self._agreement.ask_moved, group)
+        monitor = StragglerMonitor(group, rank, butterfly, streams, ask, self._ends_at)
         watching: list[asyncio.Task[None]] = []
 
         def on_lost(peer_id: PeerId) -> None:
@@ -351,9 +335,10 @@ class RoundRunner:
         def moved() -> int:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
+        self._agreement.report(group, moved)
         self._endpoint.on_lost.append(on_lost)
         try:
-            with self._probing.of(group, moved), self._endpoint.uplink.shared() as share, ExitStack() as held:
+            with self._endpoint.uplink.shared() as share, ExitStack() as held:
                 for other in butterfly.partners:
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)

@@ -1,11 +1,10 @@
 """Butterfly all-reduce within one group: reduce-scatter, then all-gather, over one stream for each pair of members.
 
 Each reducer owns a span of the vector; two members without spans have no stream. On its stream to a partner, a member
-sends its part of the partner's span. It then sends the averaged chunks of its own span as they become ready. At the end
-it sends, for each chunk, the contributors and the size of their values. Both sides know all sizes, and each announces
-what it sends, so that a member with a different vector is detected before its values count. A reducer adds in the order
-of ranks, so the result does not depend on timing. It encodes each mean once, and all members, the reducer included,
-decode the same bytes.
+sends its part of the partner's span. It then sends the averaged chunks of its own span as they become ready, and last
+the contributors to each chunk and the size of their values. Each side announces what it sends, so that a member with a
+different vector is detected before its values count. A reducer adds in the order of ranks, so the result does not
+depend on timing. It encodes each mean once, and all members, the reducer included, decode the same bytes.
 
 A lost member does not end the all-reduce. Chunks that it had delivered count, later chunks are the mean of the others,
 and its own span is missing. Missing spans are reduced again (:mod:`manyhands.averaging.commit.recovery`).
@@ -66,14 +65,7 @@ class InvalidContribution(RoundAborted):
 class Pausing(Iterator[memoryview]):
     """Stops at a condition of its source that does not hold soon; goes on there when :meth:`wait` has returned.
 
-    So no thread waits for long, and the event loop does not wait at all.
-
-    Args:
-        source: yields pieces and conditions.
-        waker: wakes when a condition may have begun to hold.
-
-    Attributes:
-        is_over: whether the source has ended.
+    So no thread waits for long, and the event loop not at all. The waker wakes when a condition may have begun to hold.
     """
 
     def __init__(self, source: Iterator[memoryview | Condition], waker: Waker) -> None:
@@ -107,14 +99,13 @@ class Butterfly:
         members: ranks that take part.
         averaged_N: receives the means; only ``region`` is written. If it is ``flat_N``, the means of a chunk overwrite
             the values once its reducer has these.
-        feedbacks: the codec error of earlier rounds; None for no error feedback.
         is_measured: whether the reducers report how large each member's values are; the same on all members.
 
     Attributes:
         faults: what each lost member did wrong, by rank.
-        partners: ranks with which values are exchanged; two members without spans exchange nothing.
+        partners: ranks with which values are exchanged.
         wanted: what is still to come, by rank.
-        done_with: members with which all was exchanged; nothing more travels on their streams.
+        done_with: ranks with which all was exchanged; nothing more travels on their streams.
     """
 
     def __init__(
@@ -200,12 +191,8 @@ class Butterfly:
         return self.partition.mean_bytes[rank] + self.partition.mean_bytes[self._rank]
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
-        """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
+        """Exchange values with all partners over the streams that ``connect`` opens; returns the weighted mean.
 
-        If members were lost, parts are missing: see :meth:`held` and ``faults``.
-
-        Args:
-            connect: returns the stream to the partner of this rank; each is used as soon as it is open.
         Raises:
             InvalidContribution: this member's own values are not finite.
             RoundAborted: all contributors to its span were lost.

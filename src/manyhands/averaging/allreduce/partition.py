@@ -46,22 +46,14 @@ MANY_TO_ONE = 8
 
 
 class Partition:
-    """The spans of the reducers, and their chunks.
-
-    Args:
-        members: ranks that take part.
-        region: the part of the vector that is averaged.
+    """The spans of the reducers, and their chunks, in the region of a vector that the members of these ranks average.
 
     Attributes:
         weights: by rank; 0 for members that do not take part.
         means: how means are encoded.
         is_exact: whether values in the region are sent unencoded.
-        spans: by rank; empty for a member that reduces nothing.
-        numel: elements of each span.
-        reducers: ranks whose span is not empty.
-        chunks: of each span, in order.
-        places: the position of each encoded chunk in its span, in bytes.
-        mean_places: likewise of the means.
+        spans, numel, chunks: by rank; empty for a member that reduces nothing.
+        places, mean_places: the position of each encoded chunk in its span, in bytes.
         num_bytes, mean_bytes: the encoded size of each span, and of its means.
     """
 
@@ -183,10 +175,9 @@ def leveled(bandwidths: Sequence[int]) -> list[int]:
 
 
 def balanced_shares(bandwidths: Sequence[int], candidates: Sequence[int], min_fraction: Fraction) -> list[int]:
-    """Relative sizes of the spans, by rank; O(n log n).
+    """Relative sizes of the spans, by rank.
 
     Args:
-        bandwidths: of all members, shape [P], in any unit.
         candidates: ranks that may reduce, at least one; their bandwidths are > 0.
         min_fraction: smallest span as a fraction of the vector; a single reducer may have less.
     """

@@ -1,6 +1,6 @@
 """Decides how long a round waits for each member: for a slow one to the end, for a silent one seconds.
 
-A member that is silent is asked whether it is in the round, and how far it is (:class:`Probing`). The time since the
+A member that is silent is asked whether it is in the round, and how far it is (:data:`ASK_MOVED`). The time since the
 last bytes counts, not their number: a member on a line twenty times slower than the others' is never silent.
 """
 
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
 from manyhands.averaging.messages import Count, Digest, Group, PeerIdText
-from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import PeerError, Unavailable
-from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
 from manyhands.transport.api import Stream
 
@@ -54,59 +51,13 @@ class MovedQuery(msgspec.Struct):
 
 
 class Moved(msgspec.Struct):
-    """A member's progress.
+    """A member's progress."""
 
-    Attributes:
-        amount: bytes sent and received in this exchange, and chunks averaged.
-        is_gone: it is not in this round, and waits for no group of that leader.
-    """
-
-    amount: Count = 0
-    is_gone: bool = False
+    amount: Count = 0  # bytes sent and received in this exchange, and chunks averaged
+    is_gone: bool = False  # it is not in this round, and waits for no group of that leader
 
 
 ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
-
-
-class Probing:
-    """Asks others for their progress, and reports this peer's.
-
-    Args:
-        is_here: whether this peer is in the round of a leader's group, or may still come to it.
-    """
-
-    def __init__(self, endpoint: RunEndpoint, is_here: Callable[[bytes, PeerId], bool]) -> None:
-        self._endpoint = endpoint
-        self._is_here = is_here
-        self._amounts: dict[bytes, Callable[[], int]] = {}
-        endpoint.handle(ASK_MOVED, self._on_ask)
-
-    def close(self) -> None:
-        self._endpoint.unhandle(ASK_MOVED)
-
-    @contextmanager
-    def of(self, group: Group, amount: Callable[[], int]) -> Iterator[None]:
-        """Report ``amount`` to the members of a group within the block."""
-        self._amounts[group.group_id] = amount
-        try:
-            yield
-        finally:
-            del self._amounts[group.group_id]
-
-    async def ask(self, group: Group, rank: int, other: int, bytes_per_s: float = 0.0) -> Moved:
-        """Ask a member for its progress.
-
-        Args:
-            bytes_per_s: that came from it; 0 if unknown.
-        Raises:
-            Unavailable, PeerError: it does not answer.
-        """
-        query, timeout_s = MovedQuery(group.group_id, group.leader), answer_time_s(group, rank, other, bytes_per_s)
-        return await self._endpoint.call(group.members[other].peer_id, ASK_MOVED, query, timeout_s)
-
-    def _on_ask(self, remote: PeerId, query: MovedQuery) -> Moved:
-        amount = self._amounts.get(query.group_id)
-        return Moved(amount() if amount is not None else 0, is_gone=not self._is_here(query.group_id, query.leader))
 
 
 def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0) -> float:
@@ -117,12 +68,7 @@ def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0)
 
 
 class StragglerMonitor:
-    """Gives up the members of one exchange that are silent, stuck or too slow.
-
-    Args:
-        streams: of the exchange, by rank; more may be added.
-        ends_at: when the round is over (loop time).
-    """
+    """Gives up the members of one exchange, which ends at a loop time, that are silent, stuck or too slow."""
 
     def __init__(
         self,
@@ -130,14 +76,14 @@ class StragglerMonitor:
         rank: int,
         butterfly: Butterfly,
         streams: Mapping[int, Stream],
-        probing: Probing,
+        ask: Callable[[int, float], Awaitable[Moved]],
         ends_at: float,
     ) -> None:
         self._group = group
         self._rank = rank
         self._butterfly = butterfly
         self._streams = streams
-        self._probing = probing
+        self._ask = ask
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
         self._round_s = ends_at - self._since
@@ -167,7 +113,7 @@ class StragglerMonitor:
             try:
                 moving_s = stream.last_received - began
                 rate = received / moving_s if moving_s > 0 else 0.0
-                moved = await self._probing.ask(self._group, self._rank, rank, rate)
+                moved = await self._ask(rank, rate)
             except (Unavailable, PeerError):
                 if stream.bytes_received == received:
                     return self._lose(rank, "sends nothing, and does not answer")

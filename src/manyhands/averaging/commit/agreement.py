@@ -20,13 +20,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from manyhands.averaging.allreduce.straggler_monitor import PROBE_S, Probing, answer_time_s
+from manyhands.averaging.allreduce.straggler_monitor import ASK_MOVED, PROBE_S, Moved, MovedQuery, answer_time_s
 from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.commit.votes import VoteCount, checked
 from manyhands.averaging.config import AveragingConfig
@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 REMEMBERED_VERDICTS = 16
 """A member asks within its round's time, which ends within this many later rounds."""
 ASK_PERIOD_S = 0.3
-"""A tenth of the default ``in_doubt_timeout_s``."""
 MIN_VOTING_S = 1.0
 """The least time that a leader waits for votes after its round's time is over."""
 LATENCY_S = 2.0
@@ -70,7 +69,6 @@ class VotingState:
     Attributes:
         count: of the votes, if this peer leads the group; the others note in it only who is lost.
         untold: the other members, without those that have the verdict from this leader.
-        news: wakes when something of this has changed.
     """
 
     def __init__(self, group: Group, rank: int) -> None:
@@ -82,6 +80,7 @@ class VotingState:
         self.untold = {member.peer_id for member in group.members} - {group.members[rank].peer_id}
         self.decided_at = 0.0
         self.news = Waker()
+        self.moved: Callable[[], int] = int
 
     def lose(self, rank: int, reason: str) -> None:
         """A member can no longer be reached."""
@@ -98,6 +97,7 @@ class VotingState:
         if not self.verdict.done():
             self.verdict.set_result(verdict)
             self.decided_at = asyncio.get_running_loop().time()
+            self.news.wake()
 
     async def answer(self, rank: int, vote: Vote) -> Verdict:
         """The answer to a member's vote, as soon as there is one. Unbounded: use a timeout."""
@@ -115,19 +115,20 @@ class Agreement:
     """Votes, and counts votes, in the rounds of one run."""
 
     def __init__(
-        self, endpoint: RunEndpoint, config: AveragingConfig, probing: Probing, streams: PartnerStreams
+        self, endpoint: RunEndpoint, config: AveragingConfig, streams: PartnerStreams, follows: Callable[[PeerId], bool]
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._config = config
-        self._probing = probing
         self._streams = streams
+        self._follows = follows
         self._rounds: dict[bytes, VotingState] = {}
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._last_led: VotingState | None = None
         self._tasks = TaskOwner("agreement")  # each ends with the round that began it
         endpoint.handle(VOTE, self._on_vote)
         endpoint.handle(ASK_VERDICT, self._on_ask)
+        endpoint.handle(ASK_MOVED, self._on_ask_moved)
         endpoint.on_lost.append(self._on_lost)
 
     async def close(self) -> None:
@@ -141,6 +142,7 @@ class Agreement:
                     await last.news.wait_until(lambda: not any(map(self._endpoint.is_connected, last.untold)))
         self._endpoint.unhandle(VOTE)
         self._endpoint.unhandle(ASK_VERDICT)
+        self._endpoint.unhandle(ASK_MOVED)
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
 
@@ -167,9 +169,15 @@ class Agreement:
                     self._verdicts.popitem(last=False)
             del self._rounds[group.group_id]
 
-    def is_in(self, group_id: bytes) -> bool:
-        """Whether this peer is in the round of a group."""
-        return group_id in self._rounds
+    def report(self, group: Group, moved: Callable[[], int]) -> None:
+        """Tell members that ask how far this one is."""
+        self._rounds[group.group_id].moved = moved
+
+    async def ask_moved(self, group: Group, rank: int, bytes_per_s: float = 0.0) -> Moved:
+        """Ask a member for its progress; raises Unavailable or PeerError if it does not answer."""
+        timeout_s = answer_time_s(group, self._rounds[group.group_id].rank, rank, bytes_per_s)
+        query = MovedQuery(group.group_id, group.leader)
+        return await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
 
     def has_lost(self, group: Group) -> bool:
         """Whether a member of an open round can no longer be reached."""
@@ -258,20 +266,14 @@ class Agreement:
         return Verdict(True, None, f"no remaining member knows the verdict: {reason}", [state.group.leader])
 
     async def _ask(self, state: VotingState, rank: int) -> None:
-        """Ask a member repeatedly, until it has the verdict or can no longer get it from the leader."""
-        group, peer_id = state.group, state.group.members[rank].peer_id
-        query, timeout_s = VerdictQuery(group.group_id), answer_time_s(group, state.rank, rank)
-        while True:
-            try:
-                answer = checked(group, await self._endpoint.call(peer_id, ASK_VERDICT, query, timeout_s))
-            except (Unavailable, PeerError) as error:
-                logger.debug("peer %s does not say how the round ended: %s", peer_id, error)
-                return
-            if answer.is_known:
+        """Ask a member, which answers when it has the verdict or can no longer get it from the leader."""
+        peer_id, query = state.group.members[rank].peer_id, VerdictQuery(state.group.group_id)
+        try:
+            answer = await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.in_doubt_timeout_s)
+            if (answer := checked(state.group, answer)).is_known:
                 state.know(answer)
-            if answer.is_known or not answer.is_open or group.leader in answer.blamed:
-                return
-            await asyncio.sleep(ASK_PERIOD_S)
+        except (Unavailable, PeerError) as error:
+            logger.debug("peer %s does not say how the round ended: %s", peer_id, error)
 
     # the leader
 
@@ -292,7 +294,7 @@ class Agreement:
     async def _miss(self, state: VotingState, rank: int) -> None:
         peer_id = state.group.members[rank].peer_id
         try:
-            if (await self._probing.ask(state.group, state.rank, rank)).is_gone:
+            if (await self.ask_moved(state.group, rank)).is_gone:
                 state.lose(rank, f"{peer_id} is in another round, or in none")
         except (Unavailable, PeerError) as error:
             state.lose(rank, f"{peer_id} cannot be asked: {error}")
@@ -326,11 +328,18 @@ class Agreement:
         if state is None:
             unknown = Verdict(False, None, "the asked peer does not know this round")
             return self._told(remote, query.group_id, self._verdicts.get(query.group_id, unknown))
-        if state.is_leader:
-            await state.news.wait_until(lambda: state.verdict.done() or len(state.count.lost) > query.num_lost)
+        lost, leader = state.count.lost, state.count.leader
+        await state.news.wait_until(
+            lambda: state.verdict.done() or (len(lost) > query.num_lost if state.is_leader else leader in lost)
+        )
         if state.verdict.done():
             return self._told(remote, query.group_id, state.verdict.result())
-        return Verdict(False, blamed=[state.group.members[rank].peer_id for rank in state.count.lost], is_open=True)
+        return Verdict(False, blamed=[state.group.members[rank].peer_id for rank in lost], is_open=True)
+
+    def _on_ask_moved(self, remote: PeerId, query: MovedQuery) -> Moved:
+        if (state := self._rounds.get(query.group_id)) is not None:
+            return Moved(state.moved())
+        return Moved(is_gone=not self._follows(query.leader))  # else the leader's answer may still come
 
     def _told(self, remote: PeerId, group_id: bytes, answer: Verdict) -> Verdict:
         """Note that a member gets the verdict from this leader."""

@@ -38,10 +38,8 @@ class MemberLimits:
         for name in ("max_weight_ratio", "max_norm_ratio"):
             if not getattr(self, name) >= 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; for example 10.0")
-        if not 0.0 < self.max_weight_share <= 1.0:
-            raise ConfigError(
-                f"max_weight_share={self.max_weight_share} must be above 0 and at most 1; for example 0.25"
-            )
+        if not 0.0 < (share := self.max_weight_share) <= 1.0:
+            raise ConfigError(f"max_weight_share={share} must be above 0 and at most 1; for example 0.25")
 
 
 OPEN_LIMITS = MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
@@ -62,10 +60,7 @@ def limited(group: Group, limits: MemberLimits) -> Group:
 
 
 def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float]:
-    """Each weight capped to the limits; weights of 0 stay, and are not in the median.
-
-    The share is bounded only where equal weights would keep to it: with a quarter, in groups of 5 and more.
-    """
+    """Each weight capped to the limits; to the share only where equal weights would keep to it: a quarter from 5 on."""
     given = sorted(weight for weight in weights if weight > 0)
     if not given:
         return list(weights)
@@ -115,13 +110,9 @@ def outsized(
 def witnessed(
     told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits, *, at_least: float = 0.0
 ) -> tuple[set[int], set[int]]:
-    """Outsized ranks, and those of them that are surely at fault.
+    """Outsized ranks, by what each reducer told of the norms in its span, and those of them that are surely at fault.
 
     At least two reducers find these outsized, and their norms are far from those of all others (:data:`SPREADS`).
-
-    Args:
-        told: by each reducer, the norms of the values of all members in its span.
-        at_least: see :func:`outsized`.
     """
     everything = range(len(told))
     norms = joined(told, everything)

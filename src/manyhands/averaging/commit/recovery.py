@@ -9,8 +9,7 @@ A member that lacks means when its round has committed fetches them::
     which pieces     ──>
                      <──  those pieces
 
-The digests of the pieces are checked against the one that the ballot committed, and each piece against its own digest,
-so any member may send them.
+All is checked against the digest that the ballot committed, so any member may send it.
 """
 
 from __future__ import annotations
@@ -71,12 +70,7 @@ NO_WEIGHT = "no member has any samples"
 class Recovery:
     """Averages the whole vector first, then the parts that the leader orders; makes the vote after each.
 
-    Args:
-        rank: of this member, whose values are ``flat_N``.
-        refill: returns the values again, if the means may overwrite them; without it they are never written.
-        limits: members that exceed them are left out; None for no limits.
-        norm_before: the usual norm of the values that these are means of, 0 if it is not known; None if each member
-            brings values of its own.
+    See :meth:`manyhands.averaging.rounds.RoundRunner.average` for the arguments.
 
     Attributes:
         everything: the first ballot's order: all members average the whole vector.
@@ -173,11 +167,7 @@ class Recovery:
         ]
 
     def incomplete(self, spans_ballots: bool) -> Means | None:
-        """The parts that this member has of a result that it does not hold.
-
-        Args:
-            spans_ballots: whether it was averaged in more than one ballot.
-        """
+        """What this member has of a result of the first ballot alone, or of more than one."""
         return across_ballots(self._mean_N) if spans_ballots else self._first
 
 
@@ -231,11 +221,9 @@ class Fetching:
     async def fetch(
         self, recovery: Recovery, manifest: RoundManifest, doubtful: Sequence[PeerId], timeout_s: float
     ) -> Means | None:
-        """Fetch the parts of the committed result that this member lacks; None if no member sends them.
+        """Fetch the parts of the committed result that this member lacks; None if no member sends them in this time.
 
-        Args:
-            doubtful: members that are asked last.
-            timeout_s: of all attempts together.
+        The doubtful members are asked last.
         """
         members, rank = recovery.group.members, recovery.rank
         others = [*members[rank + 1 :], *members[:rank]]  # not all members ask the same one first

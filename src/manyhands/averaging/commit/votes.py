@@ -1,8 +1,7 @@
 """How the leader of a group decides a round: votes go in, a verdict or an order comes out. Pure.
 
 A round has *ballots*, numbered from 0. In each, every member averages a part of the vector (in ballot 0 all of it) and
-votes: it reports what it holds or lacks, and which members it could not hear. Only the leader counts votes, so only one
-peer can decide (docs/explanation/rounds.md). It decides once for each ballot:
+votes. Only the leader counts votes, so only one peer can decide (docs/explanation/rounds.md), once for each ballot:
 
 ======================================================  ===========================================================
 votes of the ballot                                     decision
@@ -16,8 +15,6 @@ no result can be held by more than half any more,       abort
 and no more than half live to reduce it again
 anything else                                           none yet
 ======================================================  ===========================================================
-
-No member is blamed on the word of one other member alone where both can be wrong: see :func:`dropped`.
 """
 
 from __future__ import annotations
@@ -48,20 +45,15 @@ DIFFERENT = "the members hold different results"
 
 
 def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[int, str]:
-    """Choose the members to leave out, so that of each accuser and accused at most one stays.
+    """Choose the members to leave out, so that of each accuser and accused at most one stays; returns the reasons.
 
     The member with the most quarrels goes first. Of two, it is the one that sent something forbidden, then the one that
     sent nothing, then the one that does not lead, then the higher rank. A member that accuses itself goes.
-
-    Returns:
-        The reason, by the rank of each member that goes.
     """
     pairs = {(accuser, said.accused): said for accuser, said in accusations}
     gone: dict[int, str] = {}
     while pairs:
-        score: Counter[int] = Counter()
-        violations: Counter[int] = Counter()
-        stalls: Counter[int] = Counter()
+        score, violations, stalls = Counter[int](), Counter[int](), Counter[int]()
         for (accuser, accused), said in pairs.items():
             for rank in {accuser, accused}:
                 score[rank] += len(pairs) + 1 if accuser == accused else 1
@@ -79,12 +71,10 @@ class VoteCount:
     """The leader's count of the votes of one round.
 
     Attributes:
-        ballot: the one whose votes count now.
-        order: that led to it; None in the first ballot.
+        order: that led to this ballot; None in the first one.
         votes: of this ballot, by rank; the first vote of a member counts.
         lost: members that cannot vote any more, by rank, with the reason.
         faults: what members did wrong, by rank.
-        leader: the rank of the peer that counts.
     """
 
     def __init__(self, group: Group) -> None:
@@ -168,7 +158,7 @@ class VoteCount:
         return self._abort(DIFFERENT if is_split and can_average else "")
 
     def _again(self, here: set[int]) -> Order | None:
-        """Order the shortest slice to be reduced again that contains all parts that voters lack."""
+        """Order the shortest slice that contains all parts that voters lack."""
         votes = [self.votes[rank] for rank in here]
         numel = Counter(vote.numel for vote in votes).most_common(1)[0][0]
         gaps = [vote.missing for vote in votes if vote.missing[0] < vote.missing[1] <= numel]
@@ -234,11 +224,8 @@ def _includes_values(group: Group, ranks: Iterable[int]) -> bool:
 
 
 def checked(group: Group, verdict: Verdict, vote: Vote | None = None, rank: int = 0) -> Verdict:
-    """Check a verdict from another peer: it must be about this group.
+    """Check a verdict from another peer; it may be an order only in answer to a vote of the member of this rank.
 
-    Args:
-        vote: of the member of this rank, if the verdict answers that. Only then may it be an order, which the member
-            must be able to follow.
     Raises:
         ProtocolViolation: it is not about this group, or not possible.
     """
