@@ -183,9 +183,7 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
     expects: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
     clients: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
     is_early: bool = False
-    knows_it_stands: bool = False  # reserved
     gather_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
-    recent_rounds: RecentRounds = []  # reserved
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):
@@ -194,7 +192,6 @@ class JoinResponse(msgspec.Struct, omit_defaults=True):
     group: Group | None = None
     leader: PeerIdText = PeerId("")
     leader_addresses: list[AddressText] = []
-    stands: bool = False  # reserved
 
 
 class LeaveRequest(msgspec.Struct):
@@ -215,7 +212,6 @@ class InviteRequest(msgspec.Struct, omit_defaults=True):
     position: Position
     run_fingerprint: Digest = b""
     is_early: bool = False  # the round has not begun, but its group forms
-    recent_rounds: RecentRounds = []  # reserved
 
 
 class InviteResponse(msgspec.Struct):
