@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -23,6 +24,22 @@ INLINE_NUMEL = 1 << 14
 """Below this number of elements, the work takes less time than a switch to another thread."""
 
 NO_VALUES = "nobody's values came for a chunk"
+
+
+class _SpoiltError(Exception):
+    """A member's values cannot be averaged."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        super().__init__(how)
+        self.rank = rank
+
+
+@contextmanager
+def _blaming(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except BadEncoding as error:
+        raise _SpoiltError(rank, f"cannot be decoded: {error}") from error
 
 
 class SpanReducer:
@@ -175,13 +192,20 @@ class SpanReducer:
         chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
         own, kept, spoilt = self._flat_N[chunk], self._kept_N[: _numel(chunk)], dict[int, str]()
         values = kept if kept.numel() else own  # of this member, when the mean is written
-        if self._means is not None:
-            present = self._pass_on(chunk, encoded, received, spoilt, self._means)
-        else:
-            present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
-            while (fault := self._average(present, own, kept, received, chunk, encoded)) is not None:
-                rank, spoilt[rank] = fault
-                present.remove(rank)
+        present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
+        if self._means is not None and self._rank in present:
+            received[self._rank] = torch.empty(self._plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
+            self._encode(own, chunk.start, received[self._rank])
+        while True:
+            try:
+                if self._means is not None:
+                    self._pass_on(present, received, chunk, encoded, self._means)
+                else:
+                    self._average(present, own, kept, received, chunk, encoded)
+                break
+            except _SpoiltError as fault:
+                spoilt[fault.rank] = str(fault)
+                present.remove(fault.rank)
                 if kept.numel():
                     own, kept = kept, kept[:0]
         self.hasher.update(bytes_of(encoded))
@@ -193,33 +217,24 @@ class SpanReducer:
 
     def _pass_on(
         self,
+        present: Sequence[int],
+        received: Mapping[int, torch.Tensor],
         chunk: slice,
         encoded: torch.Tensor,
-        received: dict[int, torch.Tensor],
-        spoilt: dict[int, str],
         means: Gathered,
-    ) -> list[int]:
-        """Like :meth:`_average`, but the contributions are sent in place of their mean; returns whose they are."""
+    ) -> None:
+        """Like :meth:`_average`, but write the contributions in place of the encoded mean."""
         mean, self._squares = self._averaged_N[chunk], {}
-        if self._weights[self._rank] > 0:
-            own = torch.empty(self._plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
-            self._encode(self._flat_N[chunk], chunk.start, own)
-            received[self._rank] = own
-        for rank in sorted(received):
-            values = torch.empty_like(mean)
-            try:
+        for rank in present:
+            with _blaming(rank):
+                values = torch.empty_like(mean)
                 square = self._plan.add(received[rank], chunk.start, 1.0, values, is_first=True, is_largest=True)
-            except BadEncoding as error:
-                spoilt[rank] = f"cannot be decoded: {error}"
-                del received[rank]
-            else:
-                self._squares[rank] = square
-        if not received:
+            self._squares[rank] = square
+        if not present:
             raise RoundAborted(NO_VALUES)
-        means.fill(encoded, received)
+        means.fill(encoded, {rank: received[rank] for rank in present})
         means.decode(encoded, chunk.start, mean)
         self._square = square_of(mean)
-        return sorted(received)
 
     def _average(
         self,
@@ -229,8 +244,8 @@ class SpanReducer:
         received: Mapping[int, torch.Tensor],
         chunk: slice,
         encoded: torch.Tensor,
-    ) -> tuple[int, str] | None:
-        """Write the mean of the members' chunks and encode it; returns the member that spoils it, and how, or None.
+    ) -> None:
+        """Write the mean of the members' chunks and encode it; raises :class:`_SpoiltError` if a member spoils it.
 
         Another way to combine the chunks, such as a robust mean, would go here.
 
@@ -248,13 +263,13 @@ class SpanReducer:
         *given, self._square = squares.tolist()
         self._squares = dict(zip(present, given, strict=True))
         if num_done == _numel(chunk):
-            return None
+            return
         at, rest = plan.num_bytes(chunk.start, chunk.start + num_done), slice(chunk.start + num_done, chunk.stop)
         if kept.numel():
             kept[num_done:].copy_(own[num_done:])
             own = kept
-        fault = self._add_up(present, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
-        if fault is None and not self._is_exact:
+        self._add_up(present, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
+        if not self._is_exact:
             mean = self._averaged_N[rest]
             if self._feedback is not None:
                 mean.copy_(self._feedback.encode(mean, rest.start, encoded[at:]))
@@ -263,12 +278,11 @@ class SpanReducer:
                 plan.decode(encoded[at:], rest.start, mean)
             if self._norms is not None:
                 self._square += square_of(mean)
-        return fault
 
     def _add_up(
         self, present: Sequence[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
-    ) -> tuple[int, str] | None:
-        """Write the mean; returns a member whose values spoil it, and how, or None."""
+    ) -> None:
+        """Write the mean, one member after the other."""
         if not present:
             raise RoundAborted(NO_VALUES)
         mean = self._averaged_N[chunk]
@@ -278,23 +292,20 @@ class SpanReducer:
             is_unencoded = rank == self._rank or self._is_exact
             values = own if rank == self._rank else received[rank].view(own.dtype) if is_unencoded else received[rank]
             add = self._plan.add_values if is_unencoded else self._plan.add
-            try:
+            with _blaming(rank):
                 square = add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
-            except BadEncoding as error:
-                return rank, f"cannot be decoded: {error}"
             self._squares[rank] += square
         if not self._is_exact:
-            return None  # a codec refuses what is not finite
+            return  # a codec refuses what is not finite
         if self._norms is not None:
             self._square = square_of(mean)
         if self._is_finite(mean):
-            return None
+            return
         for rank in present:
             if rank != self._rank and not is_finite(received[rank].view(own.dtype)):
-                return rank, "are not finite"
+                raise _SpoiltError(rank, "are not finite")
         if not is_finite(mean):
             raise NotFinite("NaN or infinite values cannot be averaged")
-        return None
 
     def _is_finite(self, mean: torch.Tensor) -> bool:
         """Whether all values of a mean are finite, judged by its square, if the norms need that anyway."""
