@@ -94,6 +94,9 @@ def test_who_was_blamed_reduces_nothing_until_a_round_shows_what_it_sends() -> N
     bandwidth.lose_round()
     add_round(bandwidth, 5.0 * MB)
     assert bandwidth.bandwidth == 5 * MB
+    bandwidth.lose_round()
+    add_round(bandwidth, None, num_bytes=100)
+    assert bandwidth.bandwidth == 0, "of a small vector it reduces its part again"
 
 
 @pytest.mark.parametrize("mbit_s", [0.0, -1.0, math.nan, math.inf, 8e6 + 1])

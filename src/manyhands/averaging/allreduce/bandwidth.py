@@ -21,6 +21,8 @@ UNTESTED = 1.5
 """Factor from the bytes that a peer sent, held up by others, to those that it is assumed able to send."""
 SHORTEST_S = 1e-6
 """Minimum duration of a round, also by a clock that did not move meanwhile."""
+BLAMED = 1.0
+"""Bytes per second of a peer that the others blamed, until the next round."""
 NUM_ROUNDS = 3
 """Rounds that count. Of two the better one: an estimate that is too high costs a round, one too low all later ones."""
 
@@ -51,12 +53,15 @@ class RoundBandwidth:
         least = UNTESTED * num_bytes / max(seconds, SHORTEST_S)
         if rate is not None:
             self._latest.append(rate)
-        elif num_bytes >= MIN_BYTES and least > self.bandwidth:
-            self._restart(least)
+        elif num_bytes >= MIN_BYTES:
+            if least > self.bandwidth:
+                self._restart(least)
+        elif self.bandwidth == BLAMED:
+            self._latest.clear()
 
     def lose_round(self) -> None:
         """End a round in which the others blamed this peer: it reduces nothing in the next one."""
-        self._restart(1.0)
+        self._restart(BLAMED)
 
     def _restart(self, bytes_per_s: float) -> None:
         self._latest.clear()
