@@ -44,10 +44,7 @@ Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 BallotNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
 MAX_PARTS = 4096
-RecentRounds = Annotated[
-    list[Annotated[bytes, msgspec.Meta(max_length=8 * MAX_AXES)]],
-    msgspec.Meta(max_length=4),
-]
+RecentRounds = Annotated[list[Annotated[bytes, msgspec.Meta(max_length=8 * MAX_AXES)]], msgspec.Meta(max_length=4)]
 """Of reserved fields: nothing sends or reads them."""
 
 

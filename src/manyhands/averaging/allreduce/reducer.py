@@ -57,7 +57,7 @@ class SpanReducer:
         inboxes: incoming chunks of each other member with a weight, by rank.
         presents: ranks that contributed, for each averaged chunk.
         hasher: of the means as sent.
-        progress: wakes when a chunk was averaged, which makes room for more, and when :meth:`run` must look.
+        progress: wakes when a chunk was averaged, which makes room for more.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class SpanReducer:
         self._may_reduce, self._reducing = False, threading.Lock()
         self._spoilt: dict[int, str] = {}  # what is wrong with a member's values; not reported yet
         self._error: Exception | None = None
+        self._to_look = Waker()  # for run(), which would take threads' work if each chunk woke it
 
     def put(self, rank: int, encoded: torch.Tensor) -> None:
         """Take a chunk that has come into a member's inbox; averages all that is complete."""
@@ -116,7 +117,7 @@ class SpanReducer:
             if is_violation:
                 self.inboxes.pop(rank, None)
             inbox.is_ended = True
-            self.progress.wake()
+            self._to_look.wake()
 
     def done(self, num_before: int) -> tuple[int, memoryview]:
         """How many chunks will have been sent once the returned bytes are; these follow the first ``num_before``.
@@ -147,7 +148,7 @@ class SpanReducer:
                 await run_to_end(self._reduce_all)
             else:
                 self._reduce_all()
-            await self.progress.wait_until(self._must_look)
+            await self._to_look.wait_until(self._must_look)
             for rank in list(self._spoilt):
                 blame(rank, self._spoilt.pop(rank))
             if self._error is not None:
@@ -173,6 +174,8 @@ class SpanReducer:
             finally:
                 self._reducing.release()
             self.progress.wake()
+            if self._error is not None or self._spoilt or len(self.presents) == len(self.chunks):
+                self._to_look.wake()
 
     def _reduce_next(self) -> None:
         inboxes = dict(self.inboxes)
