@@ -477,13 +477,13 @@ async def test_a_member_waits_for_a_leader_that_came_later_than_itself() -> None
     async with averagers(2, config=config) as members:
         leader, member = by_id(members)
         leader.averager._config = PATIENT
-        vote = leader.averager._vote
+        vote = leader.averager._agreement.conclude
 
         async def vote_late(*arguments: Any) -> Verdict:
             await asyncio.sleep(1.3)
             return await vote(*arguments)
 
-        leader.averager._vote = vote_late  # type: ignore[method-assign]
+        leader.averager._agreement.conclude = vote_late  # type: ignore[method-assign]
         await committed([leader, member])
 
 

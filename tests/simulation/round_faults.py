@@ -278,8 +278,8 @@ def get_stuck(runner: RoundRunner, what: str) -> None:
     """Have a member stand still in its exchange, where it answers calls all the same."""
     exchange = runner._exchange
     if what == "claim":
-        tell, amounts = runner._probing.of, itertools.count()
-        runner._probing.of = lambda group, _: tell(group, lambda: next(amounts))  # type: ignore[method-assign]
+        report, amounts = runner._agreement.report, itertools.count()
+        runner._agreement.report = lambda group, _: report(group, lambda: next(amounts))  # type: ignore[method-assign]
 
     async def stand_still(*_: object) -> None:
         await asyncio.Event().wait()

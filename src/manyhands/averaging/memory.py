@@ -1,8 +1,5 @@
-"""Reusable memory for large vectors that each round needs.
-
-The system maps new memory page by page on the first write. With pages of 4 KiB that took more than half a second for
-each GB here, as long as sending it; with huge pages a sixth (docs/dev/log.md).
-"""
+"""Reusable memory for large vectors, on huge pages: to map new small ones takes as long as sending them
+(docs/dev/log.md)."""
 
 from __future__ import annotations
 
@@ -30,11 +27,7 @@ def empty_vector(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Memory:
-    """Allocates vectors in memory that earlier ones have released.
-
-    A vector's memory is free when the last tensor in it is gone, so a tensor that shares a part of it never changes
-    unexpectedly.
-    """
+    """Allocates vectors in memory that earlier ones have released, once the last tensor in it is gone."""
 
     def __init__(self) -> None:
         self._idle: deque[mmap.mmap] = deque()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -44,10 +44,7 @@ Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 BallotNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
 MAX_PARTS = 4096
-RecentRounds = Annotated[
-    list[Annotated[bytes, msgspec.Meta(max_length=8 * MAX_AXES)]],
-    msgspec.Meta(max_length=4),
-]
+RecentRounds = Annotated[list[Annotated[bytes, msgspec.Meta(max_length=8 * MAX_AXES)]], msgspec.Meta(max_length=4)]
 """Of reserved fields: nothing sends or reads them."""
 
 
@@ -70,18 +67,13 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One member of a formed group.
-
-    Attributes:
-        weight: the number of samples behind its vector.
-        bandwidth: bytes per second, as it says; it only decides which members reduce how much. 0: unknown, or a client.
-    """
+    """One member of a formed group: the samples behind its vector, and the bytes per second that it says it sends."""
 
     peer_id: PeerIdText
     addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
     is_client: bool
     weight: Weight
-    bandwidth: Bandwidth = 0
+    bandwidth: Bandwidth = 0  # unknown, or a client
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -90,7 +82,7 @@ class Group(msgspec.Struct, frozen=True):
     Attributes:
         min_span_numel: smallest span in elements; a short vector is not reduced by all members.
         chunk_numel: the most elements that are encoded and reduced at once.
-        codec: code of the encoding of values; see docs/reference/wire.md.
+        codec: see docs/reference/wire.md.
         time_left_s: until the end of the leader's round, when it closed the group; 0 if it does not say.
     """
 
@@ -113,11 +105,6 @@ class Group(msgspec.Struct, frozen=True):
         usual = statistics.median_low(known) if known else 1
         return [0 if member.is_client else member.bandwidth or usual for member in self.members]
 
-    def link_rates(self, rank: int) -> list[int]:
-        """Bytes per second of the link from one member to each: the lower known bandwidth of both; 0 if unknown."""
-        own = self.members[rank].bandwidth
-        return [min(filter(None, (own, member.bandwidth)), default=0) for member in self.members]
-
     def manifest(self, digest: bytes, parts: Sequence[SpanResult] = ()) -> RoundManifest:
         """The manifest with which this group commits a vector."""
         absent = set.intersection(*(set(part.absent) for part in parts)) if parts else set()
@@ -132,21 +119,16 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class SpanResult(msgspec.Struct, frozen=True):
-    """The contributors to ``flat_N[start:stop]``: all members with a weight except the absent ones.
-
-    Attributes:
-        reducer: the rank that averaged it.
-        absent: ranks, in order, also of members with a weight of 0.
-    """
+    """The contributors to ``flat_N[start:stop]``: all members with a weight except the absent ones."""
 
     start: Count
     stop: Count
-    reducer: Rank
-    absent: list[Rank]
+    reducer: Rank  # who averaged it
+    absent: list[Rank]  # in order, also of members with a weight of 0
 
 
 class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a group committed: the members whose vectors count, their weights, and the result.
+    """What a group committed.
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
@@ -167,23 +149,19 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def cut(self) -> dict[PeerId, list[tuple[int, int]]]:
         """Members whose values count in some parts only: start and stop of each, in elements of the vector."""
-        spans: dict[PeerId, list[tuple[int, int]]] = {}
+        cut: dict[PeerId, list[tuple[int, int]]] = {}
         for rank, (peer_id, weight) in enumerate(zip(self.members, self.weights, strict=True)):
             if weight > 0 and any(rank in part.absent for part in self.parts):
-                spans[peer_id] = _joined((part.start, part.stop) for part in self.parts if rank not in part.absent)
-        return spans
+                spans = cut[peer_id] = []
+                for part in self.parts:
+                    if rank not in part.absent:
+                        start = spans.pop()[0] if spans and spans[-1][1] == part.start else part.start
+                        spans.append((start, part.stop))
+        return cut
 
     def fingerprint(self) -> bytes:
         """SHA-256 of the whole manifest."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
-
-
-def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge neighbours."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in spans:
-        joined.append((joined.pop()[0] if joined and joined[-1][1] == start else start, stop))
-    return joined
 
 
 class JoinRequest(msgspec.Struct, omit_defaults=True):
@@ -202,9 +180,7 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
     expects: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
     clients: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
     is_early: bool = False
-    knows_it_stands: bool = False  # reserved
     gather_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
-    recent_rounds: RecentRounds = []  # reserved
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):
@@ -213,7 +189,6 @@ class JoinResponse(msgspec.Struct, omit_defaults=True):
     group: Group | None = None
     leader: PeerIdText = PeerId("")
     leader_addresses: list[AddressText] = []
-    stands: bool = False  # reserved
 
 
 class LeaveRequest(msgspec.Struct):
@@ -223,59 +198,40 @@ class LeaveRequest(msgspec.Struct):
 
 
 class LeaveResponse(msgspec.Struct):
-    """Whether the place is free again.
+    """Whether the place is free again."""
 
-    Attributes:
-        is_too_late: the group has closed with the asking peer as a member; the answer is on its way.
-    """
-
-    is_too_late: bool = False
+    is_too_late: bool = False  # the group has closed with the asking peer as a member; the answer is on its way
 
 
 class InviteRequest(msgspec.Struct, omit_defaults=True):
-    """Tells an expected peer that a round has begun at its position.
-
-    Attributes:
-        is_early: the round has not begun, but its group forms.
-    """
+    """Tells an expected peer that a round has begun at its position."""
 
     position: Position
     run_fingerprint: Digest = b""
-    is_early: bool = False
-    recent_rounds: RecentRounds = []  # reserved
+    is_early: bool = False  # the round has not begun, but its group forms
 
 
 class InviteResponse(msgspec.Struct):
-    """Confirms an invitation.
-
-    Attributes:
-        leader: the leader of the invited peer, if not the inviting one; the lower of the two stays leader.
-    """
+    """The leader of the invited peer, if not the inviting one; the lower of the two stays leader."""
 
     leader: PeerIdText = PeerId("")
     leader_addresses: list[AddressText] = []
 
 
 class Accusation(msgspec.Struct, frozen=True):
-    """What a member reports about another one, by rank, or about itself.
-
-    Attributes:
-        is_violation: it sent forbidden data, rather than too little.
-        is_stalled: it sent nothing although the connection stood; else it may have been the one that was given up.
-    """
+    """What a member reports about another one, by rank, or about itself."""
 
     accused: Rank
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)]
-    is_violation: bool = False
-    is_stalled: bool = False
+    is_violation: bool = False  # it sent forbidden data, rather than too little
+    is_stalled: bool = False  # it sent nothing although the connection stood; else the accuser may have been given up
 
 
 class Vote(msgspec.Struct):
-    """A member's report to the leader of its round: the result that it holds, or empty and what it lacks.
+    """A member's report to the leader of its round (:mod:`manyhands.averaging.commit.votes`).
 
     Attributes:
-        digest, parts: of the result that it holds; see :class:`RoundManifest`.
-        ballot: in which it votes; see :mod:`manyhands.averaging.commit.votes`.
+        digest, parts: of the result that it holds, as in :class:`RoundManifest`; empty if it lacks something.
         missing: start and stop of what it lacks.
         accusations: members whose values or means did not come, and why.
         numel: of its vector.
@@ -294,12 +250,7 @@ class Vote(msgspec.Struct):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The leader's order to its members before they vote in its next ballot.
-
-    Attributes:
-        members: ranks that take part.
-        start, stop: the part of the vector that they reduce again among themselves.
-    """
+    """The leader's order: these members reduce ``flat_N[start:stop]`` again, and then vote in this ballot."""
 
     ballot: BallotNumber
     members: Annotated[list[Rank], msgspec.Meta(max_length=2**16)]
@@ -313,21 +264,17 @@ NOBODY = b""
 
 
 class VerdictQuery(msgspec.Struct):
-    """Asks a member how a round ended; the leader answers when it knows, the others at once.
-
-    Attributes:
-        num_lost: lost members known to the asking one; a leader that has lost more says so at once.
-    """
+    """Asks how a round ended; the leader answers when it knows, or has lost more members, the others at once."""
 
     group_id: Digest
-    num_lost: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
+    num_lost: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0  # lost members known to the asking one
 
 
 class Verdict(msgspec.Struct):
     """How a round ended; ``manifest`` is set if it committed. ``is_known`` is False while in doubt.
 
     Attributes:
-        reason: why it was aborted; if it committed, what went wrong, member by member, or empty.
+        reason: why it was aborted; if it committed, what went wrong, member by member.
         order: what to do next, as long as there is no verdict.
         is_open: the sender is in this round and has no verdict yet. A leader then blames the members lost so far;
             another member blames the leader if it has lost that.
@@ -342,11 +289,7 @@ class Verdict(msgspec.Struct):
 
 
 class StreamHeader(msgspec.Struct):
-    """Opens a bulk stream between two members.
-
-    Attributes:
-        group_id: of the round; if it is empty, the first ``NAME_BYTES`` bytes of the stream contain it.
-    """
+    """Opens a bulk stream for a round; if the id is empty, the first ``NAME_BYTES`` bytes of the stream contain it."""
 
     group_id: Digest
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from manyhands.averaging.allreduce.bandwidth import ExchangeFigures, RoundBandwidth
+from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.means import Means
-from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
+from manyhands.averaging.allreduce.straggler_monitor import StragglerMonitor
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
@@ -44,12 +44,7 @@ BYTES_PER_MBIT = 125_000
 
 @dataclass
 class RoundMeter:
-    """Adds up the costs of a peer's attempts at a round.
-
-    Attributes:
-        num_bytes_sent, num_bytes_received: on the streams between the members, before encryption.
-        matchmaking_s, averaging_s, vote_s: seconds spent in each phase.
-    """
+    """Adds up the bytes on the streams of a peer's attempts at a round, before encryption, and the seconds by phase."""
 
     num_bytes_sent: int = 0
     num_bytes_received: int = 0
@@ -120,31 +115,23 @@ class RoundRunner:
                 f"this peer averages under run id {run_id!r} already, for an Optimizer or another Averager; close that "
                 "one first, or take another run id, or a Peer of its own"
             ) from error
-        self._probing = Probing(own, self._may_be_in)
-        self._agreement = Agreement(own, config, self._probing)
+        self._tasks = TaskOwner("rounds")
+        self._streams = PartnerStreams(own, config, self._tasks)
+        self._agreement = Agreement(own, config, self._streams, self.matchmaker.follows)
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
+        self._rate: float | None = None  # of the current round, and so are these:
         self._meter = RoundMeter()
-        self._deadline = 0.0  # of the current round
-        self._ends_at = 0.0  # when the current round is over for this peer or for the leader
+        self._deadline = 0.0
+        self._ends_at = 0.0  # for this peer or for the leader
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
-        self._tasks = TaskOwner("rounds")
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
-        self._streams = PartnerStreams(own, config, self._tasks)
         self.on_means: list[Callable[[RoundManifest, Means], Awaitable[None]]] = []
 
-    def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
-        """Whether this peer is in a group's round, or may still be placed there by the leader's answer."""
-        return self._agreement.is_in(group_id) or self.matchmaker.follows(leader)
-
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
-        """Drop the error feedback: this peer no longer has the values that it belongs to.
-
-        Args:
-            keeps_unsent: keep what a sparse codec has not sent yet, which is no error of single values.
-        """
+        """Drop the error feedback, of values that are gone, except (if so) what a sparse codec has not sent yet."""
         if not (keeps_unsent and self._config.is_sparse):
             self._feedbacks.clear()
 
@@ -152,7 +139,6 @@ class RoundRunner:
         await self.matchmaker.close()
         await self._agreement.close()
         self._fetching.close()
-        self._probing.close()
         self._streams.close()
         await self._tasks.close()
 
@@ -175,14 +161,12 @@ class RoundRunner:
             flat_N: finite float32 (or float64, on all members) on the CPU, contiguous. The caller must not change it
                 before this returns. It is written only if there is a ``refill``.
             weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
-            shapes: of the tensors in the vector, in order; small ones are never encoded with loss. Default: one tensor
-                of one dimension, encoded without loss.
+            shapes: of the tensors in the vector, in order. Default: one of one dimension, encoded without loss.
             timeout_s: limit of this round, if less than ``averaging_timeout_s``.
             gather_s: how long to wait for the expected peers, instead of ``matchmaking_time_s``.
             meter: counts what the round costs, also if it is aborted.
             refill: writes the values again. The means then overwrite ``flat_N``, which is undefined if the round is
-                aborted; a second vector is allocated only after a member was lost. An exception from it ends the round
-                for this peer.
+                aborted. An exception from it ends the round for this peer.
             part: which of several vectors this is, if they take turns: each has an error feedback of its own.
             norm_before: the usual norm of the values whose means are averaged here, 0 if this peer does not know it;
                 None if the members bring values of their own.
@@ -196,7 +180,7 @@ class RoundRunner:
         self._meter = meter if meter is not None else RoundMeter()
         self._deadline = self._loop.time() + min(timeout_s, self._config.averaging_timeout_s)
         group = await self._find_group(weight, gather_s)
-        formed_at = self._loop.time()
+        formed_at, sent_before, self._rate = self._loop.time(), self._meter.num_bytes_sent, None
         recovery = self._new_recovery(group, flat_N, shapes, refill, part, norm_before)
         try:
             committed = await self._commit(recovery, formed_at)
@@ -213,7 +197,8 @@ class RoundRunner:
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
-            self._bandwidth.end_round(committed.averaging_s, is_whole=not committed.blamed)
+            num_sent = self._meter.num_bytes_sent - sent_before
+            self._bandwidth.end_round(num_sent, committed.averaging_s, self._rate)
         return committed
 
     async def _find_group(self, weight: float, gather_s: float | None) -> Group:
@@ -226,15 +211,10 @@ class RoundRunner:
         finally:
             self._meter.matchmaking_s += self._loop.time() - started
         self._ends_at = min(self._deadline, self._loop.time() + (group.time_left_s or math.inf))
-        self._bandwidth.begin_round(self._ends_at - self._loop.time())
         return limited(group, self._limits) if self._limits is not None else group
 
     async def _commit(self, recovery: Recovery, formed_at: float) -> CommittedRound:
-        """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
-
-        Raises:
-            RoundAborted: the round did not commit.
-        """
+        """Average and vote in a formed group, again whenever its leader orders that, until the round is decided."""
         group, rank = recovery.group, recovery.rank
         async with AsyncExitStack() as held:
             held.enter_context(self.matchmaker.in_round(group))
@@ -242,9 +222,11 @@ class RoundRunner:
             held.enter_context(self._fetching.of(recovery))
             order, limit_s = recovery.everything, self._left_s()
             while True:
-                outcome = await self._unless_decided(group, recovery.average(order, limit_s))
-                voting_s = max(self._left_s(), MIN_VOTING_S)
-                verdict = await self._vote(group, outcome, voting_s) if isinstance(outcome, Vote) else outcome
+                verdict = await self._unless_decided(group, recovery.average(order, limit_s))
+                if isinstance(verdict, Vote):
+                    began = self._loop.time()
+                    verdict = await self._agreement.conclude(group, verdict, max(self._left_s(), MIN_VOTING_S))
+                    self._meter.vote_s += self._loop.time() - began
                 if verdict.order is None:
                     break
                 order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
@@ -261,22 +243,26 @@ class RoundRunner:
             is_outsized = is_left_out and rank in recovery.outsized
             if means is None and (is_outsized or not is_left_out):
                 means = await self._fetching.fetch(recovery, manifest, verdict.blamed, self._late_s())
-            if means is not None and (verdict.blamed or self._agreement.has_lost(group)):
-                await self._fetching.keep(means, manifest.digest)
             if means is not None:
+                if verdict.blamed or self._agreement.has_lost(group):
+                    await self._fetching.keep(means, manifest.digest)
                 for tell in self.on_means:
                     await tell(manifest, means)
-            averaged_N = means.averaged_N if means is not None else None
-            averaging_s, blamed = self._loop.time() - formed_at, tuple(verdict.blamed)
             return CommittedRound(
-                averaged_N, manifest, averaging_s, verdict.reason, blamed, is_outsized, recovery.usual_norm
+                averaged_N=means.averaged_N if means is not None else None,
+                manifest=manifest,
+                averaging_s=self._loop.time() - formed_at,
+                reason=verdict.reason,
+                blamed=tuple(verdict.blamed),
+                is_outsized=is_outsized,
+                usual_norm=recovery.usual_norm,
             )
 
     async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
         """Average until done or until the round is decided; a decided round needs no further values."""
         began = self._loop.time()
         working = self._loop.create_task(averaging)
-        deciding = self._loop.create_task(self._agreement.decided(group, self._streams.lose, self._streams.give_up))
+        deciding = self._loop.create_task(self._agreement.decided(group))
         try:
             await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
             if not working.done() and deciding.result().manifest is not None:  # this member is a little late
@@ -289,13 +275,6 @@ class RoundRunner:
             for task in (working, deciding):
                 task.cancel()
             await asyncio.gather(working, deciding, return_exceptions=True)
-
-    async def _vote(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
-        began = self._loop.time()
-        try:
-            return await self._agreement.conclude(group, vote, voting_s)
-        finally:
-            self._meter.vote_s += self._loop.time() - began
 
     def _new_recovery(
         self,
@@ -319,8 +298,8 @@ class RoundRunner:
             if (weight := group.members[rank].weight) > 0 and not plan.passes_on:  # what is unsent is no small error
                 feedbacks.sent.share = weight / sum(member.weight for member in group.members)
         return Recovery(
-            group, rank, flat_N, plan, self._exchange,
-            refill=refill, memory=self.memory, feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
+            group=group, rank=rank, flat_N=flat_N, plan=plan, exchange=self._exchange, refill=refill,
+            memory=self.memory, feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
         )  # fmt: skip
 
     def _left_s(self) -> float:
@@ -332,10 +311,11 @@ class RoundRunner:
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
-        began = self._loop.time()
         streams: dict[int, RoundStream] = {}
         lost: set[PeerId] = set()
-        rate: float | None = None
+        ask = functools.partial(self._agreement.ask_moved, group)
+        monitor = StragglerMonitor(group, rank, butterfly, streams, ask, self._ends_at)
+        watching: list[asyncio.Task[None]] = []
 
         def on_lost(peer_id: PeerId) -> None:
             lost.add(peer_id)
@@ -347,6 +327,7 @@ class RoundRunner:
             num_bytes = butterfly.num_bytes_with(other)
             stream = streams[other] = await self._streams.connect(group, rank, other, num_bytes, stream_id)
             share.add(stream.stream, num_bytes)
+            watching.append(self._watchers.spawn(monitor.watch(other, stream), name=f"peer {stream.remote}"))
             if stream.remote in lost:
                 stream.abort()
             return stream
@@ -354,31 +335,24 @@ class RoundRunner:
         def moved() -> int:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
-        monitor = StragglerMonitor(group, rank, butterfly, streams, self._probing, self._ends_at)
-        watching = self._watchers.spawn(monitor.watch(), name="who is silent")
+        self._agreement.report(group, moved)
         self._endpoint.on_lost.append(on_lost)
         try:
-            with self._probing.of(group, moved), self._endpoint.uplink.shared() as share, ExitStack() as held:
+            with self._endpoint.uplink.shared() as share, ExitStack() as held:
                 for other in butterfly.partners:
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)
                 if share.streams.keys() == {stream.stream for stream in streams.values()}:
-                    rate = share.backlog.rate
+                    self._rate = share.backlog.rate
                 return averaged_N
         finally:
-            self._watchers.cancel(watching)
+            for task in watching:
+                self._watchers.cancel(task)
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
-            exchange = ExchangeFigures(
-                num_due=sum(map(butterfly.num_bytes_with, butterfly.partners)),
-                num_sent=sum(stream.bytes_sent for stream in streams.values()),
-                seconds=self._loop.time() - began,
-                rate=rate,
-            )
-            self._bandwidth.add_exchange(exchange)
-            self._meter.num_bytes_sent += exchange.num_sent
             for other, stream in streams.items():
+                self._meter.num_bytes_sent += stream.bytes_sent
                 self._meter.num_bytes_received += stream.bytes_received
                 is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in lost
-                self._streams.give_back(group, stream, is_used_up=is_used_up, within_s=self._late_s())
-            await asyncio.gather(watching, return_exceptions=True)  # last: a cancellation may end this here
+                self._streams.give_back(stream, is_used_up=is_used_up, within_s=self._late_s())
+            await asyncio.gather(*watching, return_exceptions=True)  # last: a cancellation may end this here

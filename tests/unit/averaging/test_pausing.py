@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from manyhands.averaging.allreduce.pausing import Condition, Pausing
+from manyhands.averaging.allreduce.butterfly import Condition, Pausing
 from manyhands.runtime.waker import Waker
 
 ONE, TWO = memoryview(b"1"), memoryview(b"2")
@@ -33,7 +33,7 @@ async def test_on_a_loop_it_ends_at_once_and_goes_on_when_the_condition_holds() 
     assert pieces.is_over
 
 
-def test_a_thread_waits_a_moment_itself_and_then_ends() -> None:
+async def test_a_thread_waits_a_moment_itself_and_then_ends() -> None:
     waker, asked = Waker(), [0]
 
     def after_three() -> bool:
@@ -48,7 +48,7 @@ def test_a_thread_waits_a_moment_itself_and_then_ends() -> None:
         yield TWO
 
     pieces = Pausing(source(), waker)
-    assert list(pieces) == [ONE]
+    assert await asyncio.to_thread(list, pieces) == [ONE]
     assert not pieces.is_over
-    assert list(pieces) == [TWO]
+    assert await asyncio.to_thread(list, pieces) == [TWO]
     assert pieces.is_over

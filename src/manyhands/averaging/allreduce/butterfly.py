@@ -1,11 +1,10 @@
 """Butterfly all-reduce within one group: reduce-scatter, then all-gather, over one stream for each pair of members.
 
 Each reducer owns a span of the vector; two members without spans have no stream. On its stream to a partner, a member
-sends its part of the partner's span. It then sends the averaged chunks of its own span as they become ready. At the end
-it sends, for each chunk, the contributors and the size of their values. Both sides know all sizes, and each announces
-what it sends, so that a member with a different vector is detected before its values count. A reducer adds in the order
-of ranks, so the result does not depend on timing. It encodes each mean once, and all members, the reducer included,
-decode the same bytes.
+sends its part of the partner's span. It then sends the averaged chunks of its own span as they become ready, and last
+the contributors to each chunk and the size of their values. Each side announces what it sends, so that a member with a
+different vector is detected before its values count. A reducer adds in the order of ranks, so the result does not
+depend on timing. It encodes each mean once, and all members, the reducer included, decode the same bytes.
 
 A lost member does not end the all-reduce. Chunks that it had delivered count, later chunks are the mean of the others,
 and its own span is missing. Missing spans are reduced again (:mod:`manyhands.averaging.commit.recovery`).
@@ -21,6 +20,8 @@ import asyncio
 import enum
 import itertools
 import struct
+import threading
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 import torch
@@ -29,12 +30,12 @@ from blake3 import blake3
 from manyhands.averaging.allreduce.means import BadContribution, Contributions, Means, digest_of_all
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
-from manyhands.averaging.allreduce.pausing import Condition, Pausing
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
 from manyhands.averaging.codecs import ABSENT, BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
 from manyhands.base.errors import PeerLost, RoundAborted
+from manyhands.runtime.waker import Waker
 from manyhands.transport.api import Stream
 
 _LABEL = struct.Struct("<QQ")
@@ -43,6 +44,11 @@ _LABEL = struct.Struct("<QQ")
 PIECE_NUMEL = 1023 * 64
 """Unencoded values are checked in pieces of this size, while they are in the processor's cache. As float32, a piece is
 one record on a short link (:mod:`manyhands.transport.sealed_stream`)."""
+
+SOON_S = 0.02
+"""How long a thread waits for the next piece of a stream: starting another thread later costs more."""
+
+Condition = Callable[[], bool]
 
 
 class Wanted(enum.Enum):
@@ -56,6 +62,34 @@ class InvalidContribution(RoundAborted):
     """A member sent, or was about to send, values or records that break the rules."""
 
 
+class Pausing(Iterator[memoryview]):
+    """Stops at a condition of its source that does not hold soon; goes on there when :meth:`wait` has returned.
+
+    So no thread waits for long, and the event loop not at all. The waker wakes when a condition may have begun to hold.
+    """
+
+    def __init__(self, source: Iterator[memoryview | Condition], waker: Waker) -> None:
+        self.is_over = False
+        self._source = source
+        self._waker = waker
+        self._condition: Condition = lambda: True
+        self._of_loop = threading.get_ident()
+
+    async def wait(self) -> None:
+        """Unbounded: use a timeout."""
+        await self._waker.wait_until(self._condition)
+
+    def __next__(self) -> memoryview:
+        for piece in self._source:
+            if isinstance(piece, memoryview):
+                return piece
+            if not self._waker.block_until(piece, 0.0 if threading.get_ident() == self._of_loop else SOON_S):
+                self._condition = piece
+                raise StopIteration
+        self.is_over = True
+        raise StopIteration
+
+
 class Butterfly:
     """One member's part in one all-reduce, of the whole vector or a part of it.
 
@@ -65,14 +99,13 @@ class Butterfly:
         members: ranks that take part.
         averaged_N: receives the means; only ``region`` is written. If it is ``flat_N``, the means of a chunk overwrite
             the values once its reducer has these.
-        feedbacks: the codec error of earlier rounds; None for no error feedback.
         is_measured: whether the reducers report how large each member's values are; the same on all members.
 
     Attributes:
         faults: what each lost member did wrong, by rank.
-        partners: ranks with which values are exchanged; two members without spans exchange nothing.
+        partners: ranks with which values are exchanged.
         wanted: what is still to come, by rank.
-        done_with: members with which all was exchanged; nothing more travels on their streams.
+        done_with: ranks with which all was exchanged; nothing more travels on their streams.
     """
 
     def __init__(
@@ -93,38 +126,35 @@ class Butterfly:
         self.faults: dict[int, Accusation] = {}
         self.wanted: dict[int, Wanted] = {}
         self.done_with: set[int] = set()
-        self._here = frozenset(members)
         self._members = group.members
         self._rank = rank
         self._flat_N = flat_N
         self._plan = plan
         self._codec = group.codec
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
-        self.partition = Partition(group, self._here, region, plan)
+        self.partition = Partition(group, members, region, plan)
         reducers = self.partition.reducers
-        self.partners = [other for other in sorted(self._here) if other != rank and reducers & {other, rank}]
+        self.partners = [other for other in sorted(members) if other != rank and reducers & {other, rank}]
         self._weights = self.partition.weights
         self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk, where contributions are passed on
-        self._passed_on: dict[int, list[list[int]]] = {}  # by reducer, whose contributions are in each chunk
+        self._passed_on: dict[int, list[list[int]]] = defaultdict(list)  # by reducer, whose are in each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
         self._records = Contributions(flat_N.numel(), len(group.members), contributors)
-        self._memory = memory
-        self._encoded = self._memory_of_means()
+        self._encoded = self._memory_of_means(memory)
         self._norms = Norms(plan, self._weights) if is_measured else None
-        self._norms_record = struct.Struct(f"<{len(group.members)}f")
+        self._norms_record = struct.Struct(f"<{len(group.members) if is_measured else 0}f")
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
-            self.partition, rank, flat_N, self.averaged_N, self._encoded[rank], self._memory, feedbacks, self._norms
+            self.partition, rank, flat_N, self.averaged_N, self._encoded[rank], memory, feedbacks, self._norms
         )  # fmt: skip
-        self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
+        self._hashers = [blake3(max_threads=1) for _ in group.members]
         self._hashers[rank] = self._reducer.hasher
-        self._has_given: set[int] = set()  # members that send no more values
         self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
         self._conversations: dict[int, asyncio.Task[None]] = {}
 
     def digest(self) -> bytes:
         """BLAKE3 of the digests of all spans, in order of ranks, of the means as sent. Nothing may be missing."""
-        return digest_of_all([self._hashers[rank].digest() for rank in sorted(self._hashers)], spans_ballots=False)
+        return digest_of_all([hasher.digest() for hasher in self._hashers], spans_ballots=False)
 
     def means(self) -> Means:
         """The means as sent, by reducer, as far as they have come; call it once the butterfly has ended."""
@@ -133,9 +163,7 @@ class Butterfly:
 
     def held(self) -> list[tuple[slice, int, list[int]]]:
         """The averaged chunks, each with its reducer and contributors; all chunks of a span or none."""
-        told = dict(self._told)
-        if len(self._reducer.presents) == len(self._reducer.chunks):
-            told[self._rank] = self._reducer.presents
+        told = {**self._told, **({self._rank: self._reducer.presents} if self.has_reduced else {})}
         return [
             (chunk, rank, present)
             for rank, presents in sorted(told.items())
@@ -153,17 +181,18 @@ class Butterfly:
     def num_averaged(self) -> int:
         return len(self._reducer.presents)
 
+    @property
+    def has_reduced(self) -> bool:
+        """Whether all means of this member's span are there."""
+        return len(self._reducer.presents) == len(self._reducer.chunks)
+
     def num_bytes_with(self, rank: int) -> int:
         """Approximate bytes in each direction of the stream to a partner."""
         return self.partition.mean_bytes[rank] + self.partition.mean_bytes[self._rank]
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
-        """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
+        """Exchange values with all partners over the streams that ``connect`` opens; returns the weighted mean.
 
-        If members were lost, parts are missing: see :meth:`held` and ``faults``.
-
-        Args:
-            connect: returns the stream to the partner of this rank; each is used as soon as it is open.
         Raises:
             InvalidContribution: this member's own values are not finite.
             RoundAborted: all contributors to its span were lost.
@@ -214,6 +243,10 @@ class Butterfly:
         finally:
             self.wanted.pop(rank, None)
 
+    def _is_small(self, rank: int) -> bool:
+        """Whether the exchange with a partner is small enough to work on in the event loop."""
+        return max(self.partition.numel[rank], self.partition.numel[self._rank]) < INLINE_NUMEL
+
     # sending
 
     async def _send_to(self, rank: int, stream: Stream) -> None:
@@ -223,10 +256,7 @@ class Butterfly:
         pieces = Pausing(self._outgoing(rank), self._reducer.progress)
         while not pieces.is_over:
             await pieces.wait()
-            if self._is_small(rank):
-                await stream.send(*pieces)
-            else:
-                await stream.send_each(pieces)
+            await (stream.send(*pieces) if self._is_small(rank) else stream.send_each(pieces))
 
     def _owes_values_to(self, rank: int) -> bool:
         return self._weights[self._rank] > 0 and rank in self.partition.reducers
@@ -275,9 +305,10 @@ class Butterfly:
 
     def _label_of(self, reducer: int) -> bytes:
         """The header of a span's values, or of a member's own means."""
-        is_of_means = reducer == self._rank
-        num_bytes = (self.partition.mean_bytes if is_of_means else self.partition.num_bytes)[reducer]
-        return _LABEL.pack(self._flat_N.numel(), num_bytes)
+        return _LABEL.pack(self._flat_N.numel(), self._num_bytes_of(reducer, is_of_means=reducer == self._rank))
+
+    def _num_bytes_of(self, reducer: int, *, is_of_means: bool) -> int:
+        return (self.partition.mean_bytes if is_of_means else self.partition.num_bytes)[reducer]
 
     # receiving
 
@@ -285,23 +316,22 @@ class Butterfly:
         """Receive a partner's values of this member's span, then the means of its own."""
         if rank not in self._reducer.inboxes and rank not in self.partition.reducers:
             return
-        rooms = Pausing(self._rooms(rank), self._reducer.progress)
+        rooms, wanted = Pausing(self._rooms(rank), self._reducer.progress), Wanted.VALUES
         while not rooms.is_over:
             await rooms.wait()
-            self.wanted[rank] = Wanted.MEANS if rank in self._has_given else Wanted.VALUES
+            self.wanted[rank] = wanted
             if self._is_small(rank):
                 for room in rooms:
                     await stream.receive_into(room)
             else:
                 await stream.receive_each(rooms)
-            self.wanted.pop(rank, None)
+            wanted = self.wanted.pop(rank)
 
     def _rooms(self, rank: int) -> Iterator[memoryview | Condition]:
         """Buffers for all that a partner sends."""
         inbox = self._reducer.inboxes.get(rank)
         if inbox is not None:
             yield from self._rooms_for_values(rank, inbox)
-        self._has_given.add(rank)
         if rank in self.partition.reducers:
             self.wanted[rank] = Wanted.MEANS
             yield from self._rooms_for_means(rank)
@@ -325,11 +355,14 @@ class Butterfly:
         self._check_label(label, rank, rank, Wanted.MEANS)
         yield from self._rooms_for_exact(rank) if self.partition.is_exact else self._rooms_for_encoded(rank)
         size = self._records.mask_bytes * len(self.partition.chunks[rank])
-        record = bytearray(size + (self._norms_record.size if self._norms is not None else 0))
+        record = bytearray(size + self._norms_record.size)
         yield memoryview(record)
         self._read_record(record[:size], rank)
         if self._norms is not None:
-            self._read_norms(record[size:], rank)
+            norms = list(self._norms_record.unpack(record[size:]))
+            if not all(norm >= 0.0 for norm in norms):
+                raise self._invalid(rank, "is invalid: a norm is negative, or not a number", "the record of ")
+            self._told_norms[rank] = norms
 
     def _rooms_for_exact(self, rank: int) -> Iterator[memoryview]:
         for piece in chunks_of(self.partition.spans[rank], PIECE_NUMEL):
@@ -343,27 +376,23 @@ class Butterfly:
         for chunk, encoded in self._encoded_chunks(rank):
             yield bytes_of(encoded)
             self.partition.means.decode(encoded, chunk.start, self.averaged_N[chunk])
-            self._check_passed_on(rank, chunk, encoded)
+            if isinstance(self.partition.means, Gathered):
+                self._check_passed_on(rank, chunk, self.partition.means.slots(encoded))
             self._hashers[rank].update(bytes_of(encoded))
 
-    def _check_passed_on(self, reducer: int, chunk: slice, encoded: torch.Tensor) -> None:
+    def _check_passed_on(self, reducer: int, chunk: slice, slots: dict[int, torch.Tensor]) -> None:
         """Check that a reducer has passed this member's values on unchanged, or left them out; note whose it has."""
-        if not isinstance(self.partition.means, Gathered):
-            return
-        slots = self.partition.means.slots(encoded)
-        self._passed_on.setdefault(reducer, []).append([rank for rank, slot in slots.items() if slot[0] != ABSENT])
-        if self._owes_values_to(reducer) and slots[self._rank][0] != ABSENT:
-            own = self._own_encoded.get(chunk.start)  # None: it cannot have them yet
-            if own is None or not torch.equal(slots[self._rank][1:], own):
-                raise self._invalid(reducer, "are not those that this peer sent")
+        present = [rank for rank, slot in slots.items() if slot[0] != ABSENT]
+        self._passed_on[reducer].append(present)
+        own = self._own_encoded.get(chunk.start)  # None: the reducer cannot have them yet
+        if self._rank in present and (own is None or not torch.equal(slots[self._rank][1:], own)):
+            raise self._invalid(reducer, "are not those that this peer sent")
 
     def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
         numel, num_bytes = _LABEL.unpack(label)
         if numel != self._flat_N.numel():
             raise self._invalid(rank, f"has {numel} values, not {self._flat_N.numel()}", "the vector of ")
-        is_of_means = wanted is Wanted.MEANS
-        due = (self.partition.mean_bytes if is_of_means else self.partition.num_bytes)[reducer]
-        if num_bytes != due:
+        if num_bytes != (due := self._num_bytes_of(reducer, is_of_means=wanted is Wanted.MEANS)):
             raise self._invalid(rank, f"sends {num_bytes} bytes of {wanted.value}, and {due} are due", "")
 
     def _read_record(self, record: bytes | bytearray, rank: int) -> None:
@@ -371,24 +400,18 @@ class Butterfly:
             self._told[rank] = self._records.read_record(bytes(record))
         except BadContribution as error:
             raise self._invalid(rank, f"is invalid: {error}", "the record of ") from error
-        if self._plan.passes_on and self._told[rank] != self._passed_on.get(rank, []):
+        if self._plan.passes_on and self._told[rank] != self._passed_on[rank]:
             raise self._invalid(rank, "are not of the members in its record")
-
-    def _read_norms(self, record: bytes | bytearray, rank: int) -> None:
-        norms = list(self._norms_record.unpack(record))
-        if not all(norm >= 0.0 for norm in norms):
-            raise self._invalid(rank, "is invalid: a norm is negative, or not a number", "the record of ")
-        self._told_norms[rank] = norms
 
     # memory
 
-    def _memory_of_means(self) -> list[torch.Tensor]:
+    def _memory_of_means(self, memory: Memory) -> list[torch.Tensor]:
         """Memory for the means as sent, by reducer, uint8; the means' own memory if they are not encoded."""
         if self.partition.is_exact:
             return [self.averaged_N[span].view(torch.uint8) for span in self.partition.spans]
         sizes = self.partition.mean_bytes
         starts = [0, *itertools.accumulate(map(whole_lines, sizes))]
-        means = self._memory.vector(starts[-1], torch.uint8)
+        means = memory.vector(starts[-1], torch.uint8)
         return [means[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -401,10 +424,6 @@ class Butterfly:
             for chunk, encoded in self._encoded_chunks(rank):
                 if not self.partition.is_exact:
                     self.partition.means.decode(encoded, chunk.start, self.averaged_N[chunk])
-
-    def _is_small(self, rank: int) -> bool:
-        """Whether the exchange with a partner is small enough to work on in the event loop."""
-        return max(self.partition.numel[rank], self.partition.numel[self._rank]) < INLINE_NUMEL
 
 
 async def _all_or_none(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -1,7 +1,4 @@
-"""What a member holds of a round's result: its parts and who contributed to them, and the pieces that can be verified.
-
-The digest of a result covers the digests of its pieces.
-"""
+"""What a member holds of a round's result: parts with their contributors, and pieces that can be verified."""
 
 from __future__ import annotations
 
@@ -26,11 +23,9 @@ class Means:
     """A result, or the part of it that a member has.
 
     Attributes:
-        spans_ballots: whether parts of it came in different ballots. Then a piece is a plain part of the vector, else
-            the means of one reducer as sent.
-        pieces: their memory, uint8.
+        spans_ballots: whether parts of it came in different ballots. Then a piece, uint8, is a plain part of the
+            vector, else the means of one reducer as sent, in the code ``codec``.
         decode: writes the vector from the pieces, where they are encoded.
-        codec: code of the encoding, where there is one.
         chunks: of each piece, the parts of the vector that were encoded one by one; none for plain pieces, nor where
             contributions were passed on in place of their mean.
     """
@@ -44,10 +39,9 @@ class Means:
 
     def lasting(self) -> Means:
         """The same pieces, which nobody changes any more: those in the memory of the vector are copied."""
-        own = self.averaged_N.untyped_storage().data_ptr()
-        pieces = [
-            piece.clone() if piece.untyped_storage().data_ptr() == own else piece.detach() for piece in self.pieces
-        ]
+        memory = self.averaged_N.untyped_storage().data_ptr()
+        are_own = (piece.untyped_storage().data_ptr() == memory for piece in self.pieces)
+        pieces = [piece.clone() if is_own else piece for piece, is_own in zip(self.pieces, are_own, strict=True)]
         return Means(torch.empty(0), self.spans_ballots, pieces, lambda: None, self.codec, self.chunks)
 
     def digests(self) -> list[bytes]:
@@ -78,19 +72,12 @@ class BadContribution(Exception):
 
 
 class Contributions:
-    """The parts of the averaged vector that a member holds.
-
-    Args:
-        contributors: ranks with a weight above 0.
-
-    Attributes:
-        mask_bytes: bytes for each chunk in the record that a reducer sends.
-    """
+    """The parts of the averaged vector that a member holds; ``contributors`` are the ranks with a weight above 0."""
 
     def __init__(self, numel: int, num_members: int, contributors: Iterable[int]) -> None:
         self._numel = numel
         self._num_members = num_members
-        self.mask_bytes = (num_members + 7) // 8
+        self.mask_bytes = (num_members + 7) // 8  # for each chunk in the record that a reducer sends
         self._contributors = frozenset(contributors)
         self._parts: list[SpanResult] = []
 
@@ -117,13 +104,8 @@ class Contributions:
 
     def missing(self) -> tuple[int, int]:
         """Start and stop of the shortest slice that covers all missing parts; equal if nothing is missing."""
-        gaps, at = [], 0
-        for part in self._parts:
-            if part.start > at:
-                gaps.append((at, part.start))
-            at = part.stop
-        if at < self._numel:
-            gaps.append((at, self._numel))
+        bounds = [0, *(end for part in self._parts for end in (part.start, part.stop)), self._numel]
+        gaps = [(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop]
         return (gaps[0][0], gaps[-1][1]) if gaps else (0, 0)
 
     def parts(self) -> list[SpanResult]:
@@ -147,9 +129,7 @@ class Contributions:
             bits = int.from_bytes(record[start : start + size], "little")
             present = [rank for rank in range(8 * size) if bits >> rank & 1]
             if not present or not self._contributors.issuperset(present):
-                raise BadContribution(
-                    f"ranks {present} contributed to a chunk, and only {sorted(self._contributors)} can"
-                )
+                raise BadContribution(f"ranks {present} contributed to a chunk, not of {sorted(self._contributors)}")
             presents.append(present)
         return presents
 

@@ -41,9 +41,9 @@ class Norms:
         """Add an averaged chunk.
 
         Args:
-            sampled: of each member in its mean, by rank, the sum of the squares of its values, estimated.
+            sampled: of each member in its mean, the sum of the squares of its values, estimated.
             largest_square: the sum of the squares of its mean, or a bound of that.
-            received: encoded chunks by rank; for the missing rank, the values are ``own``.
+            received: encoded chunks; for the missing rank, the values are ``own``.
         """
         gaps = self._plan.uncompared(chunk)
         total = sum(self._weights[rank] for rank in sampled)

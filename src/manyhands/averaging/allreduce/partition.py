@@ -1,22 +1,15 @@
 """Divides the vector among the reducers: their spans, and the chunks of these. Pure; the same on all members.
 
-The spans are chosen so that the slowest member is done as early as possible. Let n members average a vector, of which
-member i reduces the fraction w_i, and count in vectors. In the reduce-scatter member i sends its values of all other
-spans, ``1 - w_i``, and receives those of the n - 1 others for its own, ``(n - 1) w_i``. In the all-gather the
-directions are reversed. So it sends ``(1 - w_i) + (n - 1) w_i = 1 + (n - 2) w_i``, and receives as much; with bandwidth
-b_i in each direction that takes
+The spans are chosen so that the slowest member is done as early as possible. Of n members, let member i with bandwidth
+b_i reduce the fraction w_i. It sends ``(1 - w_i) + (n - 1) w_i`` vectors and receives as much, which takes
 
     t_i = (1 + (n - 2) w_i) / b_i.
 
 The best w minimises max t_i over w >= 0, sum w = 1. All reducers finish at the same time 1 / x: one that finished later
-would gain by giving a part of its span to another. So ``w_i = (x b_i - 1) / (n - 2)``, and 0 for each member that needs
-longer than that to send its own values, x b_i <= 1. These are the slowest members. If the k fastest reduce, and S is
-the sum of their bandwidths, ``sum w = 1`` gives ``x = (n - 2 + k) / S``; the right k is the largest for which all k
-fractions are positive. (If a member that reduces nothing needs longer than 1 / x, other w are as good; this one lets
-all others finish first.) With n = 2 both send one vector, whichever of them reduces it: each takes a half, because the
-addition is work too.
-
-A client cannot be dialled, so it reduces nothing, but it counts in n. A member without samples sends less than this.
+would gain by giving a part of its span to another. So ``w_i = (x b_i - 1) / (n - 2)``, and 0 for the slowest members,
+which need longer than that to send their own values, x b_i <= 1. If the k fastest reduce, and S is the sum of their
+bandwidths, ``sum w = 1`` gives ``x = (n - 2 + k) / S``; the right k is the largest for which all k fractions are
+positive. With n = 2 each takes a half, because the addition is work too. A client reduces nothing, but counts in n.
 
 All numbers are integers, so all members compute the same spans on any machine.
 
@@ -53,22 +46,14 @@ MANY_TO_ONE = 8
 
 
 class Partition:
-    """The spans of the reducers, and their chunks.
-
-    Args:
-        members: ranks that take part.
-        region: the part of the vector that is averaged.
+    """The spans of the reducers, and their chunks, in the region of a vector that the members of these ranks average.
 
     Attributes:
         weights: by rank; 0 for members that do not take part.
         means: how means are encoded.
         is_exact: whether values in the region are sent unencoded.
-        spans: by rank; empty for a member that reduces nothing.
-        numel: elements of each span.
-        reducers: ranks whose span is not empty.
-        chunks: of each span, in order.
-        places: the position of each encoded chunk in its span, in bytes.
-        mean_places: likewise of the means.
+        spans, numel, chunks: by rank; empty for a member that reduces nothing.
+        places, mean_places: the position of each encoded chunk in its span, in bytes.
         num_bytes, mean_bytes: the encoded size of each span, and of its means.
     """
 
@@ -99,10 +84,7 @@ class Partition:
         )
 
     def _places(self, plan: Plan | Gathered) -> list[list[slice]]:
-        return [
-            _one_after_the_other([plan.num_bytes(chunk.start, chunk.stop) for chunk in chunks])
-            for chunks in self.chunks
-        ]
+        return [_one_after_the_other([plan.num_bytes(part.start, part.stop) for part in of]) for of in self.chunks]
 
 
 def _one_after_the_other(sizes: Sequence[int]) -> list[slice]:
@@ -115,13 +97,9 @@ LEAST_UNITS = 16
 
 
 def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed: bytes) -> list[slice]:
-    """Split a flat vector among the reducers of one group; see :mod:`manyhands.averaging.allreduce.partition`.
-
-    Reducer ``i`` averages ``flat_N[spans[i]]``. Rounding: largest remainder, ties to the lower rank. All numbers are
-    integers, so that every member computes the same answer.
+    """Split a flat vector among the reducers of one group. Rounding: largest remainder, ties to the lower rank.
 
     Args:
-        numel: N, in elements (not bytes).
         bandwidths: bytes per second, shape [P], not all zero; a member with 0 never reduces.
         min_span_numel: smallest span in elements, at least 1; a single reducer may have less.
         seed: bytes that all members know, and none chooses.
@@ -144,8 +122,7 @@ def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed
 def _drawn(bandwidths: Sequence[int], num_worth: int, seed: bytes) -> list[int]:
     """Ranks that may reduce: only as many as there are spans worth a stream.
 
-    One member averages a vector of a few kilobytes fastest: each further one costs every member a stream. The choice
-    changes from round to round to spread the load; the slower half comes last.
+    The choice changes from round to round to spread the load; the slower half comes last.
     """
     able = [rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0]
     if num_worth >= len(able):
@@ -184,8 +161,7 @@ SAME = Fraction(1, 4)
 def leveled(bandwidths: Sequence[int]) -> list[int]:
     """Bandwidths by rank, made equal where they hardly differ: measurements vary by as much.
 
-    Members advance together, so one that was underestimated and has less to send cannot show that it is faster. A
-    difference of a few percent would save less than an error of that size costs.
+    Members advance together, so one that was underestimated and has less to send cannot show that it is faster.
     """
     levels = list(bandwidths)
     ascending = sorted((rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0), key=bandwidths.__getitem__)
@@ -199,10 +175,9 @@ def leveled(bandwidths: Sequence[int]) -> list[int]:
 
 
 def balanced_shares(bandwidths: Sequence[int], candidates: Sequence[int], min_fraction: Fraction) -> list[int]:
-    """Relative sizes of the spans, by rank; O(n log n).
+    """Relative sizes of the spans, by rank.
 
     Args:
-        bandwidths: of all members, shape [P], in any unit.
         candidates: ranks that may reduce, at least one; their bandwidths are > 0.
         min_fraction: smallest span as a fraction of the vector; a single reducer may have less.
     """

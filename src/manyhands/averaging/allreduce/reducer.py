@@ -1,14 +1,12 @@
-"""Computes the weighted mean of one span, chunk by chunk, while other chunks are still arriving.
-
-An :class:`Inbox` holds the chunks of one sender until they are averaged.
-"""
+"""Computes the weighted mean of one span, chunk by chunk, while other chunks are still arriving."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -26,6 +24,22 @@ INLINE_NUMEL = 1 << 14
 """Below this number of elements, the work takes less time than a switch to another thread."""
 
 NO_VALUES = "nobody's values came for a chunk"
+
+
+class _SpoiltError(Exception):
+    """A member's values cannot be averaged."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        super().__init__(how)
+        self.rank = rank
+
+
+@contextmanager
+def _blaming(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except BadEncoding as error:
+        raise _SpoiltError(rank, f"cannot be decoded: {error}") from error
 
 
 class SpanReducer:
@@ -86,29 +100,24 @@ class SpanReducer:
         is_in_place = bool(self.chunks) and flat_N.data_ptr() == averaged_N.data_ptr()
         kept_numel = max(map(_numel, self.chunks)) if is_in_place else 0
         self._kept_N = memory.vector(kept_numel, flat_N.dtype)  # own values of a chunk while its mean is written
-        self._lock = threading.Lock()
-        self._may_reduce = self._is_reducing = False
+        self._may_reduce, self._reducing = False, threading.Lock()
         self._spoilt: dict[int, str] = {}  # what is wrong with a member's values; not reported yet
         self._error: Exception | None = None
-        self._to_look = Waker()  # for run()
+        self._to_look = Waker()  # for run(), which would take threads' work if each chunk woke it
 
     def put(self, rank: int, encoded: torch.Tensor) -> None:
         """Take a chunk that has come into a member's inbox; averages all that is complete."""
-        inbox = self.inboxes.get(rank)
-        if inbox is not None:
+        if (inbox := self.inboxes.get(rank)) is not None:
             inbox.put(encoded)
             self._reduce_all()
 
     def lose(self, rank: int, *, is_violation: bool) -> None:
         """Expect nothing more from a member; chunks that it delivered count, unless they were the fault."""
-        inbox = self.inboxes.get(rank)
-        if inbox is None:
-            return
-        if is_violation:
-            with self._lock:
+        if (inbox := self.inboxes.get(rank)) is not None:
+            if is_violation:
                 self.inboxes.pop(rank, None)
-        inbox.is_ended = True
-        self._to_look.wake()
+            inbox.is_ended = True
+            self._to_look.wake()
 
     def done(self, num_before: int) -> tuple[int, memoryview]:
         """How many chunks will have been sent once the returned bytes are; these follow the first ``num_before``.
@@ -135,7 +144,7 @@ class SpanReducer:
         """
         self._may_reduce = True
         while len(self.presents) < len(self.chunks):
-            if self._is_due() and self.chunks[0].stop - self.chunks[0].start >= INLINE_NUMEL:
+            if self._is_due() and _numel(self.chunks[0]) >= INLINE_NUMEL:
                 await run_to_end(self._reduce_all)
             else:
                 self._reduce_all()
@@ -145,67 +154,63 @@ class SpanReducer:
             if self._error is not None:
                 raise self._error
 
-    def _is_due(self) -> bool:
-        """Whether a chunk is ready to average and no thread averages it."""
-        with self._lock:
-            return not self._is_reducing and self._is_next_ready()
-
     def _must_look(self) -> bool:
         is_over = self._error is not None or len(self.presents) == len(self.chunks)
-        return is_over or bool(self._spoilt) or self._is_due()
+        return is_over or bool(self._spoilt) or (not self._reducing.locked() and self._is_due())
 
-    def _is_next_ready(self) -> bool:
+    def _is_due(self) -> bool:
+        """Whether the next chunk can be averaged."""
         is_possible = self._may_reduce and self._error is None and len(self.presents) < len(self.chunks)
-        return is_possible and all(inbox.is_ready for inbox in self.inboxes.values())
+        return is_possible and all(inbox.is_ready for inbox in list(self.inboxes.values()))
 
     def _reduce_all(self) -> None:
         """Average what has come, unless another thread does so already and will see it."""
-        while (received := self._begin()) is not None:
-            spoilt: dict[int, str] = {}
+        while self._is_due() and self._reducing.acquire(blocking=False):
             try:
-                present, spoilt = self._reduce(len(self.presents), received)
+                if self._is_due():
+                    self._reduce_next()
             except Exception as error:  # noqa: BLE001 (it ends the round, not the stream on which the last values came)
                 self._error = error
-            with self._lock:
-                for rank in spoilt:
-                    self.inboxes.pop(rank, None)
-                for rank in received:
-                    if rank in self.inboxes:
-                        self.inboxes[rank].give_back()
-                self._spoilt |= spoilt
-                if self._error is None:
-                    self.presents.append(present)
-                self._is_reducing = False
+            finally:
+                self._reducing.release()
             self.progress.wake()
-            if spoilt or self._error is not None or len(self.presents) == len(self.chunks):
+            if self._error is not None or self._spoilt or len(self.presents) == len(self.chunks):
                 self._to_look.wake()
 
-    def _begin(self) -> dict[int, torch.Tensor] | None:
-        """Claim the next chunk if it is complete; returns the received parts by rank."""
-        with self._lock:
-            if self._is_reducing or not self._is_next_ready():
-                return None
-            self._is_reducing = True
-            taken = {rank: inbox.take() for rank, inbox in self.inboxes.items()}
-            for rank, encoded in taken.items():
-                if encoded is None:
-                    del self.inboxes[rank]
-            return {rank: encoded for rank, encoded in taken.items() if encoded is not None}
+    def _reduce_next(self) -> None:
+        inboxes = dict(self.inboxes)
+        taken = {rank: inbox.take() for rank, inbox in inboxes.items()}
+        received = {rank: encoded for rank, encoded in taken.items() if encoded is not None}
+        present, spoilt = self._reduce(len(self.presents), received)
+        for rank, encoded in taken.items():
+            if encoded is None or rank in spoilt:
+                self.inboxes.pop(rank, None)
+            else:
+                inboxes[rank].give_back()
+        self._spoilt |= spoilt
+        self.presents.append(present)
 
-    def _reduce(self, number: int, received: Mapping[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
+    def _reduce(self, number: int, received: dict[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
         """Average a chunk in the order of ranks, as all members will decode it; returns its contributors and faults."""
         chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
-        if self._means is not None:
-            return self._pass_on(chunk, encoded, dict(received), self._means)
-        present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
-        spoilt: dict[int, str] = {}
-        own, kept = self._flat_N[chunk], self._kept_N[: _numel(chunk)]
+        own, kept, spoilt = self._flat_N[chunk], self._kept_N[: _numel(chunk)], dict[int, str]()
         values = kept if kept.numel() else own  # of this member, when the mean is written
-        while (fault := self._average(present, own, kept, received, chunk, encoded)) is not None:
-            rank, spoilt[rank] = fault
-            present.remove(rank)
-            if kept.numel():
-                own, kept = kept, kept[:0]
+        present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
+        if self._means is not None and self._rank in present:
+            received[self._rank] = torch.empty(self._plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
+            self._encode(own, chunk.start, received[self._rank])
+        while True:
+            try:
+                if self._means is not None:
+                    self._pass_on(present, received, chunk, encoded, self._means)
+                else:
+                    self._average(present, own, kept, received, chunk, encoded)
+                break
+            except _SpoiltError as fault:
+                spoilt[fault.rank] = str(fault)
+                present.remove(fault.rank)
+                if kept.numel():
+                    own, kept = kept, kept[:0]
         self.hasher.update(bytes_of(encoded))
         if self._norms is not None:
             self._norms.add(chunk, self._averaged_N[chunk], self._squares, self._square, received, values)
@@ -214,32 +219,25 @@ class SpanReducer:
         return present, spoilt
 
     def _pass_on(
-        self, chunk: slice, encoded: torch.Tensor, received: dict[int, torch.Tensor], means: Gathered
-    ) -> tuple[list[int], dict[int, str]]:
-        """Like :meth:`_reduce`, where the contributions are sent in place of their mean."""
-        mean, spoilt, squares = self._averaged_N[chunk], dict[int, str](), dict[int, float]()
-        if self._weights[self._rank] > 0:
-            own = torch.empty(self._plan.num_bytes(chunk.start, chunk.stop), dtype=torch.uint8)
-            self._encode(self._flat_N[chunk], chunk.start, own)
-            received[self._rank] = own
-        for rank in sorted(received):
-            try:
-                squares[rank] = self._plan.add(
-                    received[rank], chunk.start, 1.0, torch.empty_like(mean), is_first=True, is_largest=True
-                )
-            except BadEncoding as error:
-                spoilt[rank] = f"cannot be decoded: {error}"
-                del received[rank]
-        if not received:
+        self,
+        present: Sequence[int],
+        received: Mapping[int, torch.Tensor],
+        chunk: slice,
+        encoded: torch.Tensor,
+        means: Gathered,
+    ) -> None:
+        """Like :meth:`_average`, but write the contributions in place of the encoded mean."""
+        mean, self._squares = self._averaged_N[chunk], {}
+        for rank in present:
+            with _blaming(rank):
+                values = torch.empty_like(mean)
+                square = self._plan.add(received[rank], chunk.start, 1.0, values, is_first=True, is_largest=True)
+            self._squares[rank] = square
+        if not present:
             raise RoundAborted(NO_VALUES)
-        means.fill(encoded, received)
+        means.fill(encoded, {rank: received[rank] for rank in present})
         means.decode(encoded, chunk.start, mean)
-        self.hasher.update(bytes_of(encoded))
-        if self._norms is not None:
-            self._norms.add(chunk, mean, squares, square_of(mean), received, mean)
-            for rank in spoilt:
-                self._norms.spoil(rank)
-        return sorted(received), spoilt
+        self._square = square_of(mean)
 
     def _average(
         self,
@@ -249,8 +247,8 @@ class SpanReducer:
         received: Mapping[int, torch.Tensor],
         chunk: slice,
         encoded: torch.Tensor,
-    ) -> tuple[int, str] | None:
-        """Write the mean of the members' chunks and encode it; returns the member that spoils it, and how, or None.
+    ) -> None:
+        """Write the mean of the members' chunks and encode it; raises :class:`_SpoiltError` if a member spoils it.
 
         Another way to combine the chunks, such as a robust mean, would go here.
 
@@ -268,13 +266,13 @@ class SpanReducer:
         *given, self._square = squares.tolist()
         self._squares = dict(zip(present, given, strict=True))
         if num_done == _numel(chunk):
-            return None
+            return
         at, rest = plan.num_bytes(chunk.start, chunk.start + num_done), slice(chunk.start + num_done, chunk.stop)
         if kept.numel():
             kept[num_done:].copy_(own[num_done:])
             own = kept
-        fault = self._add_up(present, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
-        if fault is None and not self._is_exact:
+        self._add_up(present, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
+        if not self._is_exact:
             mean = self._averaged_N[rest]
             if self._feedback is not None:
                 mean.copy_(self._feedback.encode(mean, rest.start, encoded[at:]))
@@ -283,12 +281,11 @@ class SpanReducer:
                 plan.decode(encoded[at:], rest.start, mean)
             if self._norms is not None:
                 self._square += square_of(mean)
-        return fault
 
     def _add_up(
         self, present: Sequence[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
-    ) -> tuple[int, str] | None:
-        """Write the mean; returns a member whose values spoil it, and how, or None."""
+    ) -> None:
+        """Write the mean, one member after the other."""
         if not present:
             raise RoundAborted(NO_VALUES)
         mean = self._averaged_N[chunk]
@@ -298,23 +295,20 @@ class SpanReducer:
             is_unencoded = rank == self._rank or self._is_exact
             values = own if rank == self._rank else received[rank].view(own.dtype) if is_unencoded else received[rank]
             add = self._plan.add_values if is_unencoded else self._plan.add
-            try:
+            with _blaming(rank):
                 square = add(values, chunk.start, share, mean, is_first=rank == present[0], is_largest=rank == largest)
-            except BadEncoding as error:
-                return rank, f"cannot be decoded: {error}"
             self._squares[rank] += square
         if not self._is_exact:
-            return None  # a codec refuses what is not finite
+            return  # a codec refuses what is not finite
         if self._norms is not None:
             self._square = square_of(mean)
         if self._is_finite(mean):
-            return None
+            return
         for rank in present:
             if rank != self._rank and not is_finite(received[rank].view(own.dtype)):
-                return rank, "are not finite"
+                raise _SpoiltError(rank, "are not finite")
         if not is_finite(mean):
             raise NotFinite("NaN or infinite values cannot be averaged")
-        return None
 
     def _is_finite(self, mean: torch.Tensor) -> bool:
         """Whether all values of a mean are finite, judged by its square, if the norms need that anyway."""
@@ -333,9 +327,7 @@ MANY_SENDERS = 16
 
 
 class Inbox:
-    """The chunks of one sender on their way to the reducer, in reused memory.
-
-    One thread puts; another may take.
+    """The chunks of one sender on their way to the reducer, in reused memory. One thread puts; another may take.
 
     Args:
         rooms: uint8, shape [chunks to queue, bytes of the largest chunk].
@@ -361,7 +353,6 @@ class Inbox:
         return self._in_use[-1][:num_bytes]
 
     def put(self, encoded: torch.Tensor) -> None:
-        """A chunk has arrived."""
         self._full.append(encoded)
 
     @property

@@ -1,27 +1,21 @@
 """Decides how long a round waits for each member: for a slow one to the end, for a silent one seconds.
 
-A member that is silent is asked whether it is in the round, and how far it is (:class:`Probing`). The time since the
-last bytes counts, not their number: a member on a line twenty times slower than the others' is never silent. Only a
-member that needs more time than the round has is given up earlier (:class:`StragglerMonitor`).
+A member that is silent is asked whether it is in the round, and how far it is (:data:`ASK_MOVED`). The time since the
+last bytes counts, not their number: a member on a line twenty times slower than the others' is never silent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
 from manyhands.averaging.messages import Count, Digest, Group, PeerIdText
-from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import PeerError, Unavailable
-from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
-from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 
 PROBE_S = 2.0
@@ -42,10 +36,9 @@ PACE_KNOWN_SHARE = 0.5
 PACE_KNOWN_S = 5.0
 """After this share of a round's time, and at least so many seconds, the pace of a member that owes values is known. One
 that would miss the end is given up, so that time is left to go on without it."""
-
 LAST_SHARE = 0.65
-"""After this share of a round's time a reducer that sends no means is given up, whatever it reports, if it should have
-had all values by then: another reducer has had them for some time (``MARGIN``)."""
+"""After this share of a round's time a reducer that sends no means is given up, whatever it reports, if another one has
+had all values for some time."""
 MARGIN = 1.5
 """How much longer than another reducer one may take, in proportion to the size of its span, as a factor."""
 
@@ -58,92 +51,24 @@ class MovedQuery(msgspec.Struct):
 
 
 class Moved(msgspec.Struct):
-    """A member's progress.
+    """A member's progress."""
 
-    Attributes:
-        amount: bytes sent and received in this exchange, and chunks averaged.
-        is_gone: it is not in this round, and waits for no group of that leader.
-    """
-
-    amount: Count = 0
-    is_gone: bool = False
+    amount: Count = 0  # bytes sent and received in this exchange, and chunks averaged
+    is_gone: bool = False  # it is not in this round, and waits for no group of that leader
 
 
 ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
 
 
-class Probing:
-    """Asks others for their progress, and reports this peer's.
-
-    Args:
-        is_here: whether this peer is in the round of a leader's group, or may still come to it.
-    """
-
-    def __init__(self, endpoint: RunEndpoint, is_here: Callable[[bytes, PeerId], bool]) -> None:
-        self._endpoint = endpoint
-        self._is_here = is_here
-        self._amounts: dict[bytes, Callable[[], int]] = {}
-        endpoint.handle(ASK_MOVED, self._on_ask)
-
-    def close(self) -> None:
-        self._endpoint.unhandle(ASK_MOVED)
-
-    @contextmanager
-    def of(self, group: Group, amount: Callable[[], int]) -> Iterator[None]:
-        """Report ``amount`` to the members of a group within the block."""
-        self._amounts[group.group_id] = amount
-        try:
-            yield
-        finally:
-            del self._amounts[group.group_id]
-
-    async def ask(self, group: Group, rank: int, timeout_s: float) -> Moved:
-        """Ask a member for its progress.
-
-        Raises:
-            Unavailable, PeerError: it does not answer.
-        """
-        query = MovedQuery(group.group_id, group.leader)
-        return await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
-
-    def _on_ask(self, remote: PeerId, query: MovedQuery) -> Moved:
-        amount = self._amounts.get(query.group_id)
-        return Moved(amount() if amount is not None else 0, is_gone=not self._is_here(query.group_id, query.leader))
-
-
-def answer_time_s(*bytes_per_s: float) -> float:
-    """Timeout of an answer during a round, over a link that carries at least this much; 0 if unknown."""
-    slowest = min((rate for rate in bytes_per_s if rate > 0), default=float("inf"))
+def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0) -> float:
+    """Timeout of an answer during a round, by the lowest known rate: what came, or the bandwidth of one of both."""
+    rates = bytes_per_s, group.members[rank].bandwidth, group.members[other].bandwidth
+    slowest = min((rate for rate in rates if rate > 0), default=math.inf)
     return min(max(PROBE_S, QUEUED_BYTES / slowest), MAX_PROBE_S)
 
 
-@dataclass
-class Watched:
-    """What one member owes, and how it gets on; all times are those of the loop.
-
-    Attributes:
-        began: when its stream was first seen.
-        wanted, since: what it owes now, and since when.
-        owed_s: how long it has owed values without being held up by others.
-        amount, moved_at: its progress when it was last asked, and when that last changed.
-    """
-
-    began: float
-    wanted: Wanted | None = None
-    since: float = 0.0
-    owed_s: float = 0.0
-    amount: int = -1
-    moved_at: float = 0.0
-    asking: asyncio.Task[None] | None = None
-
-
 class StragglerMonitor:
-    """Watches the streams of one exchange, and gives up those with a silent other end.
-
-    Args:
-        streams: of the exchange, by rank; more may be added.
-        ends_at: when the round is over (loop time).
-    """
+    """Gives up the members of one exchange, which ends at a loop time, that are silent, stuck or too slow."""
 
     def __init__(
         self,
@@ -151,98 +76,84 @@ class StragglerMonitor:
         rank: int,
         butterfly: Butterfly,
         streams: Mapping[int, Stream],
-        probing: Probing,
+        ask: Callable[[int, float], Awaitable[Moved]],
         ends_at: float,
     ) -> None:
         self._group = group
         self._rank = rank
         self._butterfly = butterfly
         self._streams = streams
-        self._probing = probing
-        self._since = asyncio.get_running_loop().time()
+        self._ask = ask
+        self._loop = asyncio.get_running_loop()
+        self._since = self._loop.time()
         self._round_s = ends_at - self._since
-        self._watched: dict[int, Watched] = {}
-        self._come_at = {rank: self._since}  # upper bound of when this member, or another one, had all values
-        self._tasks = TaskOwner("straggler monitor")
 
-    async def watch(self) -> None:
-        """Check the streams periodically, until cancelled."""
-        try:
-            while True:
-                await asyncio.sleep(LOOK_PERIOD_S)
-                for rank, stream in list(self._streams.items()):
-                    self._look_at(rank, stream)
-        finally:
-            await self._tasks.close()
+    async def watch(self, rank: int, stream: Stream) -> None:
+        """Watch a partner until it is lost, or this is cancelled."""
+        began = before = since = moved_at = self._loop.time()
+        amount, owed_s = -1, 0.0  # how far it is, and how long it owes values without being held up by others
+        last: Wanted | None = None
+        while True:
+            await asyncio.sleep(LOOK_PERIOD_S)
+            now, wanted = self._loop.time(), self._butterfly.wanted.get(rank)
+            passed_s, before = now - before, now
+            if wanted is not last:
+                last, since, amount = wanted, now, -1
+            if wanted is None:
+                continue
+            silent_s, received = now - max(stream.last_received, since), stream.bytes_received
+            if wanted is Wanted.VALUES:
+                owed_s += passed_s
+                if how := self._too_slow(rank, received, owed_s):
+                    return self._lose(rank, f"is too slow for the time that this round has: {how}")
+            elif silent_s >= STILL_S[wanted] and self._is_overdue(rank):
+                return self._lose(rank, f"answers, but sent no means for {silent_s:.0f} s")
+            if silent_s < SILENT_S:
+                continue
+            try:
+                moving_s = stream.last_received - began
+                rate = received / moving_s if moving_s > 0 else 0.0
+                moved = await self._ask(rank, rate)
+            except (Unavailable, PeerError):
+                if stream.bytes_received == received:
+                    return self._lose(rank, "sends nothing, and does not answer")
+                continue
+            if moved.is_gone and stream.bytes_received == received:
+                return self._lose(rank, "has given the round up")
+            if moved.amount != amount or stream.bytes_received != received:
+                amount, moved_at = moved.amount, self._loop.time()
+            if (still_s := self._loop.time() - moved_at) >= STILL_S[wanted]:
+                how = f"answers, but sends no {wanted.value}, and moved nothing for {still_s:.0f} s"
+                return self._lose(rank, how)
 
-    def _look_at(self, rank: int, stream: Stream) -> None:
-        now, wanted = asyncio.get_running_loop().time(), self._butterfly.wanted.get(rank)
-        member = self._watched.setdefault(rank, Watched(now - LOOK_PERIOD_S))
-        if stream.bytes_received >= self._butterfly.num_bytes_with(rank):
-            self._come_at.setdefault(rank, now)  # all its means are here
-        if member.wanted is not wanted:
-            member.wanted, member.since, member.amount = wanted, now, -1
-        if wanted is None:
-            return
-        silent_s = now - max(stream.last_received, member.since)
-        if wanted is Wanted.VALUES:
-            self._come_at[self._rank] = now
-            member.owed_s += LOOK_PERIOD_S
-            if (needed_s := self._too_slow(rank, stream, member)) is not None:
-                reason = f"peer {stream.remote} is too slow for the time that this round has"
-                how = f"at its pace it would need {needed_s:.0f} s" if needed_s < math.inf else "it has sent nothing"
-                self._lose(rank, f"{reason}: {how}")
-                return
-        elif self._is_overdue(rank, silent_s):
-            self._lose(rank, f"peer {stream.remote} answers, but sent no means for {silent_s:.0f} s")
-            return
-        if silent_s >= SILENT_S and (member.asking is None or member.asking.done()):
-            asking = self._ask(rank, stream, member, wanted)
-            member.asking = self._tasks.spawn(asking, name=f"asking {stream.remote}")
+    def _too_slow(self, rank: int, received: int, owed_s: float) -> str:
+        """How a member misses the end of the round at its pace; empty if it does not, or the pace is not known yet."""
+        passed_s = self._loop.time() - self._since
+        if passed_s < max(PACE_KNOWN_S, PACE_KNOWN_SHARE * self._round_s) or owed_s < passed_s / 2:
+            return ""
+        if received == 0:
+            return "it has sent nothing"
+        needed_s = passed_s + (self._butterfly.num_bytes_with(rank) - received) * owed_s / received
+        return f"at its pace it would need {needed_s:.0f} s" if needed_s > self._round_s else ""
 
-    def _too_slow(self, rank: int, stream: Stream, member: Watched) -> float | None:
-        """Seconds that a member needs for its values at its pace, if that is more than the round has."""
-        passed_s = asyncio.get_running_loop().time() - self._since
-        if passed_s < max(PACE_KNOWN_S, PACE_KNOWN_SHARE * self._round_s) or member.owed_s < passed_s / 2:
-            return None
-        num_left = self._butterfly.num_bytes_with(rank) - stream.bytes_received
-        left_s = num_left * member.owed_s / stream.bytes_received if stream.bytes_received else math.inf
-        return passed_s + left_s if passed_s + left_s > self._round_s else None
+    def _is_overdue(self, rank: int) -> bool:
+        """Whether a reducer must have had all values for some time: another one has sent all its means.
 
-    def _is_overdue(self, rank: int, silent_s: float) -> bool:
-        """Whether a member that owes means and reports progress should have sent them, by what has come here."""
-        passed_s = asyncio.get_running_loop().time() - self._since
-        if passed_s < LAST_SHARE * self._round_s or silent_s < STILL_S[Wanted.MEANS]:
+        This peer's own span shows that only if nobody else has one: the others may wait for the values of this peer.
+        """
+        passed_s, butterfly = self._loop.time() - self._since, self._butterfly
+        if passed_s < LAST_SHARE * self._round_s:
             return False
-        num_bytes, come_at = self._butterfly.partition.num_bytes, dict(self._come_at)
-        has_values = self._group.members[self._rank].weight > 0
-        if has_values and any(num_bytes[other] for other in self._streams if other != rank):
-            del come_at[self._rank]  # it may wait for this member's values; if so, the third reducer does, too
+        num_bytes, reducers = butterfly.partition.num_bytes, butterfly.partition.reducers - {rank}
+        others = {other: stream for other, stream in self._streams.items() if other != rank}
+        if reducers == {self._rank}:
+            done_at = max([self._since, *(stream.last_received for stream in others.values())])
+            return butterfly.has_reduced and passed_s > MARGIN * (done_at - self._since)
         return any(
-            passed_s > MARGIN * (at - self._since) * max(1.0, num_bytes[rank] / num_bytes[other])
-            for other, at in come_at.items()
-            if num_bytes[other]
+            passed_s > MARGIN * (stream.last_received - self._since) * max(1.0, num_bytes[rank] / num_bytes[other])
+            for other, stream in others.items()
+            if other in reducers and stream.bytes_received >= butterfly.num_bytes_with(other)
         )
 
-    async def _ask(self, rank: int, stream: Stream, member: Watched, wanted: Wanted) -> None:
-        before, loop = stream.bytes_received, asyncio.get_running_loop()
-        moving_s = stream.last_received - member.began
-        received_rate = before / moving_s if moving_s > 0 else 0.0
-        timeout_s = answer_time_s(self._group.link_rates(self._rank)[rank], received_rate)
-        try:
-            moved = await self._probing.ask(self._group, rank, timeout_s)
-        except (Unavailable, PeerError):
-            if stream.bytes_received == before:
-                self._lose(rank, f"peer {stream.remote} sends nothing, and does not answer")
-            return
-        if moved.is_gone and stream.bytes_received == before:
-            self._lose(rank, f"peer {stream.remote} has given the round up")
-        if moved.amount != member.amount or stream.bytes_received != before:
-            member.amount, member.moved_at = moved.amount, loop.time()
-        still_s = loop.time() - member.moved_at
-        if still_s >= STILL_S[wanted]:
-            reason = f"peer {stream.remote} answers, but sends no {wanted.value}, and moved nothing for {still_s:.0f} s"
-            self._lose(rank, reason)
-
-    def _lose(self, rank: int, reason: str) -> None:
-        self._butterfly.lose(rank, reason, is_stalled=True)
+    def _lose(self, rank: int, how: str) -> None:
+        self._butterfly.lose(rank, f"peer {self._group.members[rank].peer_id} {how}", is_stalled=True)

@@ -8,8 +8,8 @@
     the round is done with it: keeps it                   keeps it, waits for a name
         sends the name of the next round          ──>     gives it to that round
 
-A dial takes several round trips and much CPU. A stream that stays unused is closed. So is one to a peer whose control
-connection broke: it may not carry anything any more.
+A dial takes several round trips and much CPU. A stream to a peer whose control connection broke is closed: it may not
+carry anything any more.
 """
 
 from __future__ import annotations
@@ -30,13 +30,9 @@ from manyhands.transport.api import Stream
 from manyhands.transport.passing import PassingStream
 
 MAX_KEPT = 16
-"""Limit of the kept streams that a peer has dialled. In a group with more other members that can be dialled, no stream
-is kept."""
+"""Limit of the kept streams that a peer has dialled; the oldest is closed."""
 KEPT_S = 60.0
-"""A stream that is unused for this long is closed by the side that dialled it; the other side waits longer."""
-UNNAMED_S = 120.0
-MAX_UNNAMED = 512
-"""Limit of the accepted streams that wait for a name, one for each peer; a reducer may have hundreds of clients."""
+"""A stream that was unused for longer is not used again: a router on the way may have forgotten it."""
 PROBE_AFTER_S = 0.3
 """After this time without a stream from a partner, check that the partner is alive."""
 REMEMBERED_ROUNDS = 16
@@ -73,10 +69,11 @@ class PartnerStreams:
     """Opens, accepts, keeps and closes the streams of one peer's rounds."""
 
     def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, tasks: TaskOwner) -> None:
+        self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._config = config
         self._tasks = tasks
-        self._idle: dict[PeerId, tuple[Stream, asyncio.TimerHandle]] = {}  # dialled; with the end of its time
+        self._idle: dict[PeerId, tuple[Stream, float]] = {}  # dialled; with the time since when, oldest first
         self._unnamed: dict[PeerId, Stream] = {}  # accepted
         self._awaited: dict[tuple[bytes, PeerId], asyncio.Future[RoundStream]] = {}
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED_ROUNDS)
@@ -152,14 +149,13 @@ class PartnerStreams:
             if name == stream_id:
                 self._release_awaited(future)
 
-    def give_back(self, group: Group, stream: RoundStream, *, is_used_up: bool, within_s: float) -> None:
+    def give_back(self, stream: RoundStream, *, is_used_up: bool, within_s: float) -> None:
         """Keep a stream for the next round, or close it in the background, so that bytes already sent still arrive.
 
         Args:
             is_used_up: whether all that was due has travelled on it, in both directions.
         """
-        is_small = sum(not member.is_client for member in group.members) <= MAX_KEPT + 1
-        if is_used_up and is_small and not self._tasks.is_closed and self._keep(stream):
+        if is_used_up and not self._tasks.is_closed and self._keep(stream):
             return
         closing = self._close(stream.stream, within_s)
         try:
@@ -169,16 +165,16 @@ class PartnerStreams:
             self._endpoint.release(stream.stream)
 
     def _keep(self, stream: RoundStream) -> bool:
-        peer_id = stream.remote
-        if stream.kept is None:  # this peer has dialled it
-            if len(self._idle) >= MAX_KEPT or peer_id in self._idle or not self._endpoint.is_connected(peer_id):
-                return False
-            timer = asyncio.get_running_loop().call_later(KEPT_S, self._drop_idle, peer_id)
-            self._idle[peer_id] = stream.stream, timer
-            return True
-        if stream.kept.done() or len(self._unnamed) >= MAX_UNNAMED:
+        if stream.kept is not None:  # the partner has dialled it
+            is_kept = not stream.kept.done()
+            if is_kept:
+                stream.kept.set_result(None)
+            return is_kept
+        if stream.remote in self._idle or not self._endpoint.is_connected(stream.remote):
             return False
-        stream.kept.set_result(None)
+        self._idle[stream.remote] = stream.stream, self._loop.time()
+        if len(self._idle) > MAX_KEPT:
+            self._drop_idle(next(iter(self._idle)))
         return True
 
     async def _close(self, stream: Stream, within_s: float) -> None:
@@ -193,45 +189,38 @@ class PartnerStreams:
         """The idle stream to a peer, for the round of this name; None if there is none that is open."""
         if len(name) != NAME_BYTES or peer_id not in self._idle:
             return None
-        stream, timer = self._idle.pop(peer_id)
-        timer.cancel()
-        named = RoundStream(stream, (stream.bytes_sent, stream.bytes_received))
+        stream, since = self._idle.pop(peer_id)
+        named, is_named = RoundStream(stream, (stream.bytes_sent, stream.bytes_received)), False
         try:
-            await stream.send(name)
-        except BaseException as error:
-            self._endpoint.release(stream)
-            if not isinstance(error, (Unavailable, PeerError)):
-                raise
-            return None
-        return named
+            if self._loop.time() - since < KEPT_S:
+                await stream.send(name)
+                is_named = True
+        except (Unavailable, PeerError):
+            pass
+        finally:
+            if not is_named:
+                self._endpoint.release(stream)
+        return named if is_named else None
 
     def _drop_idle(self, peer_id: PeerId) -> None:
         if peer_id in self._idle:
-            stream, timer = self._idle.pop(peer_id)
-            timer.cancel()
-            self._endpoint.release(stream)
+            self._endpoint.release(self._idle.pop(peer_id)[0])
 
     # streams that partners open; they may come before this peer knows the group
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         name, before = read_header(remote, header, StreamHeader).group_id, (0, 0)
-        while True:
-            name = name or await self._next_name(remote, stream)
-            if not await self._serve_round(name, remote, stream, before):
-                return
+        while await self._serve_round(name or await self._next_name(remote, stream), remote, stream, before):
             name, before = b"", (stream.bytes_sent, stream.bytes_received)
 
     async def _next_name(self, remote: PeerId, stream: Stream) -> bytes:
         """Wait until the partner names the round that a stream is for; a newer stream replaces the one that waits."""
         if (former := self._unnamed.pop(remote, None)) is not None:
             former.abort()
-        if len(self._unnamed) >= MAX_UNNAMED:
-            raise ProtocolViolation(remote, "a stream without a round, and there are too many of them")
         self._unnamed[remote] = stream
         name = bytearray(NAME_BYTES)
         try:
-            async with time_limit(UNNAMED_S, "learning what a stream is for"):
-                await stream.receive_into(memoryview(name))
+            await stream.receive_into(memoryview(name))
             return bytes(name)
         finally:
             if self._unnamed.get(remote) is stream:
@@ -249,9 +238,9 @@ class PartnerStreams:
             raise PeerLost(remote, "its stream came after it was given up")
         if future.done():
             raise ProtocolViolation(remote, "a second stream for one round")
-        kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        kept: asyncio.Future[None] = self._loop.create_future()
         future.set_result(RoundStream(stream, before, kept))
-        closing = asyncio.get_running_loop().create_task(stream.wait_closed())
+        closing = self._loop.create_task(stream.wait_closed())
         try:  # from here on the round owns the stream, and closes or keeps it
             async with time_limit(self._config.averaging_timeout_s, "for a round to end"):
                 await asyncio.wait([kept, closing], return_when=asyncio.FIRST_COMPLETED)
@@ -264,9 +253,7 @@ class PartnerStreams:
             await asyncio.gather(closing, return_exceptions=True)
 
     def _future(self, key: tuple[bytes, PeerId]) -> asyncio.Future[RoundStream]:
-        if key not in self._awaited:
-            self._awaited[key] = asyncio.get_running_loop().create_future()
-        return self._awaited[key]
+        return self._awaited.setdefault(key, self._loop.create_future())
 
     def _release_awaited(self, future: asyncio.Future[RoundStream]) -> None:
         if future.done() and not future.cancelled() and future.exception() is None:

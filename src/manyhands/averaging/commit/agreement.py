@@ -10,10 +10,9 @@
     waits     <── verdict ─────────────────────────────────────┴── no majority is possible ──────> ABORTED
        └─ the leader is lost: asks all other members; if none of them knows the verdict: aborted here
 
-Only the leader decides. If it dies before that, the round is aborted and its members form a new group. If it had told a
-member its verdict, the others get it from that member. A member that aborts in doubt while others committed is behind:
-the lineage in the progress records shows this, and the member loads the others' state. It never passes on what it
-assumed in doubt. docs/explanation/rounds.md has the whole protocol.
+Only the leader decides. A member that aborts in doubt while others committed is behind: the lineage in the progress
+records shows this, and the member loads the others' state. It never passes on what it assumed in doubt.
+docs/explanation/rounds.md has the whole protocol.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
 
-from manyhands.averaging.allreduce.straggler_monitor import PROBE_S, Probing, answer_time_s
+from manyhands.averaging.allreduce.straggler_monitor import ASK_MOVED, PROBE_S, Moved, MovedQuery, answer_time_s
+from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.commit.votes import VoteCount, checked
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
@@ -46,13 +46,13 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
 from manyhands.rpc.frames import readable
 from manyhands.runtime import TaskOwner
+from manyhands.runtime.waker import Waker
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED_VERDICTS = 16
 """A member asks within its round's time, which ends within this many later rounds."""
 ASK_PERIOD_S = 0.3
-"""A tenth of the default ``in_doubt_timeout_s``."""
 MIN_VOTING_S = 1.0
 """The least time that a leader waits for votes after its round's time is over."""
 LATENCY_S = 2.0
@@ -67,81 +67,68 @@ class VotingState:
     """One peer's knowledge of the vote in a round.
 
     Attributes:
-        count: of the votes, if this peer leads the group: only then does it decide.
-        lost: members that can no longer be reached, by rank, with the reason.
-        is_in_doubt: this peer has lost the leader, and asks the other members.
+        count: of the votes, if this peer leads the group; the others note in it only who is lost.
         untold: the other members, without those that have the verdict from this leader.
-        changed: done when there is news, and then replaced.
     """
 
     def __init__(self, group: Group, rank: int) -> None:
-        self._loop = asyncio.get_running_loop()
         self.group = group
         self.rank = rank
         self.count = VoteCount(group)
-        self.leader = self.count.leader
-        self.is_leader = rank == self.leader
-        self.lost: dict[int, str] = {}
-        self.verdict: asyncio.Future[Verdict] = self._loop.create_future()
-        self.is_in_doubt = False
+        self.is_leader = rank == self.count.leader
+        self.verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self.untold = {member.peer_id for member in group.members} - {group.members[rank].peer_id}
         self.decided_at = 0.0
-        self.changed: asyncio.Future[None] = self._loop.create_future()
-
-    def add(self, rank: int, vote: Vote) -> None:
-        self.count.add(rank, vote)
-        self._decide()
+        self.news = Waker()
+        self.moved: Callable[[], int] = int
 
     def lose(self, rank: int, reason: str) -> None:
         """A member can no longer be reached."""
-        self.lost.setdefault(rank, reason)
         self.count.lose(rank, reason)
-        self._decide()
+        self.decide()
 
     def close(self, reason: str) -> None:
         """Decide with the votes received so far, if this peer is the leader."""
         self.count.close(reason)
-        self._decide()
+        self.decide()
 
     def know(self, verdict: Verdict) -> None:
         """Set the verdict; only the first one counts."""
         if not self.verdict.done():
             self.verdict.set_result(verdict)
-            self.decided_at = self._loop.time()
-
-    def wake(self) -> None:
-        changed, self.changed = self.changed, self._loop.create_future()
-        changed.set_result(None)
+            self.decided_at = asyncio.get_running_loop().time()
+            self.news.wake()
 
     async def answer(self, rank: int, vote: Vote) -> Verdict:
         """The answer to a member's vote, as soon as there is one. Unbounded: use a timeout."""
-        while not self.verdict.done():
-            order = self.count.order
-            if order is not None and vote.ballot < order.ballot and rank in order.members:
-                return Verdict(False, order=order)
-            await asyncio.wait([self.changed])
-        return self.verdict.result()
+        await self.news.wait_until(lambda: self.verdict.done() or self.count.has_order_for(rank, vote))
+        return self.verdict.result() if self.verdict.done() else Verdict(False, order=self.count.order)
 
-    def _decide(self) -> None:
+    def decide(self) -> None:
+        """Decide if this peer leads and the votes allow it."""
         if self.is_leader and isinstance(decision := self.count.decide(), Verdict):
             self.know(decision)
-        self.wake()
+        self.news.wake()
 
 
 class Agreement:
     """Votes, and counts votes, in the rounds of one run."""
 
-    def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, probing: Probing) -> None:
+    def __init__(
+        self, endpoint: RunEndpoint, config: AveragingConfig, streams: PartnerStreams, follows: Callable[[PeerId], bool]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._config = config
-        self._probing = probing
+        self._streams = streams
+        self._follows = follows
         self._rounds: dict[bytes, VotingState] = {}
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._last_led: VotingState | None = None
         self._tasks = TaskOwner("agreement")  # each ends with the round that began it
         endpoint.handle(VOTE, self._on_vote)
         endpoint.handle(ASK_VERDICT, self._on_ask)
+        endpoint.handle(ASK_MOVED, self._on_ask_moved)
         endpoint.on_lost.append(self._on_lost)
 
     async def close(self) -> None:
@@ -149,11 +136,13 @@ class Agreement:
         for state in self._rounds.values():
             state.close("the leader leaves the run")
         if (last := self._last_led) is not None:
-            deadline = last.decided_at + LATENCY_S
-            while any(map(self._endpoint.is_connected, last.untold)) and (left_s := deadline - self._loop.time()) > 0:
-                await asyncio.wait([last.changed], timeout=left_s)
+            left_s = last.decided_at + LATENCY_S - self._loop.time()
+            with suppress(Timeout):
+                async with time_limit(left_s, "telling the verdict"):
+                    await last.news.wait_until(lambda: not any(map(self._endpoint.is_connected, last.untold)))
         self._endpoint.unhandle(VOTE)
         self._endpoint.unhandle(ASK_VERDICT)
+        self._endpoint.unhandle(ASK_MOVED)
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
 
@@ -173,49 +162,42 @@ class Agreement:
             async with self._tasks.beside(self._watch(state), name="asking members that do not vote"):
                 yield
         finally:
-            if state.is_leader:
-                state.close("the leader gave the round up")
+            state.close("the leader gave the round up")
             if state.verdict.done():
                 self._verdicts[group.group_id] = state.verdict.result()
                 while len(self._verdicts) > REMEMBERED_VERDICTS:
                     self._verdicts.popitem(last=False)
             del self._rounds[group.group_id]
 
-    def is_in(self, group_id: bytes) -> bool:
-        """Whether this peer is in the round of a group."""
-        return group_id in self._rounds
+    def report(self, group: Group, moved: Callable[[], int]) -> None:
+        """Tell members that ask how far this one is."""
+        self._rounds[group.group_id].moved = moved
+
+    async def ask_moved(self, group: Group, rank: int, bytes_per_s: float = 0.0) -> Moved:
+        """Ask a member for its progress; raises Unavailable or PeerError if it does not answer."""
+        timeout_s = answer_time_s(group, self._rounds[group.group_id].rank, rank, bytes_per_s)
+        query = MovedQuery(group.group_id, group.leader)
+        return await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
 
     def has_lost(self, group: Group) -> bool:
         """Whether a member of an open round can no longer be reached."""
-        return bool(self._rounds[group.group_id].lost)
+        return bool(self._rounds[group.group_id].count.lost)
 
-    async def decided(
-        self, group: Group, on_lost: Callable[[PeerId], None], on_given_up: Callable[[PeerId], None]
-    ) -> Verdict:
-        """Wait for the verdict, for a member that still averages. Unbounded: use a timeout.
-
-        Args:
-            on_lost: called with the members that the leader has lost.
-            on_given_up: called, at the leader, with those that have voted without a result: they send no more values.
-        """
-        state = self._rounds[group.group_id]
+    async def decided(self, group: Group) -> Verdict:
+        """Wait for the verdict, for a member that still averages. Unbounded: use a timeout."""
+        state, num_lost = self._rounds[group.group_id], 0
         if state.is_leader:
-            while not state.verdict.done():
-                for rank, vote in state.count.votes.items():
-                    if not vote.digest:
-                        on_given_up(group.members[rank].peer_id)
-                await asyncio.wait([state.changed])
+            await asyncio.wait([state.verdict])
             return state.verdict.result()
-        num_lost, timeout_s = 0, self._config.averaging_timeout_s
         while True:
             query = VerdictQuery(group.group_id, num_lost)
-            answer = await self._call_leader(state, ASK_VERDICT, query, timeout_s)
+            answer = await self._call_leader(state, ASK_VERDICT, query, self._config.averaging_timeout_s)
             if answer.is_known:
                 return answer
             if not answer.is_open or len(answer.blamed) <= num_lost:  # it has not come yet, or has no news
                 await asyncio.sleep(ASK_PERIOD_S)
             for peer_id in answer.blamed:
-                on_lost(peer_id)
+                self._streams.lose(peer_id)
             num_lost = len(answer.blamed)
 
     async def conclude(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
@@ -229,7 +211,8 @@ class Agreement:
         if not state.is_leader:
             timeout_s = self._config.averaging_timeout_s + MIN_VOTING_S + LATENCY_S
             return await self._call_leader(state, VOTE, vote, timeout_s)
-        state.add(state.rank, vote)
+        state.count.add(state.rank, vote)
+        state.decide()
         try:
             async with time_limit(voting_s, "waiting for the votes of the others"):
                 return await state.answer(state.rank, vote)
@@ -244,13 +227,10 @@ class Agreement:
     ) -> Verdict:
         """The leader's answer; if the leader is lost, the verdict from other members, or an abort."""
         vote = request if isinstance(request, Vote) else None
-        deadline, reason = self._loop.time() + timeout_s, "no answer"
+        leader, deadline, reason = state.group.leader, self._loop.time() + timeout_s, "no answer"
         for _ in range(CALLS_TO_LEADER):
-            if (left_s := deadline - self._loop.time()) <= 0:
-                break
-            calling = self._endpoint.call(state.group.leader, method, request, left_s)
             try:
-                answer = await (self._while_it_answers(state, calling) if vote is not None else calling)
+                answer = await self._endpoint.call(leader, method, request, deadline - self._loop.time())
                 answer = checked(state.group, answer, vote, state.rank)
             except (ProtocolViolation, Timeout) as error:
                 reason = str(error)
@@ -262,38 +242,23 @@ class Agreement:
                     state.know(answer)
                 return answer
             try:
-                await self._probe_leader(state)
+                await self._endpoint.ping(leader, answer_time_s(state.group, state.rank, state.count.leader))
             except (Unavailable, PeerError):
                 break
         said = f"{vote.reason}; " if vote is not None and vote.reason else ""
         return await self._in_doubt(state, f"{said}the leader was lost ({reason})")
 
-    async def _while_it_answers(self, state: VotingState, call: Coroutine[Any, Any, Verdict]) -> Verdict:
-        """Wait for a verdict, possibly as long as the round, unless the leader falls silent."""
-        calling = self._loop.create_task(call)
-        try:
-            while not (await asyncio.wait([calling], timeout=PROBE_S))[0]:
-                await self._probe_leader(state)
-            return calling.result()
-        finally:
-            calling.cancel()
-            await asyncio.gather(calling, return_exceptions=True)
-
-    async def _probe_leader(self, state: VotingState) -> None:
-        await self._endpoint.ping(state.group.leader, self._answer_time_s(state, state.leader))
-
     async def _in_doubt(self, state: VotingState, reason: str) -> Verdict:
         """After the loss of the leader, ask all other members until one knows the verdict or none can get it."""
         logger.info("%s: asking the other members whether the round committed", reason)
-        others = [rank for rank in range(len(state.group.members)) if rank not in (state.rank, state.leader)]
-        state.is_in_doubt = True
+        state.lose(state.count.leader, reason)
+        others = [rank for rank in range(len(state.group.members)) if rank not in (state.rank, state.count.leader)]
         asking = asyncio.gather(*(self._ask(state, rank) for rank in others))
         waiting: list[asyncio.Future[Any]] = [asking, state.verdict]
         try:
             timeout_s = self._config.in_doubt_timeout_s
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            state.is_in_doubt = False
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
         if state.verdict.done():
@@ -301,20 +266,14 @@ class Agreement:
         return Verdict(True, None, f"no remaining member knows the verdict: {reason}", [state.group.leader])
 
     async def _ask(self, state: VotingState, rank: int) -> None:
-        """Ask a member repeatedly, until it has the verdict or can no longer get it from the leader."""
-        group, peer_id = state.group, state.group.members[rank].peer_id
-        query, timeout_s = VerdictQuery(group.group_id), self._answer_time_s(state, rank)
-        while True:
-            try:
-                answer = checked(group, await self._endpoint.call(peer_id, ASK_VERDICT, query, timeout_s))
-            except (Unavailable, PeerError) as error:
-                logger.debug("peer %s does not say how the round ended: %s", peer_id, error)
-                return
-            if answer.is_known:
+        """Ask a member, which answers when it has the verdict or can no longer get it from the leader."""
+        peer_id, query = state.group.members[rank].peer_id, VerdictQuery(state.group.group_id)
+        try:
+            answer = await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.in_doubt_timeout_s)
+            if (answer := checked(state.group, answer)).is_known:
                 state.know(answer)
-            if answer.is_known or not answer.is_open or group.leader in answer.blamed:
-                return
-            await asyncio.sleep(ASK_PERIOD_S)
+        except (Unavailable, PeerError) as error:
+            logger.debug("peer %s does not say how the round ended: %s", peer_id, error)
 
     # the leader
 
@@ -324,10 +283,7 @@ class Agreement:
         while not state.verdict.done():
             await asyncio.sleep(ASK_PERIOD_S)
             now, stalled, silent = self._loop.time(), count.only_stalled(), count.suspects()
-            if not count.votes:
-                asked_at = now
-            if not stalled:
-                stalled_at = now
+            asked_at, stalled_at = asked_at if count.votes else now, stalled_at if stalled else now
             if now - stalled_at >= LAST_VOTE_S:  # this leader may be one of them
                 for rank in stalled:
                     state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
@@ -338,12 +294,10 @@ class Agreement:
     async def _miss(self, state: VotingState, rank: int) -> None:
         peer_id = state.group.members[rank].peer_id
         try:
-            moved = await self._probing.ask(state.group, rank, self._answer_time_s(state, rank))
+            if (await self.ask_moved(state.group, rank)).is_gone:
+                state.lose(rank, f"{peer_id} is in another round, or in none")
         except (Unavailable, PeerError) as error:
             state.lose(rank, f"{peer_id} cannot be asked: {error}")
-        else:
-            if moved.is_gone:
-                state.lose(rank, f"{peer_id} is in another round, or in none")
 
     # requests of other members
 
@@ -363,7 +317,10 @@ class Agreement:
             raise Refused(me, "too_early", "that ballot has not begun")
         vote.reason = readable(vote.reason)
         vote.accusations = [msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.accusations]
-        state.add(rank, vote)
+        state.count.add(rank, vote)
+        if not vote.digest and state.count.votes.get(rank) is vote:
+            self._streams.give_up(remote)
+        state.decide()
         return self._told(remote, vote.group_id, await state.answer(rank, vote))
 
     async def _on_ask(self, remote: PeerId, query: VerdictQuery) -> Verdict:
@@ -371,28 +328,29 @@ class Agreement:
         if state is None:
             unknown = Verdict(False, None, "the asked peer does not know this round")
             return self._told(remote, query.group_id, self._verdicts.get(query.group_id, unknown))
-        while state.is_leader and not state.verdict.done() and len(state.lost) <= query.num_lost:
-            await asyncio.wait([state.changed])
+        lost, leader = state.count.lost, state.count.leader
+        await state.news.wait_until(
+            lambda: state.verdict.done() or (len(lost) > query.num_lost if state.is_leader else leader in lost)
+        )
         if state.verdict.done():
             return self._told(remote, query.group_id, state.verdict.result())
-        lost = list(state.lost) if state.is_leader else [state.leader] if state.is_in_doubt else []
         return Verdict(False, blamed=[state.group.members[rank].peer_id for rank in lost], is_open=True)
+
+    def _on_ask_moved(self, remote: PeerId, query: MovedQuery) -> Moved:
+        if (state := self._rounds.get(query.group_id)) is not None:
+            return Moved(state.moved())
+        return Moved(is_gone=not self._follows(query.leader))  # else the leader's answer may still come
 
     def _told(self, remote: PeerId, group_id: bytes, answer: Verdict) -> Verdict:
         """Note that a member gets the verdict from this leader."""
         last = self._last_led
         if answer.is_known and last is not None and last.group.group_id == group_id:
             last.untold.discard(remote)
-            last.wake()
+            last.news.wake()
         return answer
 
     def _on_lost(self, peer_id: PeerId) -> None:
-        if self._last_led is not None:
-            self._last_led.wake()  # close() waits for members that are connected only
         for state in list(self._rounds.values()):
             rank = state.group.rank_of(peer_id)
-            if rank is not None:
+            if rank is not None and (state.is_leader or rank != state.count.leader):  # a leader may be called again
                 state.lose(rank, f"{peer_id} was lost before it voted")
-
-    def _answer_time_s(self, state: VotingState, rank: int) -> float:
-        return answer_time_s(state.group.link_rates(state.rank)[rank])

@@ -1,8 +1,8 @@
 """Bounds what one member can do to the mean of its group. Pure.
 
-All members compute the limits from the same numbers, in the group and in the records sent with the means, so all get
-the same. Only in the later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018).
-Groups of two have no majority: there, neither member is bounded.
+All members compute the limits from the same numbers, in the group and in the records sent with the means. Only in the
+later rounds of a grid does a member also use a norm of its own first group (docs/adr/0018). Of two members neither is
+bounded.
 """
 
 from __future__ import annotations
@@ -33,28 +33,20 @@ OPEN_LIMITS = MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
 
 
 SPREADS = 6.0
-"""A norm counts against a member if its logarithm is this many times as far from the usual one as those of half of all.
-
-The norms of honest members lie orders of magnitude apart once a model fits its data: one batch has a sample that the
-model gets wrong, the others have none (``benchmarks/unlike_data.py``).
-"""
+"""A norm counts against a member if its logarithm is this many times as far from the usual one as those of half of all:
+once a model fits its data, honest norms lie orders of magnitude apart (``benchmarks/unlike_data.py``)."""
 
 
 def limited(group: Group, limits: MemberLimits) -> Group:
     """The group with weights that are within the limits."""
     weights = capped_weights([member.weight for member in group.members], limits)
-    members = [
-        member if member.weight == weight else msgspec.structs.replace(member, weight=weight)
-        for member, weight in zip(group.members, weights, strict=True)
-    ]
+    capped = zip(group.members, weights, strict=True)
+    members = [msgspec.structs.replace(member, weight=weight) for member, weight in capped]
     return msgspec.structs.replace(group, members=members)
 
 
 def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float]:
-    """Each weight capped to the limits; weights of 0 stay, and are not in the median.
-
-    The share is bounded only where equal weights would keep to it: with a quarter, in groups of 5 and more.
-    """
+    """Each weight capped to the limits; to the share only where equal weights would keep to it: a quarter from 5 on."""
     given = sorted(weight for weight in weights if weight > 0)
     if not given:
         return list(weights)
@@ -79,12 +71,11 @@ def outsized(
 ) -> set[int]:
     """Ranks whose values are not finite, or too large beside those of the others.
 
-    The gradient of a small batch is noisier than that of a large one: its norm is larger by up to the root of the ratio
-    of the weights. Below the median weight the bound is raised by that factor; such values weigh less.
+    The gradient of a small batch is noisier: its norm is larger by up to the root of the ratio of the weights. Below
+    the median weight the bound is raised by that factor; such values weigh less.
 
     Args:
-        norms: of the values of each member; infinite for those that are not finite, 0 for those that have not come.
-        weights: 0 for members without values.
+        norms: of each member's values; infinite for those that are not finite, 0 for those that have not come.
         at_least: the smallest norm that is taken for the usual one.
     """
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0 and norms[rank] > 0]
@@ -105,13 +96,9 @@ def outsized(
 def witnessed(
     told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits, *, at_least: float = 0.0
 ) -> tuple[set[int], set[int]]:
-    """Outsized ranks, and those of them that are surely at fault.
+    """Outsized ranks, by what each reducer told of the norms in its span, and those of them that are surely at fault.
 
     At least two reducers find these outsized, and their norms are far from those of all others (:data:`SPREADS`).
-
-    Args:
-        told: by each reducer, the norms of the values of all members in its span.
-        at_least: see :func:`outsized`.
     """
     everything = range(len(told))
     norms = joined(told, everything)

@@ -9,18 +9,16 @@ A member that lacks means when its round has committed fetches them::
     which pieces     ──>
                      <──  those pieces
 
-The digests of the pieces are checked against the one that the ballot committed, and each piece against its own digest,
-so any member may send them.
+All is checked against the digest that the ballot committed, so any member may send it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -68,16 +66,11 @@ OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Recovery:
     """Averages the whole vector first, then the parts that the leader orders; makes the vote after each.
 
-    Args:
-        rank: of this member, whose values are ``flat_N``.
-        refill: returns the values again, if the means may overwrite them; without it they are never written.
-        limits: members that exceed them are left out; None for no limits.
-        norm_before: the usual norm of the values that these are means of, 0 if it is not known; None if each member
-            brings values of its own.
+    See :meth:`manyhands.averaging.rounds.RoundRunner.average` for the arguments.
 
     Attributes:
         everything: the first ballot's order: all members average the whole vector.
@@ -92,7 +85,6 @@ class Recovery:
     flat_N: torch.Tensor
     plan: Plan
     exchange: RunExchange
-    _: KW_ONLY
     memory: Memory
     refill: Refill | None
     feedbacks: Feedbacks | None
@@ -117,11 +109,10 @@ class Recovery:
             self._mean_N = self._mean_N.clone()  # that result may still be the one that is committed
         if order.ballot > 0 and self.refill is not None:
             self.flat_N, self.refill = await run_to_end(self.refill), None
-        region = slice(order.start, order.stop)
         self._contributions.drop(order.start, order.stop)
         butterfly = Butterfly(
             self.group, self.rank, self.flat_N, self.plan,
-            members=order.members, region=region, averaged_N=self._mean_N, memory=self.memory,
+            members=order.members, region=slice(order.start, order.stop), averaged_N=self._mean_N, memory=self.memory,
             feedbacks=self.feedbacks, is_measured=self.limits is not None,
         )  # fmt: skip
         if order.ballot == 0:
@@ -136,18 +127,19 @@ class Recovery:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, InvalidContribution):  # its own values: no stream carries them
                 own_fault = [Accusation(self.rank, reason, is_violation=True)]
-        means = self._first if order.ballot == 0 and self._first is not None else across_ballots(self._mean_N)
         for chunk, reducer, present in butterfly.held():
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
         outsized = self._find_outsized(butterfly, order.members)
         accusations = [*butterfly.faults.values(), *own_fault, *outsized]
-        numel, missing = self.flat_N.numel(), self._contributions.missing()
-        vote = Vote(self.group.group_id, b"", ballot=order.ballot, accusations=accusations, numel=numel)
-        if missing[0] < missing[1] or own_fault or outsized:
+        numel, ballot = self.flat_N.numel(), order.ballot
+        missing = (0, numel) if outsized else self._contributions.missing()
+        vote = Vote(self.group.group_id, b"", ballot=ballot, missing=missing, accusations=accusations, numel=numel)
+        if missing[0] < missing[1] or own_fault:
             vote.reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
-            vote.missing = (0, numel) if outsized else missing
             return vote
-        if order.ballot > 0:  # a part of it came before, so that no butterfly has seen it all
+        means = self.incomplete(spans_ballots=ballot > 0)
+        assert means is not None
+        if ballot > 0:  # a part of it came before, so that no butterfly has seen it all
             vote.digest = digest_of_all(await run_to_end(means.digests), spans_ballots=True)
         else:
             vote.digest = butterfly.digest()
@@ -175,11 +167,7 @@ class Recovery:
         ]
 
     def incomplete(self, spans_ballots: bool) -> Means | None:
-        """The parts that this member has of a result that it does not hold.
-
-        Args:
-            spans_ballots: whether it was averaged in more than one ballot.
-        """
+        """What this member has of a result of the first ballot alone, or of more than one."""
         return across_ballots(self._mean_N) if spans_ballots else self._first
 
 
@@ -209,18 +197,17 @@ class Fetching:
         self._group: Group | None = None
         self._recovery: Recovery | None = None
         self._kept: dict[bytes, Means] = {}  # by digest
-        self._forget_timer: asyncio.TimerHandle | None = None
         self._serving: set[PeerId] = set()
         endpoint.accept_bulk(MEANS_KIND, self._on_stream)
 
     def close(self) -> None:
         self._endpoint.refuse_bulk(MEANS_KIND)
-        self._forget()
+        self._kept.clear()
 
     @contextmanager
     def of(self, recovery: Recovery) -> Iterator[None]:
         """Serve this round's results within the block, and afterwards those that are kept."""
-        self._forget()
+        self._kept.clear()
         self._group, self._recovery = recovery.group, recovery
         try:
             yield
@@ -228,53 +215,36 @@ class Fetching:
             self._recovery = None
 
     async def keep(self, means: Means, digest: bytes) -> None:
-        """Keep a result for members that may still fetch it, without the vector, which belongs to the caller."""
+        """Keep a result until the next round for members that may still fetch it, without the caller's vector."""
         self._kept[digest] = await run_to_end(means.lasting)
-        self._forget_timer = asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._forget)
-
-    def _forget(self) -> None:
-        self._kept.clear()
-        if self._forget_timer is not None:
-            self._forget_timer.cancel()
-            self._forget_timer = None
 
     async def fetch(
         self, recovery: Recovery, manifest: RoundManifest, doubtful: Sequence[PeerId], timeout_s: float
     ) -> Means | None:
-        """Fetch the parts of the committed result that this member lacks; None if no member sends them.
+        """Fetch the parts of the committed result that this member lacks; None if no member sends them in this time.
 
-        Args:
-            doubtful: members that are asked last.
-            timeout_s: of all attempts together.
+        The doubtful members are asked last.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        for peer_id in self._holders(recovery, doubtful):
-            left_s = deadline - loop.time()
-            if left_s <= 0:
-                break
-            try:
-                async with time_limit(left_s, f"fetching means from peer {peer_id}"):
-                    means = await self._fetch_from(peer_id, recovery, manifest, left_s)
-            except (Unavailable, PeerError) as error:
-                logger.info("the missing means cannot be fetched: %s", error)
-                continue
-            recovery.results[manifest.digest] = means
-            return means
+        members, rank = recovery.group.members, recovery.rank
+        others = [*members[rank + 1 :], *members[:rank]]  # not all members ask the same one first
+        holders = [member.peer_id for member in others if not member.is_client]
+        holders.sort(key=lambda peer_id: (peer_id in doubtful, not self._endpoint.is_connected(peer_id)))
+        try:
+            async with time_limit(timeout_s, "fetching means"):
+                for peer_id in holders:
+                    try:
+                        recovery.results[manifest.digest] = means = await self._fetch_from(peer_id, recovery, manifest)
+                    except (Unavailable, PeerError) as error:
+                        logger.info("the missing means cannot be fetched: %s", error)
+                    else:
+                        return means
+        except Timeout as error:
+            logger.info("the missing means cannot be fetched: %s", error)
         return None
 
-    def _holders(self, recovery: Recovery, doubtful: Sequence[PeerId]) -> list[PeerId]:
-        """Members to ask, beginning with the next rank, so that not all ask the same one."""
-        members, rank = recovery.group.members, recovery.rank
-        others = [*members[rank + 1 :], *members[:rank]]
-        dialable = [member.peer_id for member in others if not member.is_client]
-        return sorted(dialable, key=lambda peer_id: (peer_id in doubtful, not self._endpoint.is_connected(peer_id)))
-
-    async def _fetch_from(
-        self, peer_id: PeerId, recovery: Recovery, manifest: RoundManifest, timeout_s: float
-    ) -> Means:
+    async def _fetch_from(self, peer_id: PeerId, recovery: Recovery, manifest: RoundManifest) -> Means:
         header = msgspec.msgpack.encode(MeansHeader(manifest.group_id, manifest.digest))
-        stream = await self._endpoint.open_bulk(peer_id, MEANS_KIND, header, min(OPENING_S, timeout_s))
+        stream = await self._endpoint.open_bulk(peer_id, MEANS_KIND, header, OPENING_S)
         try:
             return await while_moving(
                 self._receive(stream, recovery, manifest),
@@ -293,7 +263,7 @@ class Fetching:
         if means is None:
             raise ProtocolViolation(stream.remote, "a result of an unknown kind")
         table = bytearray(DIGEST_BYTES * len(means.pieces))
-        await _receive_all(stream, memoryview(table))
+        await stream.receive_into(memoryview(table))
         digests = [bytes(table[at : at + DIGEST_BYTES]) for at in range(0, len(table), DIGEST_BYTES)]
         if digest_of_all(digests, spans_ballots=means.spans_ballots) != manifest.digest:
             raise ProtocolViolation(stream.remote, "the digests are not those of what was committed")
@@ -301,15 +271,18 @@ class Fetching:
         wanted = [mine != committed for mine, committed in zip(own, digests, strict=True)]
         await stream.send(bytes(wanted))
         for piece, digest, is_wanted in zip(means.pieces, digests, wanted, strict=True):
-            if is_wanted:
-                await _receive_all(stream, bytes_of(piece))
+            if is_wanted and piece.numel():
+                await stream.receive_into(bytes_of(piece))
                 if await run_to_end(digest_of, piece) != digest:
                     raise ProtocolViolation(stream.remote, "means that are not what was committed")
         await run_to_end(means.decode)
         return means
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        means = self._means_for(remote, read_header(remote, header, MeansHeader))
+        request, group, means = read_header(remote, header, MeansHeader), self._group, None
+        if group is not None and group.group_id == request.group_id and group.rank_of(remote) is not None:
+            means = self._recovery.results.get(request.digest) if self._recovery is not None else None
+            means = means or self._kept.get(request.digest)
         if means is None or remote in self._serving:
             return
         self._serving.add(remote)
@@ -320,23 +293,10 @@ class Fetching:
         finally:
             self._serving.remove(remote)
 
-    def _means_for(self, remote: PeerId, request: MeansHeader) -> Means | None:
-        group, digest = self._group, request.digest
-        if group is None or group.group_id != request.group_id or group.rank_of(remote) is None:
-            return None
-        held = self._recovery.results.get(digest) if self._recovery is not None else None
-        return held or self._kept.get(digest)
-
     async def _send(self, stream: Stream, means: Means) -> None:
-        digests = await run_to_end(means.digests)
-        await stream.send(bytes([means.spans_ballots]), *digests)
+        await stream.send(bytes([means.spans_ballots]), *await run_to_end(means.digests))
         wanted = bytearray(len(means.pieces))
-        await _receive_all(stream, memoryview(wanted))
+        await stream.receive_into(memoryview(wanted))
         for piece, is_wanted in zip(means.pieces, wanted, strict=True):
             if is_wanted and piece.numel():
                 await stream.send(bytes_of(piece))
-
-
-async def _receive_all(stream: Stream, view: memoryview) -> None:
-    if view.nbytes:
-        await stream.receive_into(view)

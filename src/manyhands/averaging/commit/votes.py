@@ -1,8 +1,7 @@
 """How the leader of a group decides a round: votes go in, a verdict or an order comes out. Pure.
 
 A round has *ballots*, numbered from 0. In each, every member averages a part of the vector (in ballot 0 all of it) and
-votes: it reports what it holds or lacks, and which members it could not hear. Only the leader counts votes, so only one
-peer can decide (docs/explanation/rounds.md). It decides once for each ballot:
+votes. Only the leader counts votes, so only one peer can decide (docs/explanation/rounds.md), once for each ballot:
 
 ======================================================  ===========================================================
 votes of the ballot                                     decision
@@ -16,14 +15,12 @@ no result can be held by more than half any more,       abort
 and no more than half live to reduce it again
 anything else                                           none yet
 ======================================================  ===========================================================
-
-No member is blamed on the word of one other member alone where both can be wrong: see :func:`dropped`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -32,12 +29,12 @@ from manyhands.averaging.messages import (
     Accusation,
     Group,
     Order,
+    RoundManifest,
     SpanResult,
     Verdict,
     Vote,
 )
 from manyhands.base.errors import ProtocolViolation
-from manyhands.base.identity import PeerId
 from manyhands.rpc.frames import readable
 
 MAX_BALLOTS = 8
@@ -48,20 +45,15 @@ DIFFERENT = "the members hold different results"
 
 
 def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[int, str]:
-    """Choose the members to leave out, so that of each accuser and accused at most one stays.
+    """Choose the members to leave out, so that of each accuser and accused at most one stays; returns the reasons.
 
     The member with the most quarrels goes first. Of two, it is the one that sent something forbidden, then the one that
     sent nothing, then the one that does not lead, then the higher rank. A member that accuses itself goes.
-
-    Returns:
-        The reason, by the rank of each member that goes.
     """
     pairs = {(accuser, said.accused): said for accuser, said in accusations}
     gone: dict[int, str] = {}
     while pairs:
-        score: Counter[int] = Counter()
-        violations: Counter[int] = Counter()
-        stalls: Counter[int] = Counter()
+        score, violations, stalls = Counter[int](), Counter[int](), Counter[int]()
         for (accuser, accused), said in pairs.items():
             for rank in {accuser, accused}:
                 score[rank] += len(pairs) + 1 if accuser == accused else 1
@@ -79,12 +71,10 @@ class VoteCount:
     """The leader's count of the votes of one round.
 
     Attributes:
-        ballot: the one whose votes count now.
-        order: that led to it; None in the first ballot.
+        order: that led to this ballot; None in the first one.
         votes: of this ballot, by rank; the first vote of a member counts.
         lost: members that cannot vote any more, by rank, with the reason.
         faults: what members did wrong, by rank.
-        leader: the rank of the peer that counts.
     """
 
     def __init__(self, group: Group) -> None:
@@ -124,12 +114,16 @@ class VoteCount:
 
     def suspects(self) -> set[int]:
         """Members that others accuse, and that have not voted."""
-        return {said.accused for vote in self.votes.values() for said in vote.accusations} & self.missing()
+        return {said.accused for said in self._said()} & self.missing()
 
     def only_stalled(self) -> set[int]:
         """The members without a vote, if all of them answer but sent the others nothing."""
-        stalled = {said.accused for vote in self.votes.values() for said in vote.accusations if said.is_stalled}
-        return self.missing() if self.missing() <= stalled else set()
+        missing = self.missing()
+        return missing if missing <= {said.accused for said in self._said() if said.is_stalled} else set()
+
+    def has_order_for(self, rank: int, vote: Vote) -> bool:
+        """Whether a member that cast this vote is to average again."""
+        return self.order is not None and vote.ballot < self.order.ballot and rank in self.order.members
 
     def decide(self) -> Verdict | Order | None:
         """Decide by the votes, or return None while more are needed; an order begins the next ballot."""
@@ -137,9 +131,7 @@ class VoteCount:
             return self.verdict
         decision = self._decision()
         if isinstance(decision, Order):
-            for said in (said for vote in self.votes.values() for said in vote.accusations):
-                if said.accused in self.lost and (said.is_stalled or said.is_violation):
-                    self.faults.setdefault(said.accused, said.reason)
+            self._note_faults(lambda said: said.accused in self.lost and (said.is_stalled or said.is_violation))
             self.ballot, self.order, self.votes = decision.ballot, decision, {}
             self._members = set(decision.members)
         else:
@@ -157,15 +149,16 @@ class VoteCount:
         if num_open:
             return None
         here = self._members_that_hear_each_other()
+        can_average = self._is_majority(len(here)) and _includes_values(self.group, here)
         is_split = sum(not here.isdisjoint(ranks) for ranks in by_result.values()) > 1
-        if not here <= set(most) and self._can_average(here) and not is_split and (order := self._again(here)):
+        if can_average and not here <= set(most) and not is_split and (order := self._again(here)):
             return order
         if is_won:
             return self._commit(most)
-        return self._abort(DIFFERENT if is_split and self._can_average(here) else "")
+        return self._abort(DIFFERENT if is_split and can_average else "")
 
     def _again(self, here: set[int]) -> Order | None:
-        """Order the shortest slice to be reduced again that contains all parts that voters lack."""
+        """Order the shortest slice that contains all parts that voters lack."""
         votes = [self.votes[rank] for rank in here]
         numel = Counter(vote.numel for vote in votes).most_common(1)[0][0]
         gaps = [vote.missing for vote in votes if vote.missing[0] < vote.missing[1] <= numel]
@@ -174,14 +167,15 @@ class VoteCount:
         start, stop = min(start for start, _ in gaps), max(stop for _, stop in gaps)
         return Order(self.ballot + 1, sorted(here), start, stop)
 
-    # evaluation of the votes
-
     def _by_result(self) -> dict[bytes, list[int]]:
         by_result: dict[bytes, list[int]] = defaultdict(list)
         for rank, vote in sorted(self.votes.items()):
             if vote.digest:
                 by_result[vote.digest + msgspec.msgpack.encode(vote.parts)].append(rank)
         return by_result
+
+    def _said(self) -> list[Accusation]:
+        return [said for vote in self.votes.values() for said in vote.accusations]
 
     def _live(self) -> set[int]:
         return self._members - self.lost.keys()
@@ -193,32 +187,31 @@ class VoteCount:
         self.faults |= gone
         return here - gone.keys()
 
-    def _can_average(self, here: set[int]) -> bool:
-        return self._is_majority(len(here)) and _includes_values(self.group, here)
-
     def _is_majority(self, num_members: int) -> bool:
         return 2 * num_members > len(self.group.members)
 
     # verdicts
 
+    def _note_faults(self, counts: Callable[[Accusation], bool]) -> None:
+        for said in filter(counts, self._said()):
+            self.faults.setdefault(said.accused, said.reason)
+
     def _commit(self, ranks: Sequence[int]) -> Verdict:
+        self._note_faults(lambda said: said.accused not in self.votes or said.is_violation)
         vote = self.votes[ranks[0]]
-        for said in (said for other in self.votes.values() for said in other.accusations):
-            if said.accused not in self.votes or said.is_violation:
-                self.faults.setdefault(said.accused, said.reason)
-        return Verdict(True, self.group.manifest(vote.digest, vote.parts), self._reason([]), self._blamed())
+        return self._verdict(self.group.manifest(vote.digest, vote.parts), [])
 
     def _abort(self, why: str = "") -> Verdict:
         said = sorted({vote.reason for vote in self.votes.values() if vote.reason})
-        return Verdict(True, None, why or self._reason(said) or DIFFERENT, self._blamed())
+        return self._verdict(None, [why] if why else said)
 
-    def _reason(self, said: Sequence[str]) -> str:
+    def _verdict(self, manifest: RoundManifest | None, said: Sequence[str]) -> Verdict:
         faults = {**self.lost, **self.faults}  # what a member did says more than that it is gone
         reasons = list(dict.fromkeys([*said, *(faults[rank] for rank in sorted(faults))]))
-        return "; ".join(reasons[:SHOWN_REASONS])[: SHOWN_REASONS * MAX_REASON_LENGTH]
-
-    def _blamed(self) -> list[PeerId]:
-        return sorted(self.group.members[rank].peer_id for rank in {**self.lost, **self.faults})
+        if manifest is None and not reasons:
+            reasons = [DIFFERENT]
+        reason = "; ".join(reasons[:SHOWN_REASONS])[: SHOWN_REASONS * MAX_REASON_LENGTH]
+        return Verdict(True, manifest, reason, sorted(self.group.members[rank].peer_id for rank in faults))
 
 
 def _includes_values(group: Group, ranks: Iterable[int]) -> bool:
@@ -231,11 +224,8 @@ def _includes_values(group: Group, ranks: Iterable[int]) -> bool:
 
 
 def checked(group: Group, verdict: Verdict, vote: Vote | None = None, rank: int = 0) -> Verdict:
-    """Check a verdict from another peer: it must be about this group.
+    """Check a verdict from another peer; it may be an order only in answer to a vote of the member of this rank.
 
-    Args:
-        vote: of the member of this rank, if the verdict answers that. Only then may it be an order, which the member
-            must be able to follow.
     Raises:
         ProtocolViolation: it is not about this group, or not possible.
     """
