@@ -1,4 +1,7 @@
-"""One averager's part in its run, on the network thread: finds other peers, and tries rounds until one commits."""
+"""One averager's part in its run, on the network thread.
+
+It finds other peers, tries rounds until one commits, hands its tensors out to newcomers, and loads those of others.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,23 @@ from collections.abc import Sequence
 
 import torch
 
-from manyhands.averaging.averager_state import AveragerState
+from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import LOOK_S, MIN_ATTEMPT_S, GridSteps, StepOutcome
 from manyhands.averaging.messages import Position
 from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.sketch import packed, sketched_indices
+from manyhands.averaging.state.content import LoadedState, State, StateHeader, offsets_of, state_of
+from manyhands.averaging.state.download import Download
+from manyhands.averaging.state.server import STREAM_KIND, StateRequest, StateServer
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManyhandsError
+from manyhands.base.errors import ManyhandsError, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.peer import Presence
+from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +45,8 @@ class AveragerLoop:
 
     Attributes:
         reached: the position after the last step that committed.
+        position: at which the tensors got their values, by a round or from another peer. A peer that only knows of a
+            higher one goes there for the next round, with values that nobody should load.
     """
 
     def __init__(self, presence: Presence, run_id: str, tensors: TensorList, config: AveragingConfig) -> None:
@@ -47,7 +57,11 @@ class AveragerLoop:
         self._running: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()  # a step that Ctrl-C ended may still be ending here
         self._is_closed = False
-        self.reached = Position(0, b"")
+        self.reached = self.position = Position(0, b"")
+        self._specs = [
+            ParameterSpec(f"tensor {number}", spec.shape, spec.dtype) for number, spec in enumerate(tensors.specs)
+        ]
+        self._kind = f"{run_id}.{STREAM_KIND}"  # the peer may serve an optimizer and other averagers as well
         self._last_group: Sequence[PeerId] = ()  # of the last round that committed
 
     async def start(self) -> None:
@@ -79,7 +93,9 @@ class AveragerLoop:
                 "begins it; if that is not meant, check the run id",
                 self._run_id, ", ".join(map(repr, elsewhere)),
             )  # fmt: skip
-        self.state = AveragerState(presence.endpoint, self._run_id, self._tensors, self.tracker, presence.rng)
+        self._server = StateServer(
+            presence.endpoint, self._run_id, self._capture, lambda: self.position, kind=self._kind
+        )
         presence.on_close.append(self.close)
 
     async def close(self) -> None:
@@ -91,7 +107,7 @@ class AveragerLoop:
             self._presence.on_close.remove(self.close)
         for task in self._running:
             task.cancel()
-        await self.state.close()
+        await self._server.close()
         await self.rounds.close()
         await self.tracker.close()
 
@@ -138,6 +154,38 @@ class AveragerLoop:
                 return True
             await asyncio.sleep(LOOK_S)
         return False
+
+    async def load(self) -> LoadedState:
+        """Load the tensors of the peers at the leading position.
+
+        Raises:
+            Unavailable: there is none, or none could send them; no tensor was written.
+        """
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await self._look(LOOK_TIMEOUT_S)
+        position, donors = self.tracker.holders()
+        if not donors:
+            raise Unavailable(f"no other peer that averages under run id {self._run_id!r} can be asked for its tensors")
+        self._presence.rng.shuffle(donors)  # so that newcomers do not all ask the same one
+        state = await Download(
+            self._presence.endpoint, StateRequest(self._run_id, is_onlooker=True), donors, position, self._check,
+            least_bytes=offsets_of(self._specs)[1], kind=self._kind,
+        ).run()  # fmt: skip
+        if not await run_to_end(lambda: all(is_finite(tensor) for tensor in state.tensors)):
+            raise Unavailable(f"the tensors of peer {', '.join(state.donors)} have values that are not finite")
+        await run_to_end(self._tensors.assign_each, state.tensors)
+        self.position = state.header.position
+        return LoadedState(state.header.position.step, 0, state.donors, state.num_bytes, loop.time() - begun)
+
+    def _capture(self) -> State:
+        header = StateHeader(self.position, 0, self._specs, b"", b"")
+        return self._tensors.between_writes(lambda tensors: state_of(header, tensors))
+
+    def _check(self, header: StateHeader) -> None:
+        sent = [(spec.shape, spec.dtype) for spec in header.tensors]
+        if sent != [(spec.shape, spec.dtype) for spec in self._specs]:
+            raise ValueError("it has tensors of other shapes or dtypes")
 
     async def _try(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
         async with self._one_at_a_time:
