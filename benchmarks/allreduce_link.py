@@ -27,7 +27,7 @@ from _star import Line, address_of, enter, star, why_not
 from _worker import Worker
 
 from manyhands.averaging.codecs import plan_of
-from manyhands.averaging.codecs.registry import codec_named
+from manyhands.averaging.codecs.plan import codec_named
 
 MB = 10**6
 FLOAT_BYTES = 4

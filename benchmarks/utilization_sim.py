@@ -34,7 +34,7 @@ import torch
 from _command_line import Parser, json_path, positive, positive_int, run, write_json
 
 from manyhands.averaging.codecs import plan_of
-from manyhands.averaging.codecs.registry import codec_named
+from manyhands.averaging.codecs.plan import codec_named
 from manyhands.optim.local_steps import LocalSteps
 from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm, together
 

@@ -454,3 +454,21 @@ def test_the_peers_are_counted_from_the_thread_of_the_user() -> None:
         manyhands.Averager([torch.zeros(2)], peer=peer, run_id="alone") as averager,
     ):
         assert averager.num_peers == 1
+
+
+async def test_a_mistyped_run_id_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        return [message for record in caplog.records if "averages under run id" in (message := record.getMessage())]
+
+    async with sim_peers(3) as peers:
+        averagers = [await join(peer, [torch.zeros(3)]) for peer in peers[:2]]
+        # a second averager of the same peers is no mistake
+        averagers += [await join(peer, [torch.zeros(3)], run_id="second") for peer in peers[:2]]
+        assert not warnings()
+        averagers.append(await join(peers[2], [torch.zeros(3)], run_id="averagse"))
+        (warning,) = warnings()
+        assert "averages under run id 'averagse'; they average under 'averages', 'second'" in warning
+        await close_all(averagers)
+        caplog.clear()
+        await close_all([await join(peers[2], [torch.zeros(3)], run_id="another")])
+        assert not warnings(), "the others have left"

@@ -54,6 +54,12 @@ async def serve(stream: Stream, donor: Donor, num_chunks: int, period_s: float =
         await stream.send(FRAME.pack(CHUNK, index), state.chunk(index))
 
 
+def die_after(donor: Donor, num_chunks: int) -> None:
+    """Let a donor send so many chunks over its first stream, and hang up each later one."""
+    left = itertools.chain([num_chunks], itertools.repeat(0))
+    behave(donor, lambda stream: serve(stream, donor, next(left), 0.002))
+
+
 def slowly(donor: Donor) -> Donor:
     """Let a donor send a chunk each 2 ms, so that others come to send too."""
     behave(donor, lambda stream: serve(stream, donor, 10**9, 0.002))
@@ -84,7 +90,7 @@ async def test_a_small_state_is_asked_of_one_donor(monkeypatch: pytest.MonkeyPat
 async def test_a_donor_that_dies_costs_the_chunks_that_it_was_asked_for() -> None:
     async with endpoints(3) as (one, two, newcomer):
         dying, donor = Donor(one), slowly(Donor(two))
-        behave(dying, lambda stream: serve(stream, dying, 10, 0.002))
+        die_after(dying, 10)
         state = await download(newcomer, dying, donor)
         assert state.digests == donor.state().digests
         assert set(state.donors) == {dying.peer_id, donor.peer_id}
@@ -182,8 +188,8 @@ async def test_when_all_that_hold_the_chosen_state_are_gone_the_download_fails_a
     async with endpoints(3) as (one, two, newcomer):
         dying, donor = Donor(one), slowly(Donor(two))
         with torch.no_grad():
-            donor.weights[0][0] += 1e-7
-        behave(dying, lambda stream: serve(stream, dying, 8, 0.002))
+            donor.weights[0].mul_(1 + 1e-6)
+        die_after(dying, 8)
         with pytest.raises(Unavailable, match="its state differs from the one that is being downloaded"):
             await download(newcomer, dying, donor)
         await one.close()
@@ -192,11 +198,22 @@ async def test_when_all_that_hold_the_chosen_state_are_gone_the_download_fails_a
         assert state.donors == (donor.peer_id,)
 
 
+async def test_donors_that_differ_in_their_last_tensor_alone_share_the_rest_of_the_state_of_one() -> None:
+    async with endpoints(4) as (*holders, newcomer):
+        donors = [slowly(Donor(endpoint)) for endpoint in holders]
+        for number, donor in enumerate(donors):  # as the inner statistics of local steps
+            donor.optimizer.state[donor.weights[1]]["momentum_buffer"] += number
+        state = await download(newcomer, *donors)
+        (chosen,) = (donor for donor in donors if donor.peer_id in state.donors)
+        assert state.digests == chosen.state().digests
+        assert all(endpoint.bytes_sent > 4 * CHUNK_BYTES for endpoint in holders)
+
+
 async def test_all_donors_that_die_are_named() -> None:
     async with endpoints(3) as (one, two, newcomer):
         donors = [Donor(one), Donor(two)]
         for donor in donors:
-            behave(donor, lambda stream, donor=donor: serve(stream, donor, 3, 0.002))  # type: ignore[misc]
+            die_after(donor, 3)
         with pytest.raises(Unavailable) as caught:
             await download(newcomer, *donors)
         assert all(f"{donor.peer_id}: lost peer" in str(caught.value) for donor in donors)

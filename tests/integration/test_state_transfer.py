@@ -155,7 +155,7 @@ async def test_newcomers_at_the_same_step_share_one_copy_and_then_it_is_gone() -
         assert donor.num_captures == 1
         del states, state
         async with time_limit(PATIENCE_S, "waiting for the copy to be forgotten"):
-            while donor.server._snapshot is not None and donor.server._snapshot() is not None:
+            while donor.server._copy is not None and donor.server._copy() is not None:
                 gc.collect()
                 await asyncio.sleep(0.001)
 

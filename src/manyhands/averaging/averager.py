@@ -181,7 +181,7 @@ class Averager(FromHivemind):
             assert outcome.committed is not None
             assert outcome.committed.averaged_N is not None
             self._tensors.assign(outcome.committed.averaged_N)
-            self._averager_loop.state.position = self._averager_loop.reached
+            self._averager_loop.position = self._averager_loop.reached
         return result
 
     def load_state_from_peers(self, timeout_s: float = MAX_TIMEOUT_S) -> LoadedState:
@@ -200,7 +200,7 @@ class Averager(FromHivemind):
         """
         _check_timeout(timeout_s)
         with self._one_at_a_time():
-            return self._peer.run(self._averager_loop.state.load(), float(timeout_s), "loading the others' tensors")
+            return self._peer.run(self._averager_loop.load(), float(timeout_s), "loading the others' tensors")
 
     def wait_for_others(self, timeout_s: float = 10.0) -> bool:
         """Wait until the other members of the last round hold its mean; call it before this peer leaves.

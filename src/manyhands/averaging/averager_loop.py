@@ -1,4 +1,7 @@
-"""One averager's part in its run, on the network thread: finds other peers, and tries rounds until one commits."""
+"""One averager's part in its run, on the network thread.
+
+It finds other peers, tries rounds until one commits, hands its tensors out to newcomers, and loads those of others.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,26 @@ from collections.abc import Sequence
 
 import torch
 
-from manyhands.averaging.averager_state import AveragerState
+from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.grid.step import GATHER_SHARE, MIN_ATTEMPT_S, GridSteps, StepOutcome
+from manyhands.averaging.grid.step import LOOK_S, MIN_ATTEMPT_S, GridSteps, StepOutcome
 from manyhands.averaging.messages import Position
 from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.sketch import packed, sketched_indices
+from manyhands.averaging.state.content import LoadedState, State, StateHeader, offsets_of, state_of
+from manyhands.averaging.state.download import Download
+from manyhands.averaging.state.server import STREAM_KIND, StateRequest, StateServer
 from manyhands.averaging.tensor_list import TensorList
-from manyhands.base.deadline import time_limit, wait_at_most
-from manyhands.base.errors import ManyhandsError, NothingToAverage, RoundAborted, Unavailable
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManyhandsError, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.peer import Presence
 from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
-FIRST_LOOK_S = 0.2
-LAST_LOOK_S = 2.0
-LOOK_GROWTH = 1.5
 LOOK_TIMEOUT_S = 3.0
 LOOK_SHARE = 0.25
 """Share of a step to wait at most for the others' records; else earlier ones are used."""
@@ -41,6 +45,8 @@ class AveragerLoop:
 
     Attributes:
         reached: the position after the last step that committed.
+        position: at which the tensors got their values, by a round or from another peer. A peer that only knows of a
+            higher one goes there for the next round, with values that nobody should load.
     """
 
     def __init__(self, presence: Presence, run_id: str, tensors: TensorList, config: AveragingConfig) -> None:
@@ -51,7 +57,11 @@ class AveragerLoop:
         self._running: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()  # a step that Ctrl-C ended may still be ending here
         self._is_closed = False
-        self.reached = Position(0, b"")
+        self.reached = self.position = Position(0, b"")
+        self._specs = [
+            ParameterSpec(f"tensor {number}", spec.shape, spec.dtype) for number, spec in enumerate(tensors.specs)
+        ]
+        self._kind = f"{run_id}.{STREAM_KIND}"  # the peer may serve an optimizer and other averagers as well
         self._last_group: Sequence[PeerId] = ()  # of the last round that committed
 
     async def start(self) -> None:
@@ -77,7 +87,15 @@ class AveragerLoop:
         except BaseException:
             await self.rounds.close()
             raise
-        self.state = AveragerState(presence.endpoint, self._run_id, self._tensors, self.tracker, presence.rng)
+        if elsewhere := await self.tracker.elsewhere():
+            logger.warning(
+                "None of the peers that this one knows averages under run id %r; they average under %s. This peer "
+                "begins it; if that is not meant, check the run id",
+                self._run_id, ", ".join(map(repr, elsewhere)),
+            )  # fmt: skip
+        self._server = StateServer(
+            presence.endpoint, self._run_id, self._capture, lambda: self.position, kind=self._kind
+        )
         presence.on_close.append(self.close)
 
     async def close(self) -> None:
@@ -89,7 +107,7 @@ class AveragerLoop:
             self._presence.on_close.remove(self.close)
         for task in self._running:
             task.cancel()
-        await self.state.close()
+        await self._server.close()
         await self.rounds.close()
         await self.tracker.close()
 
@@ -134,91 +152,82 @@ class AveragerLoop:
             await self._look(min(left_s, LOOK_TIMEOUT_S))
             if not self.tracker.is_ahead_of(self._last_group):
                 return True
-            await asyncio.sleep(FIRST_LOOK_S)
+            await asyncio.sleep(LOOK_S)
         return False
+
+    async def load(self) -> LoadedState:
+        """Load the tensors of the peers at the leading position.
+
+        Raises:
+            Unavailable: there is none, or none could send them; no tensor was written.
+        """
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await self._look(LOOK_TIMEOUT_S)
+        position, donors = self.tracker.holders()
+        if not donors:
+            raise Unavailable(f"no other peer that averages under run id {self._run_id!r} can be asked for its tensors")
+        self._presence.rng.shuffle(donors)  # so that newcomers do not all ask the same one
+        state = await Download(
+            self._presence.endpoint, StateRequest(self._run_id, is_onlooker=True), donors, position, self._check,
+            least_bytes=offsets_of(self._specs)[1], kind=self._kind,
+        ).run()  # fmt: skip
+        if not await run_to_end(lambda: all(is_finite(tensor) for tensor in state.tensors)):
+            raise Unavailable(f"the tensors of peer {', '.join(state.donors)} have values that are not finite")
+        await run_to_end(self._tensors.assign_each, state.tensors)
+        self.position = state.header.position
+        return LoadedState(state.header.position.step, 0, state.donors, state.num_bytes, loop.time() - begun)
+
+    def _capture(self) -> State:
+        header = StateHeader(self.position, 0, self._specs, b"", b"")
+        return self._tensors.between_writes(lambda tensors: state_of(header, tensors))
+
+    def _check(self, header: StateHeader) -> None:
+        sent = [(spec.shape, spec.dtype) for spec in header.tensors]
+        if sent != [(spec.shape, spec.dtype) for spec in self._specs]:
+            raise ValueError("it has tensors of other shapes or dtypes")
 
     async def _try(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
         async with self._one_at_a_time:
-            look_timeout_s = min(LOOK_TIMEOUT_S, LOOK_SHARE * (deadline - asyncio.get_running_loop().time()))
-            await self._look(look_timeout_s)
-            self.tracker.begin_step()
-            try_it = self._try_in_one_group if self.tracker.num_rounds_left is None else self._try_in_grid
-            await try_it(outcome, flat_N, weight, deadline, look_timeout_s)
+            loop, tracker = asyncio.get_running_loop(), self.tracker
+            time_s = deadline - loop.time()
+
+            async def look() -> None:
+                await self._look(min(LOOK_TIMEOUT_S, LOOK_SHARE * time_s))
+                tracker.catch_up()
+
+            own_id, shapes = self._presence.peer_id, self._tensors.shapes
+            steps = GridSteps(tracker, own_id, self.rounds, self._config, look, shapes)
+            while True:
+                await look()
+                tracker.begin_step()
+                if tracker.num_rounds_left is None:
+                    await self._try_in_one_group(steps, outcome, flat_N, weight, deadline)
+                    return
+                try:
+                    await steps.take(outcome, flat_N, weight, deadline)
+                finally:
+                    outcome.disagreement = tracker.disagreement()  # by what was read meanwhile
+                    if outcome.committed is not None and outcome.committed.averaged_N is not None:
+                        mean_N = outcome.committed.averaged_N
+                        indices = sketched_indices(mean_N.numel(), tracker.position().step)
+                        tracker.tell(packed(mean_N[indices].tolist()))
+                if outcome.committed is not None or deadline - loop.time() < MIN_ATTEMPT_S:
+                    return
 
     async def _try_in_one_group(
-        self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float, look_timeout_s: float
+        self, steps: GridSteps, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float
     ) -> None:
-        loop, tracker = asyncio.get_running_loop(), self.tracker
-        began = loop.time()
-        alone_until = began + min(self._config.matchmaking_time_s, ALONE_SHARE * (deadline - began))
-        look_s = FIRST_LOOK_S
-        while True:
-            left_s = deadline - loop.time()
-            if tracker.expected() or tracker.called.is_set():
-                if left_s < MIN_ATTEMPT_S and outcome.reason:
-                    return
-                tracker.called.clear()
-                if await self._attempt(outcome, flat_N, weight, left_s):
-                    return
-                flat_N = await run_to_end(self._tensors.values)  # others may still fetch means from the last one
-            elif loop.time() >= alone_until:
-                nobody = f"no other peer averages under run id {self._run_id!r}"
-                outcome.reason = outcome.reason or next(iter(tracker.misfits()), nobody)
-                return
-            await wait_at_most(tracker.called, min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
-            look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
-            await self._look(look_timeout_s)
-            tracker.catch_up()
-
-    async def _try_in_grid(
-        self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float, look_timeout_s: float
-    ) -> None:
-        tracker = self.tracker
-        steps = GridSteps(
-            tracker,
-            self._presence.peer_id,
-            self.rounds,
-            self._config,
-            lambda: self._look(look_timeout_s),
-            self._tensors.shapes,
-        )
-        while True:
-            try:
-                await steps.take(outcome, flat_N, weight, deadline)
-            finally:
-                outcome.disagreement = tracker.disagreement()  # by what was read meanwhile
-                if outcome.committed is not None and outcome.committed.averaged_N is not None:
-                    mean_N = outcome.committed.averaged_N
-                    indices = sketched_indices(mean_N.numel(), tracker.position().step)
-                    tracker.tell(packed(mean_N[indices].tolist()))
-            left_s = deadline - asyncio.get_running_loop().time()
-            if outcome.committed is not None or left_s < MIN_ATTEMPT_S:
-                return
-            await self._look(look_timeout_s)  # the others were done with this step; there is a next one
-            tracker.begin_step()
-
-    async def _attempt(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, left_s: float) -> bool:
-        """Run one round; returns whether it committed."""
-        try:
-            committed = await self.rounds.average(
-                flat_N,
-                weight,
-                shapes=self._tensors.shapes,
-                timeout_s=left_s,
-                gather_s=min(self._config.matchmaking_time_s, left_s * GATHER_SHARE),
-                meter=outcome.meter,
-                refill=self._tensors.values,
-            )
-        except NothingToAverage:
-            raise
-        except (RoundAborted, Unavailable) as error:
-            logger.info("an attempt at averaging failed: %s", error)
-            outcome.reason = error.reason if isinstance(error, RoundAborted) else str(error)
-            return False
-        self.tracker.move(committed.manifest)
-        outcome.committed = committed
-        outcome.num_rounds_committed = 1
-        return True
+        outcome.num_rounds, outcome.weight = 1, weight
+        time_s = deadline - asyncio.get_running_loop().time()
+        alone_s = min(self._config.matchmaking_time_s, ALONE_SHARE * time_s)
+        outcome.committed = await steps.round(outcome, flat_N, deadline, alone_s, self._tensors.values)
+        if outcome.committed is not None:
+            outcome.num_rounds_committed = 1
+            self.tracker.move(outcome.committed.manifest)
+        elif not outcome.reason:
+            nobody = f"no other peer averages under run id {self._run_id!r}"
+            outcome.reason = next(iter(self.tracker.misfits()), nobody)
 
     async def _look(self, timeout_s: float) -> None:
         try:

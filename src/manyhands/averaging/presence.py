@@ -31,10 +31,11 @@ import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, next_step
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
-from manyhands.averaging.peer_records import PeerRecords
+from manyhands.averaging.peer_records import GOODBYE, PeerRecords
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, disagreement_of
-from manyhands.base.errors import ManifestMismatch
+from manyhands.base.errors import ManifestMismatch, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.run_id import is_run_id
 from manyhands.dht import DhtNode, Schema
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
@@ -42,6 +43,10 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+PRESENCE_KIND = "averaging"
+"""Of the DHT keys of the records."""
+MAX_OTHER_RUNS = 8
+"""Other runs that are looked at where a run id may be mistyped."""
 LAST_ROUND = 2**48
 """Round numbers go up to here: 8,900 years of a thousand rounds a second."""
 MAX_TTL_S = 3600.0
@@ -89,7 +94,7 @@ PRESENCE = Schema(PresenceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=
 
 
 def presence_key(run_id: str) -> str:
-    return f"{run_id}.averaging"
+    return f"{run_id}.{PRESENCE_KIND}"
 
 
 def first_position(run_id: str) -> Position:
@@ -146,6 +151,22 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
         await self.publish()
         await self.refresh()
         self._tasks.spawn(self.publish_forever(), name="publishing")
+
+    async def elsewhere(self) -> list[str]:
+        """Run ids under which others average, and this peer does not; empty if others are in this run."""
+        if self.observed():
+            return []
+        run_ids = sorted(filter(is_run_id, await self._dht.topics(PRESENCE_KIND)))[:MAX_OTHER_RUNS]
+        try:
+            found = await asyncio.gather(*(self._dht.get(presence_key(run_id)) for run_id in run_ids))
+        except Unavailable:
+            return []
+        members = [
+            {subkey for subkey, stored in records.items() if stored.owner == subkey and stored.value != GOODBYE}
+            for records in found
+        ]
+        own_id = self._endpoint.peer_id
+        return [run_id for run_id, peers in zip(run_ids, members, strict=True) if peers and own_id not in peers]
 
     async def close(self) -> None:
         """Tell the others that this peer has left."""

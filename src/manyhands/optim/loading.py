@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from manyhands.averaging.messages import Position
-from manyhands.averaging.state.content import LoadedState, State, StateHeader, state_of, whole_chunks_of
+from manyhands.averaging.state.content import LoadedState, State, StateHeader, sealed, state_of
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManifestMismatch, Timeout, Unavailable
@@ -171,7 +171,7 @@ def _held(specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Paramete
     if any(str(parameter.dtype) != f"torch.{spec.dtype}" for spec, parameter in zip(specs, parameters, strict=True)):
         return None
     header = StateHeader(Position(0, b""), 0, list(specs), b"", b"")
-    return whole_chunks_of(state_of(header, [parameter.detach() for parameter in parameters]))
+    return sealed(state_of(header, [parameter.detach() for parameter in parameters]))
 
 
 def _assign(state: State, targets: Sequence[torch.Tensor | None]) -> str:

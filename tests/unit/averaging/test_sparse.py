@@ -20,7 +20,7 @@ from manyhands.averaging.codecs import (
     Segment,
     Sparse,
 )
-from manyhands.averaging.codecs.registry import codec_named, codec_of_code
+from manyhands.averaging.codecs.plan import codec_named, codec_of_code
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import butterfly_of, group_of, plan_in
 

@@ -5,24 +5,22 @@ from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
 from manyhands.averaging.codecs.plan import (
     ABSENT,
-    EXACT_BELOW_NUMEL,
-    Chosen,
-    Gathered,
-    Plan,
-    Segment,
-    Uncompared,
-    plan_of,
-)
-from manyhands.averaging.codecs.registry import (
     BF16,
     CODECS,
+    EXACT_BELOW_NUMEL,
     FP16,
     INT4,
     INT8,
     NONE,
     NONE_FLOAT64,
+    Chosen,
+    Gathered,
+    Plan,
+    Segment,
+    Uncompared,
     codec_named,
     codec_of_code,
+    plan_of,
 )
 from manyhands.averaging.codecs.sparse import Sparse
 

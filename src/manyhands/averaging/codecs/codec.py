@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -47,9 +47,9 @@ class Codec(abc.ABC):
 
     Attributes:
         code: on the wire; never used again for another layout.
-        piece_numel: values in a piece; the last piece of a slice may have fewer.
-        num_at_once: pieces that are processed at once.
-        unit_numel: values that a compiled kernel takes as a whole, such as a row.
+        piece_numel: values in a piece, such as a row; the last piece of a slice may have fewer.
+        block_numel: values in the pieces that torch processes at once; at least one piece.
+        unit_numel: values that should not be torn apart.
         decay: factor of the error feedback, from round to round.
         passes_on: a reducer sends the contributions to a mean in place of the mean.
     """
@@ -58,7 +58,7 @@ class Codec(abc.ABC):
     code: ClassVar[int]
     dtype: ClassVar[torch.dtype] = torch.float32
     piece_numel: int
-    num_at_once: int = 1
+    block_numel: int = 1 << 18
     unit_numel: int = 1
     decay: float = 1.0
     passes_on: ClassVar[bool] = False
@@ -81,10 +81,8 @@ class Codec(abc.ABC):
         assert (values_N.dim(), values_N.is_floating_point()) == (1, True)
         assert _is_bytes(out, self.num_bytes(values_N.numel())), "a compiled kernel does not look at bounds"
         values_N, out = self._after_kernel("encode", values_N, out)
-        if not values_N.numel():
-            return
-        for start, stop, place in self._pieces(values_N.numel(), out):
-            self._encode_piece(values_N[start:stop].detach().to(self.dtype).contiguous(), place)
+        for block, place in self._blocks(values_N.numel(), out):
+            self._encode_block(values_N[block].detach().to(self.dtype).contiguous(), place)
 
     def decode(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         """Write the decoded values to ``out_N``.
@@ -103,10 +101,8 @@ class Codec(abc.ABC):
                 f"{encoded.numel()}"
             )
         out_N, encoded = self._after_kernel("decode", out_N, encoded)
-        if not out_N.numel():
-            return
-        for start, stop, place in self._pieces(out_N.numel(), encoded):
-            self._decode_piece(place, out_N[start:stop])
+        for block, place in self._blocks(out_N.numel(), encoded):
+            self._decode_block(place, out_N[block])
 
     def average(
         self,
@@ -135,53 +131,42 @@ class Codec(abc.ABC):
         Returns:
             How many values are done, from the first on.
         """
-        numel = mean_N.numel() // self.unit_numel * self.unit_numel
+        numel = mean_N.numel() // self.piece_numel * self.piece_numel
         whole_N, whole_out = mean_N[:numel], out[: self.num_bytes(numel)]
         run = kernel(self.name, "average", whole_N, whole_out)
         if run is None or rooms.shape[1] < whole_out.numel() or rooms.shape[1] % FLOAT_BYTES:
             return 0
         places, shares = np.array(which, dtype=np.int64), np.array(weights, dtype=np.float32)
         arrays = (one.numpy() for one in (whole_N, whole_out, own_N.detach(), kept_N, rooms))
-        done = run(*arrays, places, shares, squares, _one_in(mean_N.numel()))
-        return self.unit_numel * int(done)
+        return self.piece_numel * int(run(*arrays, places, shares, squares, _one_in(mean_N.numel())))
 
     def _after_kernel(
         self, name: str, values_N: torch.Tensor, encoded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Let a compiled kernel do what it can; returns the values and bytes left to torch: all, or a few."""
-        num_units = values_N.numel() // self.unit_numel
-        numel = num_units * self.unit_numel
+        numel = values_N.numel() // self.piece_numel * self.piece_numel
         whole_N, whole_encoded = values_N[:numel], encoded[: self.num_bytes(numel)]
         run = kernel(self.name, name, whole_N, whole_encoded)
-        if run is None:
-            return values_N, encoded
-        done = self.unit_numel * run(whole_N.detach().numpy(), whole_encoded.numpy())
+        done = self.piece_numel * run(whole_N.detach().numpy(), whole_encoded.numpy()) if run is not None else 0
         return values_N[done:], encoded[self.num_bytes(done) :]
 
-    def _pieces(self, numel: int, encoded: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
-        """Runs of whole pieces, and the last piece if it is shorter."""
-        num_whole = numel // self.piece_numel
-        starts = [number * self.piece_numel for number in range(0, num_whole, self.num_at_once)]
-        bounds = [*starts, num_whole * self.piece_numel]
-        if num_whole * self.piece_numel < numel:
-            bounds.append(numel)
-        places = [self.num_bytes(bound) for bound in bounds]
-        return [
-            (start, stop, encoded[begin:end])
-            for (start, stop), (begin, end) in zip(itertools.pairwise(bounds), itertools.pairwise(places), strict=True)
-        ]
+    def _blocks(self, numel: int, encoded: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Runs of whole pieces, and the last piece if it is shorter, with their encodings."""
+        whole, step = numel - numel % self.piece_numel, self.block_numel - self.block_numel % self.piece_numel
+        for start, stop in itertools.pairwise(sorted({*range(0, whole, step), whole, numel})):
+            yield slice(start, stop), encoded[self.num_bytes(start) : self.num_bytes(stop)]
 
     @abc.abstractmethod
     def _piece_bytes(self, numel: int) -> int:
         """Bytes of a piece of 0 to ``piece_numel`` values."""
 
     @abc.abstractmethod
-    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
-        """Encode up to ``num_at_once`` whole pieces, or a shorter one; contiguous, of the dtype of the codec."""
+    def _encode_block(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+        """Encode whole pieces, or a shorter one; contiguous, of the dtype of the codec."""
 
     @abc.abstractmethod
-    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
-        """Decode up to ``num_at_once`` whole pieces, or a shorter one, of the right length."""
+    def _decode_block(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+        """Decode whole pieces, or a shorter one, of the right length."""
 
 
 def largest_magnitude(values: torch.Tensor) -> float:

@@ -33,16 +33,16 @@ class Plain(Codec):
 
     name = "none"
     code = 0
-    piece_numel = 1 << 20
+    piece_numel = 1
 
     def _piece_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize
 
-    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+    def _encode_block(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
         check_finite(values_N)
         out.copy_(values_N.view(torch.uint8))
 
-    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+    def _decode_block(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         out_N.view(torch.uint8).copy_(encoded)
         try:
             check_finite(out_N)
@@ -67,14 +67,12 @@ class Fp16(Codec):
 
     name = "fp16"
     code = 2
-    piece_numel = 1 << 16
-    unit_numel = 1 << 16
-    num_at_once = 16
+    piece_numel = unit_numel = 1 << 16
 
     def _piece_bytes(self, numel: int) -> int:
         return 2 * numel + SCALE_BYTES if numel else 0
 
-    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+    def _encode_block(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
         rows = values_N.view(max(1, values_N.numel() // self.piece_numel), -1)
         largest = torch.maximum(-rows.amin(1), rows.amax(1))
         if not math.isfinite(largest.max().item()):
@@ -85,29 +83,21 @@ class Fp16(Codec):
         if exponents.max().item() == 113:  # rounded up to 2^15, they would be 2^128: infinite
             highest = torch.where(exponents == 113, LARGEST_BELOW_2_15, math.inf)[:, None]
             scaled = torch.maximum(torch.minimum(scaled, highest), -highest)
-        scales_out, scaled_out = _parts(out, len(rows))
-        store(torch.ldexp(one, exponents)[:, None], torch.float32, scales_out)
-        store(scaled, torch.float16, scaled_out)
+        pieces = out.view(len(rows), -1)
+        pieces[:, :SCALE_BYTES].copy_(torch.ldexp(one, exponents)[:, None].view(torch.uint8))
+        store(scaled, torch.float16, pieces[:, SCALE_BYTES:])
 
-    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+    def _decode_block(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         rows = out_N.view(max(1, out_N.numel() // self.piece_numel), -1)
-        encoded_scales, encoded_values = _parts(encoded, len(rows))
-        scales = viewed_as(encoded_scales, torch.float32)
+        pieces = encoded.view(len(rows), -1)
+        scales = viewed_as(pieces[:, :SCALE_BYTES].reshape(-1), torch.float32)[:, None]
         is_right = (torch.frexp(scales).mantissa == 0.5) & (scales >= 2.0**-126) & (scales <= 2.0**113)
         if not bool(is_right.all()):
             scale = scales[~is_right][0].item()
             raise BadEncoding(f"{self.name}: a scale is {scale}, and not a power of two from 2^-126 to 2^113")
-        rows.copy_(viewed_as(encoded_values, torch.float16)).mul_(scales)
+        rows.copy_(viewed_as(pieces[:, SCALE_BYTES:], torch.float16)).mul_(scales)
         if not math.isfinite(largest_magnitude(out_N)):
             raise BadEncoding(f"{self.name}: NaN or infinite values")
-
-
-def _parts(encoded: torch.Tensor, num_pieces: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of the scales and of the values, shape [num_pieces, ...]."""
-    if num_pieces == 1:  # its length need not be a multiple of the scale's
-        return encoded[:SCALE_BYTES][None], encoded[SCALE_BYTES:][None]
-    pieces = encoded.view(num_pieces, -1)
-    return pieces[:, :SCALE_BYTES], pieces[:, SCALE_BYTES:]
 
 
 class Bf16(Codec):
@@ -119,12 +109,12 @@ class Bf16(Codec):
 
     name = "bf16"
     code = 3
-    piece_numel = 1 << 20
+    piece_numel = 1
 
     def _piece_bytes(self, numel: int) -> int:
         return 2 * numel
 
-    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+    def _encode_block(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
         largest = largest_magnitude(values_N)
         if not math.isfinite(largest):
             raise NotFinite("NaN or infinite values cannot be averaged")
@@ -132,7 +122,7 @@ class Bf16(Codec):
             values_N = values_N.clamp(-LARGEST_BFLOAT16, LARGEST_BFLOAT16)
         store(values_N, torch.bfloat16, out)
 
-    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+    def _decode_block(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         out_N.copy_(viewed_as(encoded, torch.bfloat16))
         if not math.isfinite(largest_magnitude(out_N)):
             raise BadEncoding(f"{self.name}: NaN or infinite values")

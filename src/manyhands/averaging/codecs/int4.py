@@ -37,13 +37,13 @@ class Int4(Codec):
 
     name = "int4"
     code = 5
-    piece_numel = 1 << 17
+    piece_numel = block_numel = 1 << 17
     unit_numel = BLOCK_NUMEL
 
     def _piece_bytes(self, numel: int) -> int:
         return 2 * _num_blocks(numel) + (numel + 1) // 2
 
-    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+    def _encode_block(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
         numel = values_N.numel()
         if missing := -numel % BLOCK_NUMEL:
             values_N = torch.cat([values_N, values_N.new_zeros(missing)])
@@ -63,7 +63,7 @@ class Int4(Codec):
         out[:num_scales_bytes].copy_(scales.view(-1).view(torch.uint8))
         out[num_scales_bytes:].copy_(packed)
 
-    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+    def _decode_block(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         numel = out_N.numel()
         num_scales = _num_blocks(numel)
         scales = viewed_as(encoded[: 2 * num_scales], torch.bfloat16).float()

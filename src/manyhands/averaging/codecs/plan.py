@@ -1,4 +1,4 @@
-"""Assigns a codec to each part of the flat vector.
+"""The codecs by name, for users, and by code, for the wire, and which of them encodes which part of the flat vector.
 
 Norms and biases are small, and training reacts strongly to errors in them: they stay exact. The rest uses the chosen
 codec. All members compute the same plan from the shapes in the run's manifest, so that a slice of the vector has the
@@ -15,12 +15,54 @@ from dataclasses import dataclass, replace
 import torch
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, sampled_square_of
-from manyhands.averaging.codecs.registry import NONE, NONE_FLOAT64
+from manyhands.averaging.codecs.floats import Bf16, Fp16, Plain, PlainFloat64
+from manyhands.averaging.codecs.int4 import Int4
+from manyhands.averaging.codecs.int8 import Int8
+from manyhands.averaging.codecs.sparse import SPARSE, Sparse, sparse_named
 from manyhands.base.errors import ConfigError
+
+NONE = Plain()
+NONE_FLOAT64 = PlainFloat64()
+FP16 = Fp16()
+BF16 = Bf16()
+INT8 = Int8()
+INT4 = Int4()
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (NONE, FP16, BF16, INT8, INT4)}
+"""Codecs that a user may choose; ``none`` also stands for float64 where the vector is float64."""
+_BY_CODE: dict[int, Codec] = {codec.code: codec for codec in CODECS.values()}
 
 EXACT_BELOW_NUMEL = 4096
 ABSENT, PRESENT = 0, 1
 """The first byte of a contribution that is passed on."""
+
+
+def codec_named(name: str) -> Codec:
+    """The codec that a user chose.
+
+    Raises:
+        ConfigError: no codec has this name.
+    """
+    if name.startswith(f"{SPARSE}-"):
+        return sparse_named(name)
+    if (codec := CODECS.get(name)) is None:
+        raise ConfigError(f"codec {name!r} is unknown; one of {', '.join(CODECS)}, for example {INT8.name!r}")
+    return codec
+
+
+def codec_of_code(code: int, setting: str) -> Codec:
+    """The codec that a peer chose for a vector; no peer chooses that of float64, which follows from the vector.
+
+    Args:
+        setting: this peer's own, which has the numbers of a sparse one.
+    Raises:
+        BadEncoding: no codec that can be chosen has this code.
+    """
+    if code == Sparse.code and setting.startswith(f"{SPARSE}-"):
+        return sparse_named(setting)
+    if (codec := _BY_CODE.get(code)) is None:
+        raise BadEncoding(f"no codec has code {code}; perhaps that peer is of a later version")
+    return codec
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,6 @@ class Sparse(Codec):
         self.top, self.chunk, self.bits = top, chunk, bits
         self.decay = decay
         self.piece_numel = self.unit_numel = chunk
-        self.num_at_once = max(1, (1 << 20) // chunk)
         self._num_bins = 1 << (bits - 1)
         self._code_bits = (chunk - 1).bit_length() + bits
 
@@ -76,7 +75,7 @@ class Sparse(Codec):
     def _piece_bytes(self, numel: int) -> int:
         return 2 * self._num_bins + math.ceil(self.num_kept(numel) * self._code_bits / 8) if numel else 0
 
-    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+    def _encode_block(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
         rows = values_N.view(-1, min(self.chunk, values_N.numel()))
         magnitudes, indices = rows.abs().topk(self.num_kept(rows.shape[1]), dim=1)
         if not bool(magnitudes[:, 0].isfinite().all()):  # NaN is the largest
@@ -94,7 +93,7 @@ class Sparse(Codec):
         place[:, : 2 * self._num_bins].copy_(table.view(torch.uint8))
         place[:, 2 * self._num_bins :].copy_(torch.from_numpy(packed))
 
-    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+    def _decode_block(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         numel = min(self.chunk, out_N.numel())
         rows, place = out_N.view(-1, numel).zero_(), encoded.view(out_N.numel() // numel, -1)
         table = viewed_as(place[:, : 2 * self._num_bins].reshape(-1), torch.bfloat16).float().view(len(rows), -1)

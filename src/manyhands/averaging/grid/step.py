@@ -25,6 +25,7 @@ from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import NobodyThere, NothingToAverage, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ GATHER_SHARE = 0.5
 """The largest share of a round's remaining time to wait for expected peers; the rest is for the values."""
 ALONE_S = 1.0
 """The longest wait in a group in which no other peer is expected, or all others have gone on."""
-LOOK_S = 0.2
+LOOK_S, LOOK_GROWTH, LAST_LOOK_S = 0.2, 1.5, 2.0
+"""The first wait between two looks at the others' records, and how waits grow."""
 NO_SAMPLES = "no peer whose values have come here has any samples"
 
 
@@ -116,17 +118,19 @@ class GridSteps:
             NothingToAverage: no peer whose values have come here gave a weight.
         """
         place, loop = self.place, asyncio.get_running_loop()
-        mean_N, num_empty = flat_N, 0
+        mean_N, num_empty, failed = flat_N, 0, ""
         outcome.num_rounds, outcome.num_rounds_committed = place.num_rounds, 0
-        outcome.reason, outcome.weight, outcome.usual_norm = "", weight, 0.0
+        outcome.weight, outcome.usual_norm = weight, 0.0
         try:
             while num_left := place.num_rounds_left:
-                round_deadline = loop.time() + (deadline - loop.time()) / num_left
+                round_deadline, result = loop.time() + (deadline - loop.time()) / num_left, None
                 try:
-                    result = await self._round(outcome, mean_N, round_deadline)
+                    result = await self.round(outcome, mean_N, round_deadline, ALONE_S)
                 except NothingToAverage as error:
-                    outcome.reason = f"a round did not commit here: {error.reason}"
-                    result, num_empty = None, num_empty + 1
+                    outcome.reason, num_empty = error.reason, num_empty + 1
+                if result is None:
+                    reason = outcome.reason or "nobody else was there"
+                    failed = f"round {place.position().step} did not commit here: {reason}"
                 place.next_round()
                 if result is not None and num_left == outcome.num_rounds:
                     outcome.usual_norm = result.usual_norm
@@ -134,6 +138,7 @@ class GridSteps:
                     mean_N = result.averaged_N
                     self._count(outcome, result)
         finally:
+            outcome.reason = failed
             while place.num_rounds_left:  # the time was over before the last round
                 place.next_round()
         if outcome.committed is None and num_empty == outcome.num_rounds:
@@ -147,18 +152,29 @@ class GridSteps:
         outcome.manifests.append(manifest)
         outcome.num_rounds_committed += 1
 
-    async def _round(self, outcome: StepOutcome, mean_N: torch.Tensor, deadline: float) -> CommittedRound | None:
-        """Try until a round commits or its time is over.
+    async def round(
+        self,
+        outcome: StepOutcome,
+        mean_N: torch.Tensor,
+        deadline: float,
+        alone_s: float,
+        refill: Callable[[], torch.Tensor] | None = None,
+    ) -> CommittedRound | None:
+        """Try until one round commits, its time is over, or no other peer comes; the last reason is in ``outcome``.
 
+        Args:
+            alone_s: the longest wait while no other peer is expected.
+            refill: as of :meth:`manyhands.averaging.rounds.RoundRunner.average`.
         Raises:
             NothingToAverage: no member has any samples.
         """
         place, loop = self.place, asyncio.get_running_loop()
-        number, is_first = place.position().step, place.num_rounds_left == place.num_rounds
-        alone_until = min(loop.time() + ALONE_S, deadline)
+        is_first = place.num_rounds_left in (None, place.num_rounds)
+        least_s = min(MIN_ATTEMPT_S, (deadline - loop.time()) / 2)
+        alone_until, look_s = min(loop.time() + alone_s, deadline), LOOK_S
         elsewhere: set[PeerId] = set()  # peers that are done with this round, perhaps without this peer
-        reason = "nobody else was there"
-        while (left_s := deadline - loop.time()) >= MIN_ATTEMPT_S:
+        outcome.reason = ""
+        while (left_s := deadline - loop.time()) >= least_s:
             expected = place.expected().keys()
             if expected - elsewhere or place.called.is_set():
                 place.called.clear()
@@ -170,24 +186,27 @@ class GridSteps:
                         timeout_s=left_s,
                         gather_s=min(self._patience_s(), left_s * GATHER_SHARE),
                         meter=outcome.meter,
+                        refill=refill,
                         part=self.part,
                         norm_before=None if is_first else outcome.usual_norm,
                     )
                 except NothingToAverage:
                     raise
                 except NobodyThere as error:
-                    reason = error.reason
+                    outcome.reason = error.reason
                     if not elsewhere:
                         alone_until = min(loop.time() + ALONE_S, deadline)
                     elsewhere |= expected
                 except (RoundAborted, Unavailable) as error:
-                    logger.info("an attempt at round %d failed: %s", number, error)
-                    reason = error.reason if isinstance(error, RoundAborted) else str(error)
+                    logger.info("an attempt at round %d failed: %s", place.position().step, error)
+                    outcome.reason = error.reason if isinstance(error, RoundAborted) else str(error)
+                if refill is not None:  # others may still fetch means from the last attempt
+                    mean_N = await run_to_end(refill)
             elif loop.time() >= alone_until or place.is_left_behind():
                 break
-            await wait_at_most(place.called, LOOK_S)
+            await wait_at_most(place.called, min(look_s, max(alone_until - loop.time(), LOOK_S)))
+            look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
             await self.look()
-        outcome.reason = f"round {number} did not commit here: {reason}"
         return None
 
     def _patience_s(self) -> float:

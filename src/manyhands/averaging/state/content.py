@@ -131,12 +131,6 @@ def sealed(state: State) -> State:
     return with_digests(state, digests)
 
 
-def whole_chunks_of(state: State) -> State:
-    """The chunks of the beginning of a state that nothing can be added to, with their digests."""
-    num_whole = state.content.numel() // CHUNK_BYTES
-    return sealed(replace(state, content=state.content[: num_whole * CHUNK_BYTES]))
-
-
 def with_digests(state: State, digests: Sequence[bytes]) -> State:
     """The same state with the given digests of its chunks, and the digest of all that is independent of its source."""
     root = blake3(msgspec.msgpack.encode([state.header.tensors, state.header.scalars, list(digests)])).digest()

@@ -1,15 +1,15 @@
 """Downloads a state from several donors at once, chunk by chunk.
 
-Each donor announces the digests of its chunks. Donors whose announcements agree hold the same state, bit by bit, and
-share the work: a fast one is asked for more. A chunk counts once its bytes match its digest, whoever sent it, so
-nothing is lost with a donor. Of donors that differ, as machines of unlike kinds do by rounding, the larger group is
-asked; if all of these fail, so does the download.
+Each donor announces the digests of its chunks first. The newcomer takes the state that has the most in common with
+those of the other donors, and asks each donor for the chunks that it holds of that state: a fast donor sends more of
+them. A chunk counts once its bytes match its digest, so nothing is lost with a donor. If no donor is left that holds a
+missing chunk, the download fails, and its caller tries again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
+import itertools
 import logging
 import math
 from collections import Counter
@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 OPENING_S = 5.0
 HEADER_TIMEOUT_S = 30.0
+"""For a donor to copy its state, hash it and describe it."""
 MAX_DOWNLOAD_S = 86400.0
 """Limit for all donors together; only states too large for a link's daily volume reach it."""
 MAX_HEADER_BYTES = 1 << 24
@@ -66,18 +67,16 @@ MAX_STEPS_AHEAD = 64
 """How many steps a state may be ahead of the requested position: a run goes on while records and requests travel."""
 
 MAX_SOURCES = 4
-"""Donors that send at a time."""
+"""Donors that are asked at a time, and as many again while nothing comes."""
 CHUNKS_OF_ONE = 4
 """A state of at most so many chunks is asked of one donor, as long as that one sends."""
 WANTED_AHEAD = 3
 """Chunks that a donor is asked for before the first of them is there."""
 PATIENCE_S = 2.0
-"""A donor that sends nothing for this time is not counted, and one more is asked."""
+"""If no donor sends anything for this time, one more is asked."""
 LOOK_PERIOD_S = 0.5
-MAX_LOSSES = 2
-"""Connections to one donor that are lost before it is given up."""
 MAX_FULL_S = 30.0
-"""Donors that are busy with others are asked again for this time."""
+"""A donor that is busy with others is asked again for this time."""
 TELL_PERIOD_S = 10.0
 BALLOT_S = 0.3
 """From the first announcement on, others are waited for as long before one of several states is chosen."""
@@ -86,46 +85,32 @@ FULL = "full"
 
 @dataclass(eq=False)
 class _Source:
-    """A donor that sends.
+    """A donor that has announced its state.
 
     Attributes:
-        digests: of the first chunks, as announced so far.
+        digests: of all its chunks.
         asked: chunks that it was asked for and has not sent, in order.
-        num_bytes: received when it was last looked at.
-        moved_at: loop time at which that changed.
-        is_idle: it has nothing to send, as others were asked for all that is missing.
     """
 
-    donor: PeerId
     stream: Stream
     header: StateHeader
-    moved_at: float
-    digests: list[bytes] = field(default_factory=list)
+    digests: list[bytes]
     asked: list[int] = field(default_factory=list)
-    num_bytes: int = 0
-    is_idle: bool = False
 
-    @property
-    def num_announced(self) -> int:
-        """Chunks of its whole state."""
-        return num_chunks_of(offsets_of(self.header.tensors)[1])
+    def holds(self, index: int, state: State) -> bool:
+        """Whether one chunk of a state is here too."""
+        return index < len(self.digests) and self.digests[index] == state.digests[index]
 
-    @property
-    def has_voted(self) -> bool:
-        """Whether its first digests are there."""
-        return bool(self.digests) or self.num_announced == 0
-
-
-class _Differs(Refused):
-    """A donor holds another state than the one that is being downloaded."""
-
-    def __init__(self, donor: PeerId) -> None:
-        super().__init__(donor, "differs", "its state differs from the one that is being downloaded")
+    def num_equal(self, other: _Source) -> int:
+        """Chunks that two states of one description have in common."""
+        if _content_of(self.header) != _content_of(other.header):
+            return 0
+        return sum(one == another for one, another in zip(self.digests, other.digests, strict=True))
 
 
 @dataclass(eq=False)
 class Download:
-    """Downloads one state: the one that most of the first donors announce. Lives on the network thread.
+    """Downloads one state. Lives on the network thread.
 
     Args:
         donors: peers to ask, the best ones first.
@@ -153,300 +138,212 @@ class Download:
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting = list(dict.fromkeys(self.donors))
-        self._full: list[PeerId] = []
-        self._overtaken: list[PeerId] = []
-        self._num_losses: Counter[PeerId] = Counter()
-        self._failures: dict[PeerId, str] = {}
         self._drawing: dict[PeerId, asyncio.Task[None]] = {}
-        self._opened_at: dict[PeerId, float] = {}  # of those that have not answered yet
         self._sources: list[_Source] = []
-        self._chosen = asyncio.Event()
-        self._changed = asyncio.Event()  # chunks may be asked for that could not before
-        self._news = asyncio.Event()  # a donor has answered or ended, or all is there
-        self._ballot_until = math.inf  # loop time; then the state of most is chosen
-        self._state: State | None = None
-        self._num_chunks = 0  # the first ones of the state, which are downloaded
-        self._digests: list[bytes] = []  # of the first chunks; none before a state is chosen
+        self._failures: dict[PeerId, str] = {}
+        self._news = asyncio.Event()  # replaced when it is set
+        self._moved = (0, -math.inf)  # bytes that the sources have received, and the loop time when that changed
+        self._ballot_until = math.inf  # loop time
+        self._state: State | None = None  # the chosen one
         self._missing: set[int] = set()
-        self._arriving: dict[int, PeerId] = {}  # chunks that are received to their places, and from whom
-        self._free: list[int] = []  # a heap of the chunks that nobody was asked for, and of some that are here
-        self._headers: dict[PeerId, StateHeader] = {}  # of the donors whose chunks are here
+        self._free: list[int] = []  # chunks that nobody was asked for, and perhaps some that are here
+        self._num_sent: Counter[PeerId] = Counter()  # chunks of each donor
+        self._headers: dict[PeerId, StateHeader] = {}  # of the donors that hold this very state and sent some of it
         self._num_bytes = 0
 
     async def run(self) -> State:
         """Returns the state.
 
         Raises:
-            Unavailable: no donor could send it, or all that hold the chosen one failed; names each with its reason.
+            Unavailable: no donor could send it, or none of those that are left holds all of the chosen one; names each
+                with its reason.
         """
-        full_until, tell_at = self._loop.time() + MAX_FULL_S, self._loop.time() + TELL_PERIOD_S
+        tell_at = self._loop.time() + TELL_PERIOD_S
         try:
-            while not self._is_complete:
+            while self._state is None or self._missing:
                 self._ask_more()
-                await self._choose()
-                now = self._loop.time()
-                if self._drawing:
-                    await wait_at_most(self._news, max(0.0, min(LOOK_PERIOD_S, self._ballot_until - now)))
-                    self._news.clear()
-                elif self._full and self._loop.time() < full_until:
-                    await asyncio.sleep(LOOK_PERIOD_S)
-                    self._waiting, self._full = self._full, []
-                else:
+                if not self._drawing:
                     reasons = "; ".join(f"{donor}: {reason}" for donor, reason in self._failures.items())
                     raise Unavailable(f"no peer could hand out the state of the run: {reasons or 'none is known'}")
+                left_s = self._ballot_until - self._loop.time()
+                await wait_at_most(self._news, max(0.0, min(LOOK_PERIOD_S, left_s)))
                 for donor in [donor for donor, task in self._drawing.items() if task.done()]:
-                    self._ended(donor, self._drawing.pop(donor))
-                if self._loop.time() >= tell_at:
+                    self._ended(donor, self._drawing.pop(donor).exception())
+                await self._choose()
+                if self._loop.time() >= tell_at and self._state is not None:
                     tell_at = self._loop.time() + TELL_PERIOD_S
-                    self._tell()
+                    logger.info(
+                        "Received %.1f of %.1f MB of the state from %s", self._num_bytes / 1e6,
+                        self._state.content.numel() / 1e6, counted(len(self._sources), "peer"),
+                    )  # fmt: skip
         finally:
-            await self._stop(*self._drawing)
-        assert self._state is not None
+            for task in self._drawing.values():
+                task.cancel()
+            await asyncio.gather(*self._drawing.values(), return_exceptions=True)
         header = next(iter(self._headers.values()), self._state.header)
         state = replace(self._state, header=header, donors=tuple(self._headers), num_bytes=self._num_bytes)
         if self.num_tensors is not None:
             return first_of(state, self.num_tensors)
-        return with_digests(state, self._digests)
-
-    @property
-    def _is_complete(self) -> bool:
-        return self._state is not None and not self._missing and len(self._digests) >= self._num_chunks
-
-    def _tell(self) -> None:
-        if self._state is not None:
-            logger.info(
-                "Received %.1f of %.1f MB of the state from %s",
-                self._num_bytes / 1e6, self._state.content.numel() / 1e6, counted(len(self._sources), "peer"),
-            )  # fmt: skip
-
-    # whom to ask
+        return with_digests(state, state.digests)
 
     def _ask_more(self) -> None:
-        """Begin with further donors, if fewer than needed are sending."""
-        if not self._drawing and not self._waiting:
-            self._waiting, self._overtaken = self._overtaken, []
-        now = self._loop.time()
-        for source in self._sources:
-            if source.num_bytes != source.stream.bytes_received or source.is_idle:
-                source.num_bytes, source.moved_at = source.stream.bytes_received, now
-        num_moving = sum(now < source.moved_at + PATIENCE_S for source in self._sources)
-        num_moving += sum(now < opened_at + PATIENCE_S for opened_at in self._opened_at.values())
-        is_large = max(self._num_chunks, num_chunks_of(self.least_bytes)) > CHUNKS_OF_ONE
-        num_needed = MAX_SOURCES if is_large else 1
-        while self._waiting and num_moving < num_needed and len(self._drawing) < 2 * MAX_SOURCES:
+        """Begin with further donors, if fewer than needed are asked, or none sends anything."""
+        now, received = self._loop.time(), sum(source.stream.bytes_received for source in self._sources)
+        if received != self._moved[0]:
+            self._moved = (received, now)
+        num_needed = MAX_SOURCES if num_chunks_of(self.least_bytes) > CHUNKS_OF_ONE else 1
+        if now >= self._moved[1] + PATIENCE_S:
+            self._moved = (received, now)
+            num_needed = max(num_needed, min(len(self._drawing) + 1, 2 * MAX_SOURCES))
+        while self._waiting and len(self._drawing) < num_needed:
             donor = self._waiting.pop(0)
-            self._opened_at[donor] = now
             self._drawing[donor] = self._loop.create_task(self._draw_from(donor))
-            self._drawing[donor].add_done_callback(lambda _: self._news.set())
-            num_moving += 1
+            self._drawing[donor].add_done_callback(lambda _: self._tell())
 
-    async def _choose(self) -> None:
-        """Choose the state that most of the first donors announce; of equally many, that of the first one."""
-        voters = [source for source in self._sources if source.has_voted]
-        if self._state is not None or not voters:
-            return
-        self._ballot_until = min(self._ballot_until, self._loop.time() + BALLOT_S)
-        if len(voters) < len(self._drawing) and self._loop.time() < self._ballot_until:
-            return
-        common = min(len(source.digests) for source in voters)
-        votes = [(_content_of(source.header), source.digests[:common]) for source in voters]
-        most = max(votes, key=votes.count)
-        header = voters[votes.index(most)].header
-        num_bytes = offsets_of(header.tensors)[1]
-        self._num_chunks = num_chunks_of(offsets_of(header.tensors[: self.num_tensors])[1])
-        self._state = State(header, empty_vector(min(num_bytes, self._num_chunks * CHUNK_BYTES), torch.uint8))
-        self._missing, self._free = set(range(self._num_chunks)), list(range(self._num_chunks))
-        self._digests, self._ballot_until = list(most[1]), math.inf
-        for source in [source for source, vote in zip(voters, votes, strict=True) if vote != most]:
-            await self._stop(source.donor)
-            del self._drawing[source.donor]
-            self._failures[source.donor] = _Differs(source.donor).message
-        await self._copy_held(0)
-        self._chosen.set()
+    def _tell(self) -> None:
+        """Wake all that wait for a donor's announcement or end, the choice, or the last chunk."""
+        self._news.set()
+        self._news = asyncio.Event()
 
-    def _ended(self, donor: PeerId, task: asyncio.Task[None]) -> None:
-        """Decide what becomes of a donor that sends no more."""
-        error = None if task.cancelled() else task.exception()
-        if task.cancelled():
-            self._overtaken.append(donor)
-        elif isinstance(error, _Differs):
-            self._failures[donor] = error.message
-        elif isinstance(error, Refused) and error.code == FULL:
-            self._failures[donor] = error.message
-            self._full.append(donor)
-        elif isinstance(error, (PeerError, Unavailable)):
-            logger.warning("the state cannot be loaded from peer %s: %s", donor, error)
+    def _ended(self, donor: PeerId, error: BaseException | None) -> None:
+        if isinstance(error, (PeerError, Unavailable)):
+            level = logging.INFO if isinstance(error, Refused) else logging.WARNING
+            logger.log(level, "the state cannot be loaded from peer %s: %s", donor, error)
             self._failures[donor] = str(error)
-            self._num_losses[donor] += 1
             if isinstance(error, ProtocolViolation):
                 self.on_violation(donor)
-            if isinstance(error, PeerLost) and donor in self._headers and self._num_losses[donor] < MAX_LOSSES:
-                self._waiting.append(donor)
         elif error is not None:
             raise error
 
-    async def _stop(self, *donors: PeerId) -> None:
-        tasks = [self._drawing[donor] for donor in donors]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _choose(self) -> None:
+        """Choose the state that shares the most chunks with those of the other donors; of several, the first one."""
+        is_early = len(self._sources) < len(self._drawing) and self._loop.time() < self._ballot_until
+        if self._state is not None or not self._sources or is_early:
+            return
+        shared = [sum(one.num_equal(other) for other in self._sources if other is not one) for one in self._sources]
+        best = self._sources[shared.index(max(shared))]
+        specs = best.header.tensors
+        num_chunks = num_chunks_of(offsets_of(specs[: self.num_tensors])[1])
+        content = empty_vector(min(offsets_of(specs)[1], num_chunks * CHUNK_BYTES), torch.uint8)
+        self._state = state = State(best.header, content, best.digests)
+        self._ballot_until = math.inf
+        self._missing = set(range(num_chunks))
+        if self.held is not None:
+            await self._copy_held(state, self.held)
+        self._free = sorted(self._missing)
+        self._tell()
+
+    async def _copy_held(self, state: State, held: State) -> None:
+        pairs = enumerate(zip(state.digests, held.digests, strict=False))
+        same = [index for index, (one, other) in pairs if one == other and index in self._missing]
+        await run_to_end(lambda: [_place(held.chunk(index), state.chunk(index)) for index in same])
+        self._missing -= set(same)
 
     # one donor
 
     async def _draw_from(self, donor: PeerId) -> None:
-        """Take chunks from one donor until all are there."""
-        try:
-            stream = await self._open(donor)
+        """Take chunks from one donor; again while it is busy with others, or sent some before its connection broke."""
+        full_until = self._loop.time() + MAX_FULL_S
+        while True:
+            before = self._num_sent[donor]
             try:
-                async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
-                    header = await receive_header(stream)
-                check_header(donor, header, self.wanted, self.check)
-                self._compare(donor, header)
-                self._opened_at.pop(donor)
-                self._news.set()
-                async with time_limit(longest_s(header), f"the state of peer {donor}"):
-                    await self._take_chunks(_Source(donor, stream, header, self._loop.time()))
-            finally:
-                self.endpoint.release(stream)
-        finally:
-            self._opened_at.pop(donor, None)
+                return await self._take_state(donor)
+            except PeerLost:
+                if self._num_sent[donor] == before:
+                    raise
+            except Refused as error:
+                if error.code != FULL or self._loop.time() > full_until:
+                    raise
+                await asyncio.sleep(LOOK_PERIOD_S)
 
-    async def _open(self, donor: PeerId) -> Stream:
+    async def _take_state(self, donor: PeerId) -> None:
         request = msgspec.msgpack.encode(self.request)
-        return await RunGate(self.endpoint, self.request.run_id, for_observers=True).through(
+        stream = await RunGate(self.endpoint, self.request.run_id, for_observers=True).through(
             donor,
             OPENING_S,
             lambda left_s: self.endpoint.open_bulk(donor, self.kind, request, left_s, size_bytes=self.least_bytes),
         )
-
-    def _compare(self, donor: PeerId, header: StateHeader) -> None:
-        if self._state is not None and _content_of(header) != _content_of(self._state.header):
-            raise _Differs(donor)
+        try:
+            async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
+                header = await receive_header(stream)
+                check_header(donor, header, self.wanted, self.check)
+                source = _Source(stream, header, await _receive_digests(stream, header))
+            async with time_limit(longest_s(header), f"the state of peer {donor}"):
+                await self._take_chunks(source)
+        finally:
+            self.endpoint.release(stream)
 
     async def _take_chunks(self, source: _Source) -> None:
+        donor = source.stream.remote
         self._sources.append(source)
+        if self._state is None:
+            self._ballot_until = min(self._ballot_until, self._loop.time() + BALLOT_S)
+        self._tell()
         try:
-            while not self._is_complete:
-                if self._state is None and source.has_voted:
-                    self._news.set()
-                    await self._chosen.wait()  # or until it is cancelled
-                    self._compare(source.donor, source.header)
-                    await self._compare_digests(source)
-                await self._ask(source)
-                if source.asked or self._state is None or len(source.digests) < self._num_chunks:
-                    phase = f"for the next {MIN_STALL_BYTES} bytes of the state of peer {source.donor}"
+            while (state := self._state) is None:
+                await self._news.wait()
+            room = memoryview(bytearray(len(state.chunk(0))))
+            while self._missing:
+                wanted = self._next_chunks(source, state)
+                source.asked += wanted
+                if wanted:
+                    await source.stream.send(b"".join(map(INDEX.pack, wanted)))
+                if source.asked:
                     await while_moving(
-                        self._take_frame(source),
+                        self._take_chunk(source, state, room),
                         lambda: source.stream.bytes_received,
                         at_least=MIN_STALL_BYTES,
                         within_s=STALL_TIMEOUT_S,
-                        phase=phase,
+                        phase=f"for the next {MIN_STALL_BYTES} bytes of the state of peer {donor}",
                     )
+                elif any(source.holds(index, state) for index in self._missing):
+                    await self._news.wait()  # others were asked for these, twice
                 else:
-                    source.is_idle = True
-                    self._changed.clear()
-                    await self._changed.wait()  # until it is cancelled, at the latest
-                    source.is_idle = False
+                    raise Refused(donor, "differs", "its state differs from the one that is being downloaded")
         finally:
             self._sources.remove(source)
-            for index in source.asked:
-                if not self._is_asked(index):
-                    heapq.heappush(self._free, index)
-            self._changed.set()
+            self._free = [*source.asked, *self._free]
+            self._tell()
 
-    async def _ask(self, source: _Source) -> None:
-        """Ask for chunks that nobody else was asked for; at the end for one that another donor has not sent yet."""
-        first = len(source.asked)
-        while len(source.asked) < WANTED_AHEAD and self._free and self._free[0] < len(source.digests):
-            index = heapq.heappop(self._free)
-            if index in self._missing:
-                source.asked.append(index)
-        if not source.asked and len(source.digests) >= self._num_chunks:
-            others = sorted((other for other in self._sources if other.asked), key=lambda other: other.moved_at)
-            twice = Counter(index for other in others for index in other.asked if index in self._missing)
-            source.asked += [index for index, count in twice.items() if count == 1][:1]
-        if requests := [INDEX.pack(index) for index in source.asked[first:]]:
-            await source.stream.send(b"".join(requests))
+    def _next_chunks(self, source: _Source, state: State) -> list[int]:
+        """Chunks to ask for that nobody was asked for; at the end, one that another donor has not sent yet."""
+        fitting = (index for index in self._free if index in self._missing and source.holds(index, state))
+        wanted = list(itertools.islice(fitting, WANTED_AHEAD - len(source.asked)))
+        for index in wanted:
+            self._free.remove(index)
+        if not wanted and not source.asked:
+            counts = Counter(itertools.chain(*(other.asked for other in self._sources)))
+            once = (index for index, count in counts.items() if count == 1 and index in self._missing)
+            wanted = [index for index in once if source.holds(index, state)][:1]
+        return wanted
 
-    def _is_asked(self, index: int) -> bool:
-        return any(index in source.asked for source in self._sources)
-
-    async def _take_frame(self, source: _Source) -> None:
+    async def _take_chunk(self, source: _Source, state: State, room: memoryview) -> None:
+        """Receive a chunk aside, as another donor may send it as well, and copy it to its place if it is right."""
+        donor, index = source.stream.remote, source.asked[0]
         frame = bytearray(FRAME.size)
         await source.stream.receive_into(memoryview(frame))
-        kind, number = FRAME.unpack(frame)
-        if kind == DIGESTS and 0 < number <= source.num_announced - len(source.digests):
-            await self._take_digests(source, number)
-        elif kind == CHUNK and source.asked and number == source.asked[0]:
-            await self._take_chunk(source, number)
-        else:
-            raise ProtocolViolation(source.donor, f"sent frame {kind} with number {number} in place of a chunk")
-
-    async def _take_digests(self, source: _Source, number: int) -> None:
-        announced = bytearray(number * DIGEST_BYTES)
-        await source.stream.receive_into(memoryview(announced))
-        source.digests += [
-            bytes(announced[start : start + DIGEST_BYTES]) for start in range(0, len(announced), DIGEST_BYTES)
-        ]
-        if self._state is not None:
-            await self._compare_digests(source)
-
-    async def _compare_digests(self, source: _Source) -> None:
-        """Check that a donor holds the state that was chosen, and take over what it has announced first."""
-        if any(one != other for one, other in zip(source.digests, self._digests, strict=False)):
-            raise _Differs(source.donor)
-        first = len(self._digests)
-        self._digests += source.digests[first:]
-        await self._copy_held(first)
-        self._changed.set()
-
-    async def _copy_held(self, first: int) -> None:
-        """Take chunks that have not changed from the earlier state."""
-        state, held = self._state, self.held
-        assert state is not None
-        for index in range(first, min(len(self._digests), len(held.digests) if held is not None else 0)):
-            assert held is not None
-            if index in self._missing and not self._is_asked(index) and held.digests[index] == self._digests[index]:
-                self._missing.discard(index)
-                await run_to_end(_copy, state.chunk(index), held.chunk(index))
-
-    async def _take_chunk(self, source: _Source, index: int) -> None:
-        """Receive a chunk to its place, or aside if it is there or another donor's bytes are arriving there."""
-        state = self._state
-        assert state is not None
+        if (found := FRAME.unpack(frame)) != (CHUNK, index):
+            raise ProtocolViolation(donor, f"sent frame {found[0]} with number {found[1]} in place of a chunk")
         place = state.chunk(index)
-        if index in self._missing and index not in self._arriving:
-            self._arriving[index] = source.donor
-            try:
-                await self._receive_checked(source, index, place)
-            finally:
-                del self._arriving[index]
-        else:
-            aside = memoryview(bytearray(len(place)))
-            await self._receive_checked(source, index, aside)
-            if index in self._missing and index in self._arriving:
-                await self._stop(self._arriving[index])  # one that only receives, so no two wait for each other
-            if index in self._missing:
-                self._arriving[index] = source.donor
-                try:
-                    await run_to_end(_copy, place, aside)
-                finally:
-                    del self._arriving[index]
+        chunk = room[: len(place)]
+        await source.stream.receive_into(chunk)
+        if not await run_to_end(_place, chunk, place, state.digests[index]):
+            raise ProtocolViolation(donor, f"chunk {index} of its state does not match the digest of it")
         source.asked.remove(index)
+        self._num_sent[donor] += 1
         if index in self._missing:
             self._missing.discard(index)
-            self._headers[source.donor] = source.header
             self._num_bytes += len(place)
-            self._changed.set()
-
-    async def _receive_checked(self, source: _Source, index: int, view: memoryview) -> None:
-        await source.stream.receive_into(view)
-        if await run_to_end(digest_of_chunk, view) != source.digests[index]:
-            raise ProtocolViolation(source.donor, f"chunk {index} of its state does not match the digest of it")
+            if source.digests == state.digests:
+                self._headers[donor] = source.header
 
 
-def _copy(to: memoryview, from_: memoryview) -> None:
-    to[:] = from_
+def _place(chunk: memoryview, place: memoryview, digest: bytes | None = None) -> bool:
+    """Copy a chunk to its place, unless its digest is another."""
+    if digest is not None and digest_of_chunk(chunk) != digest:
+        return False
+    place[:] = chunk
+    return True
 
 
 def _content_of(header: StateHeader) -> StateHeader:
@@ -460,6 +357,16 @@ async def receive_header(stream: Stream) -> StateHeader:
     if answer.header is None:
         raise Refused(stream.remote, FULL if answer.is_full else "no_state", readable(answer.reason))
     return answer.header
+
+
+async def _receive_digests(stream: Stream, header: StateHeader) -> list[bytes]:
+    num_chunks = num_chunks_of(offsets_of(header.tensors)[1])
+    frame, announced = bytearray(FRAME.size), bytearray(num_chunks * DIGEST_BYTES)
+    await stream.receive_into(memoryview(frame))
+    if (found := FRAME.unpack(frame)) != (DIGESTS, num_chunks):
+        raise ProtocolViolation(stream.remote, f"sent frame {found[0]} with number {found[1]} in place of digests")
+    await stream.receive_into(memoryview(announced))
+    return [bytes(announced[start : start + DIGEST_BYTES]) for start in range(0, len(announced), DIGEST_BYTES)]
 
 
 def check_header(donor: PeerId, header: StateHeader, wanted: Position, check: Callable[[StateHeader], None]) -> None:

@@ -1,9 +1,8 @@
 """Hands the state of a run out to newcomers, in the chunks that they ask for.
 
 A newcomer opens a bulk stream with a :class:`StateRequest`. The donor answers with a :class:`StateAnswer`, and then
-with frames: a :data:`FRAME` header, and behind it digests of further chunks, in order, as soon as they are known, or a
-chunk. The newcomer sends the index of each chunk that it wants, as :data:`INDEX`, and closes the stream when it has
-enough.
+with frames: a :data:`FRAME` header, and behind it first the digests of all chunks, then one chunk each. The newcomer
+sends the index of each chunk that it wants, as :data:`INDEX`, and closes the stream when it has enough.
 """
 
 from __future__ import annotations
@@ -12,30 +11,21 @@ import asyncio
 import logging
 import struct
 import weakref
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import msgspec
 
 from manyhands.access.gate import RunGate
 from manyhands.averaging.messages import Position, RecentRounds, read_header
-from manyhands.averaging.state.content import (
-    State,
-    StateHeader,
-    digest_of_chunk,
-    num_chunks_of,
-    offsets_of,
-    with_digests,
-)
-from manyhands.base.deadline import time_limit, wait_at_most, while_moving
-from manyhands.base.errors import ConfigError, PeerLost, ProtocolViolation
+from manyhands.averaging.state.content import State, StateHeader, offsets_of, sealed
+from manyhands.base.deadline import time_limit, while_moving
+from manyhands.base.errors import ConfigError, PeerLost, ProtocolViolation, Timeout
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import UNREADABLE, readable
-from manyhands.runtime import TaskOwner
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
@@ -51,10 +41,8 @@ MAX_DOWNLOADS = 16
 """Simultaneous downloads from this peer, one for each peer. Further peers must ask another donor, or again."""
 MIN_BYTES_PER_S = 32_000
 """Both ends give up a transfer that is slower than this on the whole."""
-HASHED_AT_ONCE = 4
-"""Chunks, between two announcements of their digests."""
-MAX_WANTED = 64
-"""Chunks that a newcomer may ask for before it gets the first of them."""
+FORGET_S = 60.0
+"""Who has downloaded the state is known for this time."""
 
 INDEX = struct.Struct(">I")
 FRAME = struct.Struct(">BI")
@@ -91,38 +79,6 @@ class StateAnswer(msgspec.Struct):
 make_ready(StateRequest, StateAnswer)
 
 
-class Snapshot:
-    """A copy of the state whose chunks are being hashed; it does not change any more.
-
-    Attributes:
-        digests: of the first chunks, so far.
-    """
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self.digests: list[bytes] = []
-        self.num_chunks = num_chunks_of(state.content.numel())
-        self._listeners: dict[asyncio.Event, None] = {}  # in order, so that simulations repeat
-
-    @contextmanager
-    def listening(self, news: asyncio.Event) -> Iterator[None]:
-        """Set ``news`` whenever more digests are known."""
-        self._listeners[news] = None
-        try:
-            yield
-        finally:
-            self._listeners.pop(news, None)
-
-    async def hash(self) -> None:
-        """Compute the digests of all chunks."""
-        while (start := len(self.digests)) < self.num_chunks:
-            indices = range(start, min(start + HASHED_AT_ONCE, self.num_chunks))
-            self.digests += await run_to_end(lambda part=indices: [digest_of_chunk(self.state.chunk(i)) for i in part])
-            for news in self._listeners:
-                news.set()
-        self.state = with_digests(self.state, self.digests)
-
-
 class StateServer:
     """Serves this peer's state to others.
 
@@ -148,19 +104,17 @@ class StateServer:
         self._capture = capture
         self._position = position
         self.state_bytes = 0
-        self._snapshot: weakref.ref[Snapshot] | None = None  # lives as long as a peer downloads it
+        self._copy: weakref.ref[State] | None = None  # lives as long as a peer downloads it
         self._capturing = asyncio.Lock()
         self._serving: set[PeerId] = set()
-        self._downloads = _Downloads()
-        self._late_downloads = _Downloads()
-        self._tasks = TaskOwner("state server")
+        self._following: list[tuple[PeerId, bool]] = []  # with whether they are late
+        self._ended_at: dict[tuple[PeerId, bool], float] = {}  # loop times
         self._kind = kind
         endpoint.accept_bulk(kind, self._on_stream, RunGate(endpoint, run_id, for_observers=True).check)
 
     async def close(self) -> None:
         """Accept no more downloads."""
         self._endpoint.refuse_bulk(self._kind)
-        await self._tasks.close()
 
     def followers(self, patience_s: float, *, by_latecomers: bool = False) -> set[PeerId]:
         """Future trainers that download the state now, or finished within the last ``patience_s`` seconds.
@@ -168,107 +122,74 @@ class StateServer:
         Args:
             by_latecomers: only peers whose last download took longer than a step of the run.
         """
-        return (self._late_downloads if by_latecomers else self._downloads).recent(patience_s)
+        since = asyncio.get_running_loop().time() - patience_s
+        recent = [*self._following, *(one for one, ended_at in self._ended_at.items() if ended_at >= since)]
+        return {peer_id for peer_id, is_late in recent if is_late or not by_latecomers}
 
     @contextmanager
     def following(self, remote: PeerId, *, is_late: bool = False) -> Iterator[None]:
         """Within the block, a peer counts as one that downloads the state."""
-        with self._downloads.one_more(remote), self._late_downloads.one_more(remote) if is_late else nullcontext():
+        self._following.append((remote, is_late))
+        try:
             yield
+        finally:
+            self._following.remove((remote, is_late))
+            now = asyncio.get_running_loop().time()
+            self._ended_at = {one: ended_at for one, ended_at in self._ended_at.items() if ended_at > now - FORGET_S}
+            self._ended_at[remote, is_late] = now
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
-        request, refusal = read_header(remote, header, StateRequest), None
+        request, answer = read_header(remote, header, StateRequest), None
         if request.run_id != self._run_id:
-            refusal = StateAnswer(reason=f"this peer trains {self._run_id!r}")
+            answer = StateAnswer(reason=f"this peer trains {self._run_id!r}")
         elif remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
-            refusal = StateAnswer(reason="it hands the state out as often as it can already", is_full=True)
+            answer = StateAnswer(reason="it hands the state out as often as it can already", is_full=True)
         else:
-            with ExitStack() as counting:
-                self._serving.add(remote)
-                counting.callback(self._serving.discard, remote)
-                if not request.is_onlooker:
-                    counting.enter_context(self.following(remote, is_late=request.is_late))
-                try:
-                    snapshot = await self._current()
-                except ConfigError as error:  # a user has resized a tensor, say
-                    refusal = StateAnswer(reason=str(error))
-                else:
-                    async with time_limit(longest_s(snapshot.state.header), f"handing the state out to peer {remote}"):
-                        await self._serve(stream, snapshot)
-        if refusal is not None:
-            await send_moving(stream, framed(refusal))
+            self._serving.add(remote)
+            try:
+                with nullcontext() if request.is_onlooker else self.following(remote, is_late=request.is_late):
+                    state = await self._current()
+                    async with time_limit(longest_s(state.header), f"handing the state out to peer {remote}"):
+                        await _serve(stream, state)
+            except ConfigError as error:  # a user has resized a tensor, say
+                answer = StateAnswer(reason=str(error))
+            finally:
+                self._serving.discard(remote)
+        if answer is not None:
+            await send_moving(stream, framed(answer))
         await stream.close(STALL_TIMEOUT_S)
 
-    async def _serve(self, stream: Stream, snapshot: Snapshot) -> None:
-        """Send what the newcomer asks for until it closes the stream, or asks for nothing for long."""
-        state, wanted, news = snapshot.state, deque[int](), asyncio.Event()
-        logger.info("peer %s downloads the state of step %d", stream.remote, state.header.position.step)
-        await send_moving(stream, framed(StateAnswer(state.header)))
-        reading = asyncio.get_running_loop().create_task(_take_requests(stream, snapshot, wanted, news))
-        reading.add_done_callback(lambda _: news.set())
-        num_announced = 0
-        try:
-            with snapshot.listening(news):
-                while not reading.done():
-                    news.clear()
-                    if digests := snapshot.digests[num_announced:]:
-                        num_announced += len(digests)
-                        await send_moving(stream, FRAME.pack(DIGESTS, len(digests)), *digests)
-                    elif wanted:
-                        index = wanted.popleft()
-                        await send_moving(stream, FRAME.pack(CHUNK, index), snapshot.state.chunk(index))
-                    else:
-                        await wait_at_most(news, STALL_TIMEOUT_S)
-                        if not news.is_set():
-                            return
-            reading.result()
-        finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-
-    async def _current(self) -> Snapshot:
+    async def _current(self) -> State:
         async with self._capturing:  # newcomers at the same step share one copy
-            snapshot = self._snapshot() if self._snapshot is not None else None
-            if snapshot is None or snapshot.state.header.position != self._position():
-                snapshot = Snapshot(await run_to_end(self._capture))
-                self._snapshot, self.state_bytes = weakref.ref(snapshot), snapshot.state.content.numel()
-                self._tasks.spawn(snapshot.hash(), name="hashing the state")
-            return snapshot
+            state = self._copy() if self._copy is not None else None
+            if state is None or state.header.position != self._position():
+                state = await run_to_end(self._sealed_copy)
+                self._copy = weakref.ref(state)
+            return state
+
+    def _sealed_copy(self) -> State:
+        state = self._capture()
+        self.state_bytes = state.content.numel()
+        return sealed(state)
 
 
-async def _take_requests(stream: Stream, snapshot: Snapshot, wanted: deque[int], news: asyncio.Event) -> None:
-    """Queue the chunks that a newcomer asks for, until it closes the stream."""
-    request = bytearray(INDEX.size)
-    with suppress(PeerLost):
-        while True:
-            await stream.receive_into(memoryview(request))
-            (index,) = INDEX.unpack(request)
-            if index >= snapshot.num_chunks or len(wanted) >= MAX_WANTED:
-                raise ProtocolViolation(stream.remote, f"it asks for chunk {index} of {snapshot.num_chunks}")
-            wanted.append(index)
-            news.set()
-
-
-class _Downloads:
-    """Counts the downloads in progress, and when others ended."""
-
-    def __init__(self) -> None:
-        self._open: list[PeerId] = []
-        self._ended_at: dict[PeerId, float] = {}  # loop time
-
-    @contextmanager
-    def one_more(self, peer_id: PeerId) -> Iterator[None]:
-        self._open.append(peer_id)
+async def _serve(stream: Stream, state: State) -> None:
+    """Send the chunks that a newcomer asks for until it closes the stream, or asks for nothing for long."""
+    remote, request = stream.remote, bytearray(INDEX.size)
+    logger.info("peer %s downloads the state of step %d", remote, state.header.position.step)
+    await send_moving(
+        stream, framed(StateAnswer(state.header)), FRAME.pack(DIGESTS, len(state.digests)), *state.digests
+    )
+    while True:
         try:
-            yield
-        finally:
-            self._open.remove(peer_id)
-            self._ended_at[peer_id] = asyncio.get_running_loop().time()
-
-    def recent(self, patience_s: float) -> set[PeerId]:
-        since = asyncio.get_running_loop().time() - patience_s
-        self._ended_at = {peer_id: at for peer_id, at in self._ended_at.items() if at >= since}
-        return {*self._open, *self._ended_at}
+            async with time_limit(STALL_TIMEOUT_S, f"peer {remote} to ask for a chunk of the state"):
+                await stream.receive_into(memoryview(request))
+        except (PeerLost, Timeout):
+            return
+        (index,) = INDEX.unpack(request)
+        if index >= len(state.digests):
+            raise ProtocolViolation(remote, f"it asks for chunk {index} of {len(state.digests)}")
+        await send_moving(stream, FRAME.pack(CHUNK, index), state.chunk(index))
 
 
 def longest_s(header: StateHeader) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from manyhands.averaging.codecs.int8_rows import (
+from manyhands.averaging.codecs.int8 import (
     HEADER_BYTES,
     HUGE_BIAS,
     HUGE_SCALE,
@@ -32,7 +32,7 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
-INLINED = "514c85ba65ab"
+INLINED = "85973ecf44bb"
 """Digest of the files of which parts are compiled into these functions: Numba's cache looks at this file only."""
 ROW_BYTES = ROW_NUMEL + HEADER_BYTES
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
@@ -151,12 +151,9 @@ def average(
                     for i in range(ROW_NUMEL):
                         square = add_in_any_order(square, np.float64(mine[i]) * mine[i])
                     squares[number] += every * square
-                if number == 0:
-                    for i in range(ROW_NUMEL):
-                        mean[start + i] = mine[i] * weight
-                else:
-                    for i in range(ROW_NUMEL):
-                        mean[start + i] += mine[i] * weight
+                for i in range(ROW_NUMEL):
+                    value = mine[i] * weight
+                    mean[start + i] = mean[start + i] + value if number else value
                 continue
             scale, bias = room_headers[room, header], room_headers[room, header + 1]
             if not _is_ordinary(scale, bias):
@@ -167,12 +164,9 @@ def average(
                     value = np.float32(rooms[room, place + i]) * scale + bias
                     square = add_in_any_order(square, np.float64(value) * value)
                 squares[number] += every * square
-            if number == 0:
-                for i in range(ROW_NUMEL):
-                    mean[start + i] = (np.float32(rooms[room, place + i]) * scale + bias) * weight
-            else:
-                for i in range(ROW_NUMEL):
-                    mean[start + i] += (np.float32(rooms[room, place + i]) * scale + bias) * weight
+            for i in range(ROW_NUMEL):
+                value = (np.float32(rooms[room, place + i]) * scale + bias) * weight
+                mean[start + i] = mean[start + i] + value if number else value
         if not is_ordinary or not _quantize_row(mean, bits, row, packed, headers):
             for i in range(ROW_NUMEL):
                 mean[start + i] = mine[i]
