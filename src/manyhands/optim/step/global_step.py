@@ -46,7 +46,7 @@ class GlobalStep:
     The training thread makes the step itself, or leaves it to the network thread and checks :attr:`is_done`.
 
     Attributes:
-        contribution: this peer's part. After the update its vector holds no valid values, unless it was left out.
+        contribution: this peer's part.
         outcome: of the averaging; None before it ends.
         is_lost: the others made the step, and this peer does not have its result.
         applied_N: the averaged gradient, clipped, once the update has begun; None if the network thread makes the
@@ -54,8 +54,7 @@ class GlobalStep:
         left_from: the position where the step began.
         error: why there is no step; the contribution counts in the next attempt.
         refusal: why the step left the parameters unchanged; empty if it changed them.
-        is_spoiled: the update failed after it had overwritten the contribution.
-        has_moved: the replica is at the position after the step.
+        is_spoiled: the update has begun, and the others made the step with the contribution.
         is_in_background: the step was left to the network thread.
         is_done: nothing here changes any more.
     """
@@ -69,11 +68,15 @@ class GlobalStep:
         self.error: BaseException | None = None
         self.refusal = ""
         self.is_spoiled = False
-        self.has_moved = False
         self.is_in_background = False
         self.is_done = False
         self._replica = replica
         self._sketch = Sketch()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the replica is at the position after the step."""
+        return self._replica.position != self.left_from
 
     def averaged(self, outcome: Averaged) -> None:
         """The averaging has ended with this outcome."""
@@ -92,17 +95,10 @@ class GlobalStep:
         assert outcome is not None
         assert outcome.mean_N is not None, "a step follows a round that committed"
         self.applied_N, outcome.mean_N = outcome.mean_N, None
-        spare_N, own_N = None, self.contribution.mean_N
-        if outcome.is_left_out:  # the contribution is still needed: it counts in the next step
-            if self.contribution.refill is not None:  # the round may have overwritten it
-                self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
-        elif own_N.data_ptr() != self.applied_N.data_ptr():  # after a step alone, or a mean in place, they are one
-            spare_N = own_N
-        try:
-            self.refusal = self._replica.advance(self.applied_N, outcome, spare_N)
-        finally:
-            self.has_moved = self._replica.position != self.left_from
-            self.is_spoiled = not outcome.is_left_out and not self.has_moved
+        if outcome.is_left_out and self.contribution.refill is not None:  # the round may have overwritten it
+            self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
+        self.is_spoiled = not outcome.is_left_out
+        self.refusal = self._replica.advance(self.applied_N, outcome)
         if outcome.manifest is not None:  # a step alone has no manifest
             self._sketch = self._replica.sketch()
 
@@ -118,11 +114,10 @@ class GlobalStep:
             collaboration.move(replica.position, replica.lineage_samples, outcome, self._sketch)
 
     def begin_in_background(self, collaboration: Collaboration) -> None:
-        """Have the network thread make the step; repeated calls on it have no effect."""
-        if not self.is_in_background:
-            task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
-            self.is_in_background = True
-            task.add_done_callback(lambda _: self._mark_done())
+        """Have the network thread make the step."""
+        task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
+        self.is_in_background = True
+        task.add_done_callback(lambda _: self._mark_done())
 
     async def _average_and_advance(self, collaboration: Collaboration) -> None:
         """Do the rest of the step, with the update in the loop's executor."""

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,7 @@ class Replica:
 
     can_replay = True
     norm_grows = False
+    inner: torch.optim.Optimizer | None = None
 
     def __init__(
         self,
@@ -113,32 +114,25 @@ class Replica:
         """Of the tensors in the vector of the next step, in order."""
         return self.step_parameters[1].shapes
 
-    def advance(self, averaged_N: torch.Tensor, outcome: Averaged, spare_N: torch.Tensor | None = None) -> str:
+    def advance(self, averaged_N: torch.Tensor, outcome: Averaged) -> str:
         """Make the next global step; returns why the update was refused, which leaves the parameters as they were.
 
-        If the wrapped optimizer raises, the exception passes through and nothing has moved. If the schedule raises, the
-        step is already made.
+        If the wrapped optimizer raises, the exception passes through and the position stays. If the schedule raises,
+        the step is already made.
 
         Args:
             averaged_N: the averaged gradient; it is changed.
             outcome: of the averaging; averaged parameters to start from are taken out.
-            spare_N: free memory of the size of the gradient.
-        Raises:
-            ConfigError: an option of the groups was changed; nothing has moved.
         """
         with self._lock:
             self._num_changes += 1
-            check_unchanged(self.options, self.wrapped.param_groups)  # since :meth:`check_options` has, in background
             if outcome.parameters_N is not None:
                 assign_flat(self._parameters, outcome.parameters_N)
                 outcome.parameters_N = None  # the update needs memory
             move_statistics(self.optimizer)
             parameters, layout = self.step_parameters
             extra_N = layout.extra(averaged_N).clone()
-            reason = guarded_step(
-                self.optimizer, parameters, layout, averaged_N,
-                max_grad_norm=self._max_grad_norm, spare_N=spare_N,
-            )  # fmt: skip
+            reason = guarded_step(self.optimizer, parameters, layout, averaged_N, self._max_grad_norm)
             if not reason:
                 self.extra.agree(extra_N)
             try:
@@ -196,24 +190,24 @@ class Replica:
 
     def capture(self) -> State:
         """Copy the state for a newcomer, without its digests; safe to call from any thread."""
-        return self.capture_agreed()
+        return self._capture(self.inner)
 
     def capture_agreed(self) -> State:
         """Copy the part of the state that is equal on all peers, without its digests; safe to call from any thread."""
-        return self._capture(self._begin_capture)
+        return self._capture(None)
 
-    def _capture(self, begin: Callable[[], Capture]) -> State:
+    def _capture(self, inner: torch.optim.Optimizer | None) -> State:
         """A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it.
 
         The last of ``MAX_COPIES`` attempts holds such a step up.
         """
         for _ in range(MAX_COPIES - 1):
             with self._lock:
-                capture, num_changes = begin(), self._num_changes
+                capture, num_changes = self._begin_capture(inner), self._num_changes
             if state := capture.copy(self._between_steps, lambda begun=num_changes: self._num_changes != begun):  # type: ignore[misc]
                 return state
         with self._lock:
-            state = begin().copy()
+            state = self._begin_capture(inner).copy()
         assert state is not None
         return state
 
@@ -223,7 +217,7 @@ class Replica:
             yield
         time.sleep(YIELD_S)  # a step that waits takes the lock now
 
-    def _begin_capture(self, inner: torch.optim.Optimizer | None = None) -> Capture:
+    def _begin_capture(self, inner: torch.optim.Optimizer | None) -> Capture:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
         return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra, inner)
