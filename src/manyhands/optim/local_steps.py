@@ -195,6 +195,9 @@ class LocalReplica(Replica):
     def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
         return self._agreed_options  # the schedule is of the inner optimizer
 
+    def capture(self) -> State:
+        return self._capture(self.inner)
+
     def _restore(self, state: State) -> None:
         """Load another peer's state; what this peer's own steps have changed stays, relative to the new parameters.
 

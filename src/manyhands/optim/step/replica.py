@@ -70,7 +70,6 @@ class Replica:
 
     can_replay = True
     norm_grows = False
-    inner: torch.optim.Optimizer | None = None
 
     def __init__(
         self,
@@ -190,13 +189,13 @@ class Replica:
 
     def capture(self) -> State:
         """Copy the state for a newcomer, without its digests; safe to call from any thread."""
-        return self._capture(self.inner)
+        return self.capture_agreed()
 
     def capture_agreed(self) -> State:
         """Copy the part of the state that is equal on all peers, without its digests; safe to call from any thread."""
-        return self._capture(None)
+        return self._capture()
 
-    def _capture(self, inner: torch.optim.Optimizer | None) -> State:
+    def _capture(self, inner: torch.optim.Optimizer | None = None) -> State:
         """A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it.
 
         The last of ``MAX_COPIES`` attempts holds such a step up.
