@@ -22,7 +22,6 @@ from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
-from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
 from manyhands.optim.model_checks import HeldBatches, KeptGradients, warn_of_running_statistics
@@ -189,11 +188,10 @@ class Optimizer(OptimizerWrapper):
         """As given."""
         accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
         self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
-        self._layout = GradientLayout(self._replica.model_parameters, extra.shapes)
         self._averages_in_background = options.delay == "gradients" or (
             local_steps is not None and local_steps.overlap_steps > 0
         )
-        self._may_overwrite_grad = False  # the .grad of this call of step()
+        self._has_batch = False  # in this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
@@ -289,13 +287,13 @@ class Optimizer(OptimizerWrapper):
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
         self._held.check()
-        loss, at_step, counted_before = None, self._shown_step, self.statistics.samples_computed
+        loss, at_step = None, self._shown_step
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._current is not None and self._current.is_done:
             self._conclude(self._current)
-        self._may_overwrite_grad = self._accumulate(batch_size, weight, at_step)
+        self._has_batch = self._accumulate(batch_size, weight, at_step)
         if self._current is not None and self._local is not None and self._local.must_wait:
             self.settle(longest_attempt_s(self._averaging) + BLOCKED_S)
         if self._current is None:
@@ -304,7 +302,7 @@ class Optimizer(OptimizerWrapper):
         else:
             self._client.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
-        if self.statistics.samples_computed != counted_before:
+        if self._has_batch:
             self._kept.note_counted()
         return loss
 
@@ -368,13 +366,12 @@ class Optimizer(OptimizerWrapper):
             super().load_state_dict(state_dict)
             self._samples.drop_waiting("a checkpoint was loaded")
             self._moved_elsewhere()
-            self._client.moved_elsewhere()
-        self._client.tell()
+        self._client.moved_elsewhere()
 
     # micro-batches
 
     def _accumulate(self, batch_size: int | None, weight: float | None, at_step: int) -> bool:
-        """Add the current ``.grad``; returns whether these tensors may be overwritten."""
+        """Add the current ``.grad``; returns whether there is a batch."""
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
@@ -395,7 +392,7 @@ class Optimizer(OptimizerWrapper):
         is_overflow = found_inf is not None and float(found_inf) > 0
         with uninterrupted():
             self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
-        return self._local is None
+        return True
 
     def _check_target(self, batch_size: int) -> None:
         """Compare the target of local steps with this peer's first batch; those of others may be smaller."""
@@ -413,7 +410,6 @@ class Optimizer(OptimizerWrapper):
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
             if state := self._client.downloaded():
                 self._go_to(state, is_reload=decision is Decision.RELOAD)
-                self._client.tell()
         elif decision is Decision.AVERAGE:
             if self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
                 self._step_alone()
@@ -455,8 +451,10 @@ class Optimizer(OptimizerWrapper):
         except BaseException:
             if step is not None and self._current is step and not step.is_in_background:
                 if step.has_moved:
-                    self._client.moved(step)
-                    self._conclude(step)
+                    try:
+                        self._client.moved(step)
+                    finally:  # it was made, whether or not the network thread knows
+                        self._conclude(step)
                 else:
                     self._give_up(step)
             raise
@@ -473,14 +471,12 @@ class Optimizer(OptimizerWrapper):
         with uninterrupted():  # parameters, statistics and position move together
             if not step.is_lost:
                 step.advance()
-                if self._may_overwrite_grad and step.applied_N is not None:
-                    self._layout.write_to_grad(self._replica.model_parameters, step.applied_N)
+                if self._has_batch and self._local is None and step.applied_N is not None:
+                    _, layout = self._replica.step_parameters
+                    layout.write_to_grad(self._replica.model_parameters, step.applied_N)
                 step.applied_N = None
-            self._client.moved(step)
-        try:
-            self._client.tell()
-        finally:  # it was made, whether or not the network thread knows
-            self._conclude(step)
+        self._client.moved(step)
+        self._conclude(step)
 
     @uninterrupted()
     def _conclude(self, step: GlobalStep) -> None:
@@ -513,10 +509,8 @@ class Optimizer(OptimizerWrapper):
             of_local = self._local.advice() if self._local is not None else ""
             for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
-        if error is not None:  # during a background step, or while reporting it
-            self._client.moved(step)
-            if not isinstance(error, ManyhandsError):
-                raise error
+        if error is not None and not isinstance(error, ManyhandsError):  # after the update in the background
+            raise error
 
     def _note_failure(self, error: BaseException) -> None:
         """Count a failed attempt, and tell the user what to do about several; raise what others did not cause."""
@@ -548,17 +542,22 @@ class Optimizer(OptimizerWrapper):
                 error.entry,
             )
 
-    @uninterrupted()
     def _go_to(self, state: State, *, is_reload: bool) -> None:
         """Load a state of others, if it fits."""
         before = self._replica.position
-        if self._client.load(state):
+
+        def count() -> None:
             self.statistics.states_loaded += 1
             self._samples.reload() if is_reload else self._samples.load(before)
             if is_reload:
                 number = self._replica.position.step
                 self.last_failure = Failure(number, "its parameters were not those of the majority")
             self._moved_elsewhere()
+
+        try:
+            self._client.load(state, count)
+        except Unavailable as error:
+            logger.warning("%s; trying again after the next batch", error)
 
     def _replay(self) -> bool:
         """Make the steps that the others have made since a state was loaded; returns whether there were any."""
@@ -569,7 +568,6 @@ class Optimizer(OptimizerWrapper):
                 self._client.replay(step)
                 self._samples.load(before)
                 self._moved_elsewhere()
-        self._client.tell()
         return self._replica.position != position
 
     def _moved_elsewhere(self) -> None:
