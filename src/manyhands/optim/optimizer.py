@@ -506,8 +506,7 @@ class Optimizer(OptimizerWrapper):
         logger.info("Optimizer step: done! Step %d, %s", self.global_step, self.statistics.summary())
         if outcome.manifest is not None:
             speed = self._collaboration.tracker.progress.samples_per_second
-            of_local = self._local.advice() if self._local is not None else ""
-            for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
+            if advice := self._advice.after_step(speed, outcome.averaging_s):
                 logger.warning("%s", advice)
         if error is not None and not isinstance(error, ManyhandsError):  # after the update in the background
             raise error

@@ -107,9 +107,9 @@ class Trainer:
         ({"fragments": "2"}, "fragments='2' must be a whole number; for example 4"),
         ({"overlap_steps": 1.5}, "overlap_steps=1.5 must be a whole number; for example 5"),
         ({"overlap_steps": float("nan")}, "overlap_steps=nan must be a whole number; for example 5"),
-        ({"outer": "sgd"}, "outer is of type str and must be a function .* parameters; for example lambda params: tor"),
+        ({"outer": "sgd"}, "outer is of type str and must be a function of one argument, the param.*; for example lam"),
         ({"outer": sgd([torch.zeros(1)])}, "outer is of type SGD and must be a function .*; for example lambda params"),
-        ({"outer": lambda: None}, "outer must take one argument, the parameters; for example lambda params: torch.opt"),
+        ({"outer": lambda: None}, "outer is of type function and must be a function of one argument, the parameters"),
         ({"outer": torch.optim.SGD}, r"outer=SGD is a class, whose own lr would be .*optim.SGD\(params, lr=1.0\)"),
         ({"sparse": True}, r"sparse=True must be made by manyhands.Sparse; for example Sparse\(top=64\)"),
         ({"sparse": Sparse}, "sparse=<class .*> must be made by manyhands.Sparse"),
@@ -325,7 +325,7 @@ def test_own_parameters_that_are_not_finite_are_left_out_and_named(
     trainer = Trainer(adam, offload=offload)
     trainer.batch(1.0)
     with torch.no_grad():
-        trainer.replica._own[0][1] = float("nan")
+        trainer.replica.own[0][1] = float("nan")
     step = trainer.begin()
     assert "Dropped 4 samples: the parameters of this peer are not finite any more" in caplog.text
     assert "look at its learning rate" in caplog.text
@@ -418,7 +418,7 @@ def test_with_offload_the_model_may_be_of_half_precision() -> None:
         trainer.batch(2.0**-11)
     assert trainer.begin().contribution.mean_N[0].item() == 2.0**-9
     assert trainer.trained[0].dtype == torch.bfloat16
-    assert torch.equal(trainer.trained[0], trainer.replica._own[0].bfloat16())
+    assert torch.equal(trainer.trained[0], trainer.replica.own[0].bfloat16())
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -444,12 +444,10 @@ def test_an_inner_optimizer_that_raises_leaves_no_sample_unaccounted() -> None:
     assert trainer.samples.waiting == 4
 
 
-# what is said of the number of inner steps
+# overlap
 
 
-def test_an_overlap_above_the_inner_steps_of_a_period_is_cut_and_that_is_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_overlap_above_the_inner_steps_of_a_period_is_cut() -> None:
     trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=10))
     for _ in range(3):
         for _ in range(4):
@@ -461,11 +459,9 @@ def test_an_overlap_above_the_inner_steps_of_a_period_is_cut_and_that_is_said_on
         assert trainer.inner.must_wait
         trainer.make(step)
         trainer.inner._averaged_at = trainer.inner._num_steps  # as if it had come at once
-    lines = [record.message for record in caplog.records if "overlap" in record.message]
-    assert lines == ["overlap_steps=10 is cut to 4, the inner steps from one average to the next"]
 
 
-def test_a_failed_round_does_not_make_the_overlap_look_too_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_round_does_not_make_the_overlap_look_too_long() -> None:
     trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=3))
     for _ in range(2):
         for _ in range(5):
@@ -476,25 +472,7 @@ def test_a_failed_round_does_not_make_the_overlap_look_too_long(caplog: pytest.L
     trainer.samples.give_up(trainer.begin())
     trainer.batch(0.1)
     trainer.begin()
-    assert not caplog.records
     assert trainer.inner._must_end_at == trainer.inner._num_steps + 3
-
-
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_very_many_inner_steps_are_named_once(fragments: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_steps, "MANY_STEPS", 4)
-    trainer = Trainer(steps=LocalSteps(outer=plain, fragments=fragments))
-    advice = []
-    for num_steps in (4 // fragments, 6 // fragments, 6 // fragments):
-        for _ in range(num_steps):
-            trainer.batch(0.1)
-        trainer.make(trainer.begin())
-        advice.append(trainer.inner.advice())
-    assert advice[0] == advice[2] == ""
-    assert advice[1] == (
-        "This peer made 6 inner steps from one average to the next, more than the 4 that DiLoCo chose. Its perplexity "
-        "was 2.9% higher with 1000 than with 50 (arXiv:2311.08105). A smaller target_batch_size makes them fewer"
-    )
 
 
 # states of other peers
