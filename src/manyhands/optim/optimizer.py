@@ -24,7 +24,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
-from manyhands.optim.model_checks import HeldBatches, KeptGradients, warn_of_running_statistics
+from manyhands.optim.model_checks import LoopChecks, warn_of_running_statistics
 from manyhands.optim.options import (
     Delay,
     OptimizerMaker,
@@ -149,9 +149,11 @@ class Optimizer(OptimizerWrapper):
             batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
             auxiliary=auxiliary, num_fragments=local_steps.fragments if local_steps is not None else None,
         )  # fmt: skip
-        target_batch_size = options.target_batch_size
         check_peer(peer)
-        self._averaging = averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
+        split = local_steps or LocalSteps()
+        target_batch_size = options.target_batch_size // split.fragments  # each step changes a part
+        averaging = split.averaging(averaging_of(averaging, matchmaking_time_s, averaging_timeout_s))
+        self._averaging = averaging
         super().__init__(made_optimizer(optimizer, params))
         named = checked_parameters(self.inner)  # the model's own
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
@@ -160,37 +162,29 @@ class Optimizer(OptimizerWrapper):
             warn_of_running_statistics(parameter for _, parameter in named)
         facts = dict(must_match or {}) | options.facts()
         schedule = made_scheduler(scheduler, self.inner)
+        of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.has_host_copy, "extra": extra}
         self._local: InnerSteps | None = None
         if local_steps is None:
-            replica = Replica(
-                self.inner, schedule, max_grad_norm=max_grad_norm, offload=options.has_host_copy, extra=extra
-            )
+            replica = Replica(self.inner, schedule, **of_replica)
         else:
-            replica = local = LocalReplica(
-                self.inner, schedule, local_steps, max_grad_norm=max_grad_norm, offload=bool(offload), extra=extra
-            )
+            replica = local = LocalReplica(self.inner, schedule, local_steps, **of_replica)
             self._local = InnerSteps(local)
-            self._averaging = averaging = local_steps.averaging(averaging)
             facts |= local_steps.facts(local.optimizer)
-            target_batch_size //= local_steps.fragments  # each step changes a part
         self.wrap(replica)
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
-        self.recent_steps = RecentSteps(peer.peer_id, local_steps.fragments if local_steps is not None else 1)
+        self.recent_steps = RecentSteps(peer.peer_id, split.fragments)
         """The last global steps that this peer has made, with the samples of all peers."""
         self.weighs_by_samples: bool | None = None
         """Whether the weight of each batch so far was its number of samples; None before the first batch."""
         self.last_failure: Failure | None = None
         """Why samples of this peer last did not count at once; None if they always have."""
         self.peer = peer
-        """As given."""
         accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
         self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
-        self._averages_in_background = options.delay == "gradients" or (
-            local_steps is not None and local_steps.overlap_steps > 0
-        )
+        self._averages_in_background = options.delay == "gradients" or split.overlap_steps > 0
         self._has_batch = False  # in this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
@@ -211,9 +205,8 @@ class Optimizer(OptimizerWrapper):
             self._client.leave()
             raise ConfigError(fault)
         self._must_check_target = local_steps is not None and batch_size_per_step is None
-        self._held = HeldBatches(self._replica.model_parameters)
-        self._kept = KeptGradients(self._replica.model_parameters)
-        self._collaboration.on_leaving = self._on_leaving
+        self._checks = LoopChecks(self._replica.model_parameters)
+        self._collaboration.on_leaving = self._checks.close
         self._show()
 
     @property
@@ -286,7 +279,7 @@ class Optimizer(OptimizerWrapper):
         """
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
-        self._held.check()
+        self._checks.check_held()
         loss, at_step = None, self._shown_step
         if closure is not None:
             with torch.enable_grad():
@@ -303,7 +296,7 @@ class Optimizer(OptimizerWrapper):
             self._client.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
         if self._has_batch:
-            self._kept.note_counted()
+            self._checks.note_counted()
         return loss
 
     def settle(self, timeout_s: float = 120.0) -> None:
@@ -343,10 +336,6 @@ class Optimizer(OptimizerWrapper):
         """Leave the run; the peer stays. Closing the peer does this too."""
         self._client.leave()
 
-    def _on_leaving(self) -> None:
-        self._held.close()
-        self._kept.close()
-
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule.
 
@@ -381,7 +370,7 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
-        self._kept.check()
+        self._checks.check_kept()
         if self._must_check_target:
             self._check_target(samples)
         if advice := self._advice.after_batch(samples, self._options.target_batch_size):

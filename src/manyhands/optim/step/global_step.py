@@ -8,6 +8,7 @@ step if they surely did not count in the last one and are at most one step late,
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -46,11 +47,9 @@ class GlobalStep:
     The training thread makes the step itself, or leaves it to the network thread and checks :attr:`is_done`.
 
     Attributes:
-        contribution: this peer's part.
         outcome: of the averaging; None before it ends.
         is_lost: the others made the step, and this peer does not have its result.
-        applied_N: the averaged gradient, clipped, once the update has begun; None if the network thread makes the
-            update.
+        applied_N: the averaged gradient, clipped, once the update has begun.
         left_from: the position where the step began.
         error: why there is no step; the contribution counts in the next attempt.
         refusal: why the step left the parameters unchanged; empty if it changed them.
@@ -62,14 +61,11 @@ class GlobalStep:
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
         self.contribution = contribution
         self.outcome: Averaged | None = None
-        self.is_lost = False
         self.applied_N: torch.Tensor | None = None
         self.left_from = replica.position
         self.error: BaseException | None = None
         self.refusal = ""
-        self.is_spoiled = False
-        self.is_in_background = False
-        self.is_done = False
+        self.is_lost = self.is_spoiled = self.is_in_background = self.is_done = False
         self._replica = replica
         self._sketch = Sketch()
 
@@ -117,10 +113,14 @@ class GlobalStep:
         """Have the network thread make the step."""
         task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
         self.is_in_background = True
-        task.add_done_callback(lambda _: self._mark_done())
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self.error = ManyhandsError("this peer left the run")
+        self.is_done = True
 
     async def _average_and_advance(self, collaboration: Collaboration) -> None:
-        """Do the rest of the step, with the update in the loop's executor."""
         try:
             if self.outcome is None:
                 self.averaged(await collaboration.step_rounds.average(self.contribution))
@@ -130,14 +130,6 @@ class GlobalStep:
             self.announce(collaboration)
         except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
             self.error = clear_tracebacks(error) if isinstance(error, (RoundAborted, Unavailable)) else error
-        else:
-            self.is_done = True
-
-    def _mark_done(self) -> None:
-        """Mark the end of the network thread's work on the step."""
-        if not self.is_done and self.error is None:
-            self.error = ManyhandsError("this peer left the run")
-        self.is_done = True
 
 
 class SampleCounter:
