@@ -35,7 +35,7 @@ from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, restore, specs_of, split_inner, take_options
-from manyhands.optim.step.replica import HostCopy, Replica, copy_on_host
+from manyhands.optim.step.replica import HostCopy, Replica, copy_on_host, trained_of
 from manyhands.optim.step.update import global_norm
 
 logger = logging.getLogger(__name__)
@@ -145,15 +145,14 @@ class LocalReplica(Replica):
         self.inner = inner
         self.num_fragments, self.overlap_steps = local_steps.fragments, local_steps.overlap_steps
         self._is_sparse = local_steps.sparse is not None
-        of_model = parameters_of(inner)
-        model_parameters = [parameter for parameter in of_model if parameter.requires_grad]
+        of_model, model_parameters = parameters_of(inner), trained_of(inner)
         super().__init__(_outer_of(local_steps, inner), scheduler, extra=extra)
         pairs = zip(of_model, parameters_of(self.optimizer), strict=True)
         self._frozen = [(own, agreed) for own, agreed in pairs if not own.requires_grad]
         self._max_inner_norm = max_grad_norm
         self.wrapped, self.model_parameters, self.options = inner, model_parameters, options_of(inner.param_groups)
         self.host_copy = HostCopy(inner) if offload else None  # of the model, as for every replica
-        self.own = [parameter for parameter in parameters_of(inner) if parameter.requires_grad]
+        self.own = trained_of(inner)
         self._agreed_inner_options = hyper_parameters_of(inner.param_groups)
         if self.num_fragments > len(self.own):
             raise ConfigError(
