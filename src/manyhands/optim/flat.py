@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from manyhands.averaging.codecs import Uncompared
-from manyhands.averaging.tensor_list import overlaps_itself
 
 CHECKED_NUMEL = 1 << 20
 """Values that are checked together, where that needs memory."""
@@ -55,21 +54,6 @@ class GradientLayout:
     def empty(self, device: torch.device) -> FlatGradients:
         """A new uninitialised vector."""
         return self.views(torch.empty(self.numel, dtype=torch.float32, device=device))
-
-    @torch.no_grad()
-    def write_to_grad(self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
-        """Write a flat vector into the existing ``.grad`` tensors; one that cannot hold its values is replaced."""
-        taken: set[int] = set()  # autograd may give two parameters the same memory
-        for parameter, value in zip(parameters, self.views(flat_N).values, strict=True):
-            if (gradient := parameter.grad) is None:
-                continue
-            is_like_it = (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
-            has_places = gradient.layout is torch.strided and not overlaps_itself(gradient)
-            if is_like_it and has_places and gradient.data_ptr() not in taken:
-                taken.add(gradient.data_ptr())
-                gradient.copy_(value)
-            else:
-                parameter.grad = value.to(parameter, copy=True)
 
     @contextmanager
     def installed(

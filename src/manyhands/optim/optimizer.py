@@ -185,7 +185,6 @@ class Optimizer(OptimizerWrapper):
         accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
         self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
         self._averages_in_background = options.delay == "gradients" or split.overlap_steps > 0
-        self._has_batch = False  # in this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
@@ -266,7 +265,7 @@ class Optimizer(OptimizerWrapper):
         """Add the current gradients; when the run is due for it, make a global step together with the others.
 
         Returns at once unless a global step is due. A failed attempt changes nothing: the gradients count in the next.
-        After a call that waited for a step, ``.grad`` is the averaged gradient; else it is unchanged.
+        ``.grad`` stays as it is.
 
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
@@ -286,7 +285,7 @@ class Optimizer(OptimizerWrapper):
                 loss = closure()
         if self._current is not None and self._current.is_done:
             self._conclude(self._current)
-        self._has_batch = self._accumulate(batch_size, weight, at_step)
+        has_batch = self._accumulate(batch_size, weight, at_step)
         if self._current is not None and self._local is not None and self._local.must_wait:
             self.settle(longest_attempt_s(self._averaging) + BLOCKED_S)
         if self._current is None:
@@ -295,7 +294,7 @@ class Optimizer(OptimizerWrapper):
         else:
             self._client.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
-        if self._has_batch:
+        if has_batch:
             self._checks.note_counted()
         return loss
 
@@ -414,7 +413,7 @@ class Optimizer(OptimizerWrapper):
                 self._client.leave_to_background(step)
                 return
             try:
-                step.averaged(self._client.average(step))
+                step.outcome = self._client.average(step)
             except (RoundAborted, Unavailable) as error:
                 step.error = clear_tracebacks(error)
                 self._conclude(step)
@@ -453,17 +452,12 @@ class Optimizer(OptimizerWrapper):
         self._current = None
 
     def _apply(self, step: GlobalStep) -> None:
-        """Make the update of a step whose average is there, or lost."""
-        if self._options.delay is not None and not step.is_lost:
+        """Make the update of a step whose average is there."""
+        if self._options.delay is not None:
             self._client.leave_to_background(step)
             return
         with uninterrupted():  # parameters, statistics and position move together
-            if not step.is_lost:
-                step.advance()
-                if self._has_batch and self._local is None and step.applied_N is not None:
-                    _, layout = self._replica.step_parameters
-                    layout.write_to_grad(self._replica.model_parameters, step.applied_N)
-                step.applied_N = None
+            step.advance()
         self._client.moved(step)
         self._conclude(step)
 
@@ -479,10 +473,6 @@ class Optimizer(OptimizerWrapper):
         self._samples.count(step)
         outcome, number = step.outcome, step.left_from.step + 1
         assert outcome is not None
-        if step.is_lost:
-            logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
-            self.last_failure = Failure(number, "it lost the result of the round")
-            return
         shares = {} if step.refusal else outcome.shares
         self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=outcome.is_in_grid)
         if outcome.is_left_out or step.refusal:

@@ -223,8 +223,6 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     ) -> Any:
         """Add the current gradients; when the run is due for it, make a global step with the other peers.
 
-        Rank 0's ``.grad`` afterwards is as for :meth:`manyhands.Optimizer.step`; the others' is unchanged.
-
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
             batch_size: samples of this rank behind the current gradients; each rank may have another number.

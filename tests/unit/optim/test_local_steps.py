@@ -77,7 +77,7 @@ class Trainer:
         weights = [0.0 if is_left_out else step.contribution.weight, 4.0]
         manifest = RoundManifest(bytes(32), step.left_from, [ME, OTHER], weights, bytes(32))
         shares, lineage = manifest.contributors(), bytes([step.left_from.step])
-        step.averaged(Averaged(mean_N, lineage, 8, manifest, shares=shares, is_left_out=is_left_out))
+        step.outcome = Averaged(mean_N, lineage, 8, manifest, shares=shares, is_left_out=is_left_out)
         step.advance()
         self.samples.count(step)
 

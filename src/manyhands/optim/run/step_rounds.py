@@ -82,8 +82,7 @@ class Averaged:
     """The gradient that a global step is made from, and where the step leads.
 
     Attributes:
-        mean_N: the averaged gradient; None if this peer lacks it and must load the others' state. The update takes it
-            out, and may change its values.
+        mean_N: the averaged gradient. The update takes it out, and may change its values.
         lineage: of the position that the step leads to.
         samples: of the step, by all peers together: equal on all peers that make it, as it counts for the lineage.
         manifest: of the round, in a grid of the last one that committed here; None for a step alone.
@@ -237,6 +236,8 @@ class StepRounds:
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
                     averaged = self._averaged_in_one_group(committed, position, weight)
+                if averaged.mean_N is None:
+                    raise RoundAborted("the group averaged its tensors, but this peer lost the result")
         except BaseException as error:
             self.look_ahead.resume()
             self.assignment.end_step()
@@ -249,7 +250,7 @@ class StepRounds:
             tracker.is_busy = False
             self._attempt = None
             self.rounds.memory.free_idle()  # the update needs memory now
-        tracker.is_moving = averaged.mean_N is not None
+        tracker.is_moving = True
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
         return averaged
 

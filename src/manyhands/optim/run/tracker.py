@@ -177,11 +177,6 @@ class ProgressTracker:
         self.judge()
         self._publish_news(urgently=True)
 
-    def others_moved(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
-        """The members of a round have gone to ``position``, and this peer has not: it has lost the result."""
-        self._note_round(position, lineage_samples, members)
-        self.judge()
-
     def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
         self.reader.moved(members, position, lineage_samples)
         self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)

@@ -13,8 +13,6 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -24,7 +22,6 @@ from manyhands.optim.account import alone_lineage
 from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.health import Statistics
 from manyhands.optim.run.drift import Sketch
-from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.replica import Replica
 from manyhands.runtime.executor import run_to_end
@@ -48,8 +45,6 @@ class GlobalStep:
 
     Attributes:
         outcome: of the averaging; None before it ends.
-        is_lost: the others made the step, and this peer does not have its result.
-        applied_N: the averaged gradient, clipped, once the update has begun.
         left_from: the position where the step began.
         error: why there is no step; the contribution counts in the next attempt.
         refusal: why the step left the parameters unchanged; empty if it changed them.
@@ -61,11 +56,10 @@ class GlobalStep:
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
         self.contribution = contribution
         self.outcome: Averaged | None = None
-        self.applied_N: torch.Tensor | None = None
         self.left_from = replica.position
         self.error: BaseException | None = None
         self.refusal = ""
-        self.is_lost = self.is_spoiled = self.is_in_background = self.is_done = False
+        self.is_spoiled = self.is_in_background = self.is_done = False
         self._replica = replica
         self._sketch = Sketch()
 
@@ -74,40 +68,30 @@ class GlobalStep:
         """Whether the replica is at the position after the step."""
         return self._replica.position != self.left_from
 
-    def averaged(self, outcome: Averaged) -> None:
-        """The averaging has ended with this outcome."""
-        self.outcome, self.is_lost = outcome, outcome.mean_N is None
-
     def use_own_gradient(self, own_id: PeerId) -> None:
         """Use this peer's own gradient as the average: no other peer is there."""
         lineage = alone_lineage(self.left_from.lineage, own_id)
         samples = round(self.contribution.weight)
         shares = {own_id: self.contribution.weight}
-        self.averaged(Averaged(self.contribution.mean_N, lineage, samples, shares=shares))
+        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, shares=shares)
 
     def advance(self) -> None:
         """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""
         outcome = self.outcome
         assert outcome is not None
-        assert outcome.mean_N is not None, "a step follows a round that committed"
-        self.applied_N, outcome.mean_N = outcome.mean_N, None
+        mean_N, outcome.mean_N = outcome.mean_N, None
+        assert mean_N is not None, "a step follows a round that committed"
         if outcome.is_left_out and self.contribution.refill is not None:  # the round may have overwritten it
             self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
         self.is_spoiled = not outcome.is_left_out
-        self.refusal = self._replica.advance(self.applied_N, outcome)
+        self.refusal = self._replica.advance(mean_N, outcome)
         if outcome.manifest is not None:  # a step alone has no manifest
             self._sketch = self._replica.sketch()
 
     def announce(self, collaboration: Collaboration) -> None:
         """Record on the network thread where this peer and the others of its round are now."""
-        replica, outcome = self._replica, self.outcome
-        assert outcome is not None
-        if self.is_lost:
-            position = Position(replica.position.step + 1, outcome.lineage)
-            samples = sum_of_samples([replica.lineage_samples, outcome.samples])
-            collaboration.tracker.others_moved(position, samples, outcome.members)
-        else:
-            collaboration.move(replica.position, replica.lineage_samples, outcome, self._sketch)
+        assert self.outcome is not None
+        collaboration.move(self._replica.position, self._replica.lineage_samples, self.outcome, self._sketch)
 
     def begin_in_background(self, collaboration: Collaboration) -> None:
         """Have the network thread make the step."""
@@ -123,10 +107,8 @@ class GlobalStep:
     async def _average_and_advance(self, collaboration: Collaboration) -> None:
         try:
             if self.outcome is None:
-                self.averaged(await collaboration.step_rounds.average(self.contribution))
-            if not self.is_lost:
-                await run_to_end(self.advance)
-                self.applied_N = None
+                self.outcome = await collaboration.step_rounds.average(self.contribution)
+            await run_to_end(self.advance)
             self.announce(collaboration)
         except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
             self.error = clear_tracebacks(error) if isinstance(error, (RoundAborted, Unavailable)) else error
@@ -182,7 +164,7 @@ class SampleCounter:
         counts.steps_alone += outcome.manifest is None
         counts.updates_refused += bool(step.refusal)
         counts.disagreement = outcome.disagreement
-        counts.samples_of_all += 0 if step.is_lost else outcome.samples
+        counts.samples_of_all += outcome.samples
         number = step.left_from.step + 1
         if not outcome.is_left_out and step.refusal:
             self._drop(step, f"global step {number} changes nothing: {step.refusal}")
@@ -191,8 +173,6 @@ class SampleCounter:
             self._forget(step)
         elif outcome.is_outsized:
             self._drop(step, OUTSIZED % number)
-        elif step.is_lost:  # the loaded state will show where they can count
-            self._accumulator.take_back(contribution)
         elif reason := self._reason_to_drop(step.left_from, contribution.since_step, was_out=True):
             self._drop(step, f"the group made global step {number} without this peer, and {reason}")
         else:
