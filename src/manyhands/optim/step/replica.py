@@ -122,9 +122,12 @@ class Replica:
         Args:
             averaged_N: the averaged gradient; it is changed.
             outcome: of the averaging; averaged parameters to start from are taken out.
+        Raises:
+            ConfigError: an option of the groups was changed; nothing has moved.
         """
         with self._lock:
             self._num_changes += 1
+            check_unchanged(self.options, self.wrapped.param_groups)  # since :meth:`check_options` has, in background
             if outcome.parameters_N is not None:
                 assign_flat(self._parameters, outcome.parameters_N)
                 outcome.parameters_N = None  # the update needs memory
