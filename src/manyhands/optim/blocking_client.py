@@ -80,7 +80,7 @@ class BlockingRunClient:
                 self._run(collaboration.choose_branch(), phase, MAX_DOWNLOAD_S)
                 if self._call(phase, tracker.is_on_best_branch):
                     break
-                self.load(self._download())
+                self.load(self.download())
                 has_loaded = True
                 self._run(tracker.look(), phase)
                 for step in self.missed_steps():
@@ -182,14 +182,12 @@ class BlockingRunClient:
 
     # the others' state
 
-    def downloaded(self) -> State | None:
-        """Download the state of the leading branch of the run; None if it is not available."""
-        logger.info("This peer is not in step with the run: downloading the state")
-        try:
-            return self._download()
-        except Unavailable as error:
-            logger.warning("%s; trying again after the next batch", error)
-            return None
+    def download(self) -> State:
+        """Download the state of the leading branch of the run; raises ``Unavailable`` if no peer sends it."""
+        started = self._peer.time()
+        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
+        logger.info("Received the state of step %d in %.2f s", state.header.position.step, self._peer.time() - started)
+        return state
 
     def load(self, state: State, count: Callable[[], object] = bool) -> None:
         """Load a state, and call ``count`` before an interrupt; raises ``Unavailable`` if the state does not fit."""
@@ -225,12 +223,6 @@ class BlockingRunClient:
         lineage, samples = replica.position.after(manifest).lineage, sum_of_samples(manifest.weights)
         replica.advance(step.mean(), Averaged(None, lineage, samples, shares=manifest.contributors()))
         replica.copy_to_model()
-
-    def _download(self) -> State:
-        started = self._peer.time()
-        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
-        logger.info("Received the state of step %d in %.2f s", state.header.position.step, self._peer.time() - started)
-        return state
 
     def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Call a function on the network thread."""

@@ -12,7 +12,7 @@ import torch
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
-from manyhands.averaging.state.content import State, sealed
+from manyhands.averaging.state.content import sealed
 from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.text import counted
@@ -162,7 +162,7 @@ class Optimizer(OptimizerWrapper):
             warn_of_running_statistics(parameter for _, parameter in named)
         facts = dict(must_match or {}) | options.facts()
         schedule = made_scheduler(scheduler, self.inner)
-        of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.has_host_copy, "extra": extra}
+        of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.offload, "extra": extra}
         self._local: InnerSteps | None = None
         if local_steps is None:
             replica = Replica(self.inner, schedule, **of_replica)
@@ -396,8 +396,7 @@ class Optimizer(OptimizerWrapper):
         if decision is Decision.LOAD_STATE and self._replay():
             return
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
-            if state := self._client.downloaded():
-                self._go_to(state, is_reload=decision is Decision.RELOAD)
+            self._load_state(is_reload=decision is Decision.RELOAD)
         elif decision is Decision.AVERAGE:
             if self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
                 self._step_alone()
@@ -520,8 +519,8 @@ class Optimizer(OptimizerWrapper):
                 error.entry,
             )
 
-    def _go_to(self, state: State, *, is_reload: bool) -> None:
-        """Load a state of others, if it fits."""
+    def _load_state(self, *, is_reload: bool) -> None:
+        """Load the state of the leading branch, if it is to be had and fits."""
         before = self._replica.position
 
         def count() -> None:
@@ -532,8 +531,9 @@ class Optimizer(OptimizerWrapper):
                 self.last_failure = Failure(number, "its parameters were not those of the majority")
             self._moved_elsewhere()
 
+        logger.info("This peer is not in step with the run: downloading the state")
         try:
-            self._client.load(state, count)
+            self._client.load(self._client.download(), count)
         except Unavailable as error:
             logger.warning("%s; trying again after the next batch", error)
 

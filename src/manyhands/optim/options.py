@@ -68,6 +68,7 @@ class Options:
             self._check_local()
         if self.auxiliary and self.batch_size_per_step is not None:
             raise ConfigError("an auxiliary peer has no batches: leave batch_size_per_step out")
+        object.__setattr__(self, "offload", bool(self.offload) or self.delay is not None)
 
     def _check_local(self) -> None:
         target, num_fragments = self.target_batch_size, self.num_fragments or 1
@@ -96,11 +97,6 @@ class Options:
             f"at least one of every peer between two averages; for example {smaller}a run with "
             f"target_batch_size={100 * num_peers * batch_size}"
         )
-
-    @property
-    def has_host_copy(self) -> bool:
-        """Whether the optimizer works on a copy of the parameters on the host."""
-        return bool(self.offload) or self.delay is not None
 
     def facts(self) -> dict[str, str]:
         """Settings that must be equal on all peers of a run."""

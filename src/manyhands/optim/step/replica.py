@@ -268,7 +268,7 @@ class Replica:
         with self._lock:
             self._num_changes += 1
             self._load(state_dict, place)
-            self.extra.take_over()  # the user has loaded them with the model
+            self.extra.load(self.extra.own)  # the user has loaded them with the model
         if self.host_copy is not None:
             self.host_copy.take_over(place.get("parameters") if place is not None else None)
 
