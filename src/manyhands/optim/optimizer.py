@@ -200,10 +200,9 @@ class Optimizer(OptimizerWrapper):
         )  # fmt: skip
         self._client = BlockingRunClient(peer, self._collaboration, self._replica)
         self.statistics.states_loaded += self._client.join()
-        if local_steps is not None and (fault := options.fault_with(self.num_peers, options.batch_size_per_step or 0)):
+        if local_steps is not None and (fault := options.fault_with(self.num_peers)):
             self._client.leave()
             raise ConfigError(fault)
-        self._must_check_target = local_steps is not None and batch_size_per_step is None
         self._checks = LoopChecks(self._replica.model_parameters)
         self._collaboration.on_leaving = self._checks.close
         self._show()
@@ -272,9 +271,9 @@ class Optimizer(OptimizerWrapper):
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
             weight: the number of items that the loss is a mean over, if these are not samples: tokens, say.
         Raises:
-            ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
-                that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
-                option of the groups, such as the learning rate; or accelerate accumulates gradients as well.
+            ConfigError: no batch size was given; a parameter that was frozen when this was made requires grad;
+                something other than ``scheduler`` has changed an option of the groups, such as the learning rate; or
+                accelerate accumulates gradients as well.
         """
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
@@ -370,8 +369,6 @@ class Optimizer(OptimizerWrapper):
         if samples == 0:
             return False
         self._checks.check_kept()
-        if self._must_check_target:
-            self._check_target(samples)
         if advice := self._advice.after_batch(samples, self._options.target_batch_size):
             logger.warning("%s", advice)
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
@@ -381,14 +378,6 @@ class Optimizer(OptimizerWrapper):
         with uninterrupted():
             self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
         return True
-
-    def _check_target(self, batch_size: int) -> None:
-        """Compare the target of local steps with this peer's first batch; those of others may be smaller."""
-        if fault := self._options.fault_with(1, batch_size):
-            raise ConfigError(fault)
-        self._must_check_target = False
-        if fault := self._options.fault_with(self.num_peers, batch_size):
-            logger.warning("%s", fault)
 
     # global steps
 

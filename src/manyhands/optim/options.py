@@ -82,12 +82,12 @@ class Options:
                 f"target_batch_size={target} is below the number of fragments, {num_fragments}: each is averaged once "
                 f"in the target; for example {100 * num_fragments}"
             )
-        if fault := self.fault_with(1, self.batch_size_per_step or 1):
+        if fault := self.fault_with(1):
             raise ConfigError(fault)
 
-    def fault_with(self, num_peers: int, batch_size: int) -> str:
+    def fault_with(self, num_peers: int) -> str:
         """Why so many peers cannot make local steps with this target and batches like these; empty if they can."""
-        target = self.target_batch_size
+        target, batch_size = self.target_batch_size, self.batch_size_per_step or 1
         if target >= num_peers * batch_size:
             return ""
         each = f" for each of the {num_peers} peers" if num_peers > 1 else ""
