@@ -19,10 +19,8 @@ class Contribution:
     """A peer's contribution to one global step.
 
     Attributes:
-        mean_N: the gradient of the mean loss, as :class:`manyhands.optim.flat.GradientLayout` says; float32, on the
-            host.
-        samples: behind it.
-        weight: of the vector, in the unit over which the loss is a mean: samples, unless the caller says otherwise.
+        mean_N: the gradient of the mean loss in the layout of ``GradientLayout``; float32, on the host.
+        weight: in the unit over which the loss is a mean: samples, unless the caller says otherwise.
         since_step: the global step of the parameters behind its oldest samples.
         refill: computes the vector again, in memory of its own, as long as the step is not made; the mean of all peers
             may then overwrite it. None if that is impossible.
@@ -49,10 +47,7 @@ class Accumulator(ABC):
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
         """Add the current ``.grad`` of all parameters; False, and nothing is added, when one is not finite.
 
-        Args:
-            weight: what the loss is a mean over; by default the samples.
-            grad_scale: factor of the loss.
-            at_step: global step of the parameters that it was computed on.
+        The weight is by default the number of samples; the loss was multiplied by ``grad_scale``.
         """
 
     def fault(self) -> str:

@@ -52,12 +52,7 @@ class BlockingRunClient:
         self._report_at = 0.0  # beside a step in the background
 
     def join(self) -> bool:
-        """Join the run with its state; returns whether that had to be loaded.
-
-        Raises:
-            ManifestMismatch: this peer does not fit the run.
-            Unavailable: the DHT, or every peer that could send the state, does not answer.
-        """
+        """Join the run with its state; returns whether that had to be loaded. Raises what the optimizer does."""
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
             has_loaded = self._catch_up()
@@ -158,11 +153,7 @@ class BlockingRunClient:
     # a step
 
     def average(self, step: GlobalStep) -> Averaged:
-        """Make one attempt to average the contribution to a step.
-
-        Raises:
-            RoundAborted, Unavailable: it failed; nothing has changed.
-        """
+        """Make one attempt to average; ``RoundAborted`` or ``Unavailable`` if it failed, and nothing has changed."""
         timeout_s = longest_attempt_s(self._averaging) + BLOCKED_S
         return self._peer.run(self._collaboration.step_rounds.average(step.contribution), timeout_s, "averaging")
 

@@ -85,22 +85,15 @@ class LocalSteps:
             _check_outer(self.outer)
 
     def make_outer(self, params: Any) -> torch.optim.Optimizer:
-        """The outer optimizer of these parameters or groups."""
         return self.outer(params) if self.outer is not None else torch.optim.SGD(params, lr=1.0)
 
     def averaging(self, config: AveragingConfig) -> AveragingConfig:
-        """The configuration of the rounds, with the encoding of sparse changes.
-
-        Raises:
-            ConfigError: it has another codec.
-        """
+        """The configuration of the rounds, with the encoding of sparse changes; ``ConfigError`` if it has another."""
         if self.sparse is None:
             return config
         if config.codec != AveragingConfig.codec:
-            raise ConfigError(
-                f"codec={config.codec!r} cannot be used with LocalSteps(sparse=...), which has an encoding of its own; "
-                "leave one of them out"
-            )
+            with_own = "LocalSteps(sparse=...), which has an encoding of its own"
+            raise ConfigError(f"codec={config.codec!r} cannot be used with {with_own}; leave one of them out")
         return replace(config, codec=self.sparse.setting)
 
     def facts(self, outer: torch.optim.Optimizer) -> dict[str, str]:
@@ -116,9 +109,6 @@ class LocalSteps:
 
 class LocalReplica(Replica):
     """The agreed parameters with their outer optimizer, and this peer's own parameters with the inner one.
-
-    Memory beyond the model and the inner optimizer, on the host, in multiples of the float32 parameters: one for the
-    agreed parameters, one for the momentum of the outer optimizer.
 
     Args:
         scheduler: of ``inner``; it moves once for each ``target_batch_size`` samples of the run.
@@ -153,10 +143,8 @@ class LocalReplica(Replica):
         self.host_copy = HostCopy(inner) if offload else None  # of the model, as for every replica
         self.own = trained_of(inner)
         if self.num_fragments > len(self.own):
-            raise ConfigError(
-                f"fragments={self.num_fragments} is above the number of trained tensors; for example {len(self.own)}, "
-                "or fewer"
-            )
+            above = f"fragments={self.num_fragments} is above the number of trained tensors"
+            raise ConfigError(f"{above}; for example {len(self.own)}, or fewer")
         self._fragments = list[_Fragment]()
         for members in _fragments_of([parameter.numel() for parameter in self.own], self.num_fragments):
             own, agreed = ([those[index] for index in members] for those in (self.own, self._parameters))
@@ -323,15 +311,10 @@ class InnerSteps(Accumulator):
         return "the parameters of this peer are not finite any more after its inner steps; look at its learning rate"
 
     def freeze(self) -> Contribution:
-        """Return the pseudo-gradient of the next step's fragment.
-
-        Its weight is that of all samples since the fragment was averaged, by the number of fragments: so the weights of
-        all steps add up to the samples.
-        """
         replica, fragment = self._replica, self._replica.part
         mean_N, self._spare_N = replica.pseudo_gradient(self._spare_N), None
         self._out = fragment, self._weights[fragment]
-        weight = self._weights[fragment] / replica.num_fragments
+        weight = self._weights[fragment] / replica.num_fragments  # so those of all steps add up to the samples
         refill = None if replica.overlap_steps else functools.partial(replica.pseudo_gradient, None)
         contribution = Contribution(mean_N, self.samples, weight, self.since_step, refill)
         num_between = self._num_steps - self._averaged_at
@@ -394,7 +377,6 @@ def _check_outer(outer: Any) -> None:
 
 
 def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The outer optimizer, of copies of the parameters, in the same groups."""
     groups = [{"params": [copy_on_host(parameter) for parameter in group["params"]]} for group in inner.param_groups]
     agreed = [parameter for group in groups for parameter in group["params"]]
     outer = local_steps.make_outer(groups)

@@ -30,11 +30,7 @@ SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The user's choices; see :class:`manyhands.optim.optimizer.Optimizer`.
-
-    Raises:
-        ConfigError: a value breaks its rule.
-    """
+    """The user's choices, checked; see :class:`manyhands.optim.optimizer.Optimizer`."""
 
     run_id: str
     target_batch_size: int
@@ -104,11 +100,7 @@ class Options:
 
 
 def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> torch.optim.Optimizer:
-    """The optimizer to wrap, as given or made from ``params``.
-
-    Raises:
-        ConfigError: there is none, or it needs a closure.
-    """
+    """The optimizer to wrap, as given or made from ``params``; ``ConfigError`` if it cannot be used."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ConfigError("params are for a function that makes the optimizer; this one has parameters already")
@@ -132,12 +124,7 @@ def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> t
 
 
 def made_scheduler(scheduler: SchedulerMaker | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """The schedule of the wrapped optimizer, as given or made from it.
-
-    Raises:
-        ConfigError: it is none, or that of another optimizer, whose learning rate it would change; or it follows each
-            peer's own loss.
-    """
+    """The schedule of the wrapped optimizer, as given or made from it; ``ConfigError`` if that cannot be used."""
     if scheduler is None:
         return None
     made: Any = scheduler(optimizer) if callable(scheduler) and not isinstance(scheduler, LRScheduler) else scheduler
@@ -170,11 +157,7 @@ def checked_batch(batch_size: int | None, weight: float | None) -> int:
 
 
 def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """All parameters of an optimizer with their names, if peers can train them together or send them to a newcomer.
-
-    Raises:
-        ConfigError: one of them cannot, or there is nothing to train; names the parameter and the reason.
-    """
+    """All parameters of an optimizer with their names; ``ConfigError`` if peers cannot train one of them together."""
     seen: set[int] = set()
     named = list(zip(names_of(optimizer), parameters_of(optimizer), strict=True))
     for name, parameter in named:

@@ -37,11 +37,7 @@ FIGURES = ("global_step", "num_peers", "samples_accumulated", "is_stepping", "sa
 
 
 class Ranks:
-    """The ranks of the default process group, as seen by one of them. All methods raise ``RankLost``.
-
-    Raises:
-        ConfigError: there is no process group.
-    """
+    """The ranks of the default process group, as seen by one of them. All methods raise ``RankLost``."""
 
     def __init__(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -110,11 +106,7 @@ class StepArguments(NamedTuple):
 
 
 def added_up(batches: Sequence[StepArguments]) -> tuple[Any, Any]:
-    """Batch size and weight of all ranks together; a broken rule on one of them breaks it for all.
-
-    Raises:
-        ConfigError: only some ranks gave a weight, or a batch size.
-    """
+    """Batch size and weight of all ranks together; a broken rule on one of them breaks it for all."""
     sums: list[float | None] = []
     for name, numbers in zip(("a batch size", "weight"), zip(*batches, strict=True), strict=True):
         given = [number for number in numbers if number is not None]

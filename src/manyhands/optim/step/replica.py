@@ -53,11 +53,6 @@ class Replica:
 
     A lock keeps the state consistent while it is copied for a newcomer. Only one thread at a time makes steps.
 
-    Args:
-        scheduler: of ``optimizer``; stepped once for each global step.
-        offload: keep the parameters on the host, and copy their values to the model.
-        extra: tensors beside the parameters that all peers share.
-
     Attributes:
         wrapped: the optimizer that the user gave.
         position: of the optimizer's parameters; the model's may be a step behind.
@@ -116,12 +111,9 @@ class Replica:
     def advance(self, averaged_N: torch.Tensor, outcome: Averaged) -> str:
         """Make the next global step; returns why the update was refused, which leaves the parameters as they were.
 
-        If the wrapped optimizer raises, the exception passes through and the position stays. If the schedule raises,
-        the step is already made.
+        The averaged gradient is changed, and averaged parameters to start from are taken out of the outcome. If the
+        wrapped optimizer raises, the position stays. If the schedule raises, the step is already made.
 
-        Args:
-            averaged_N: the averaged gradient; it is changed.
-            outcome: of the averaging; averaged parameters to start from are taken out.
         Raises:
             ConfigError: an option of the groups was changed; nothing has moved.
         """

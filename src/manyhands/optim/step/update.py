@@ -28,12 +28,8 @@ def guarded_step(
 ) -> str:
     """Clip the averaged gradient and make a step with it; if the result is not finite, undo it and return the reason.
 
-    All peers have the same vector, parameters and statistics, so all refuse the same steps.
-
-    Args:
-        parameters: the trained ones, in the order of the vector.
-        averaged_N: its gradients are clipped in place.
-        max_grad_norm: bound of the norm of all gradients together.
+    All peers have the same vector, parameters and statistics, so all refuse the same steps. The norm that is bounded is
+    that of all gradients together.
     """
     values_N = averaged_N[: layout.num_values]
     norm = global_norm([values_N])  # finite only if all of them are
