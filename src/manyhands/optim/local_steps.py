@@ -33,7 +33,8 @@ from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
-from manyhands.optim.state.state import hyper_parameters_of, parameters_of, take_options
+from manyhands.optim.state.check import fault_of
+from manyhands.optim.state.state import hyper_parameters_of, parameters_of, restore, specs_of, split_inner, take_options
 from manyhands.optim.step.replica import HostCopy, Replica, copy_on_host, trained_of
 from manyhands.optim.step.update import global_norm
 
@@ -119,7 +120,7 @@ class LocalReplica(Replica):
     """
 
     norm_grows = True
-    can_replay = False  # each step changes a part
+    can_replay = False  # each step changes a part, and newcomers take the inner optimizer's statistics over
 
     def __init__(
         self,
@@ -142,6 +143,7 @@ class LocalReplica(Replica):
         self.wrapped, self.model_parameters, self.options = inner, model_parameters, options_of(inner.param_groups)
         self.host_copy = HostCopy(inner) if offload else None  # of the model, as for every replica
         self.own = trained_of(inner)
+        self._agreed_inner_options = hyper_parameters_of(inner.param_groups)
         if self.num_fragments > len(self.own):
             above = f"fragments={self.num_fragments} is above the number of trained tensors"
             raise ConfigError(f"{above}; for example {len(self.own)}, or fewer")
@@ -175,19 +177,32 @@ class LocalReplica(Replica):
     def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
         return self._agreed_options  # the schedule is of the inner optimizer
 
+    def capture(self) -> State:
+        return self._capture(self.inner)
+
     def _restore(self, state: State) -> None:
-        """Load another peer's state; what this peer's own steps have changed stays, relative to the new parameters."""
-        options = self._schedule.options_in(state) if self._schedule is not None else []
+        """Load another peer's state; what this peer's own steps have changed stays, relative to the new parameters.
+
+        The inner statistics are taken from the donor if this peer has made no step yet.
+        """
+        outer, inner = split_inner(state, specs_of(self.inner), len(self.extra_specs))
+        options = self._agreed_inner_options if self._schedule is None else self._schedule.options_in(outer)
+        if inner is not None and (fault := fault_of(inner, self.inner, options)):
+            raise ValueError(f"its inner optimizer cannot be used: {fault}")
         before = [agreed.detach().clone() for agreed in self._parameters]
-        super()._restore(state)
+        has_steps = [not torch.equal(own, was.to(own)) for own, was in zip(self.own, before, strict=True)]
+        is_new = not self.inner.state and not any(has_steps)  # SGD without momentum has no statistics
+        super()._restore(outer)
         with torch.no_grad():
-            for own, agreed, was in zip(self.own, self._parameters, before, strict=True):
-                own.copy_(agreed) if torch.equal(own, was.to(own)) else own.add_((agreed - was).to(own))
-            for own, agreed in zip(parameters_of(self.inner), parameters_of(self.optimizer), strict=True):
-                if not own.requires_grad:
-                    own.copy_(agreed)
-        if options:
-            take_options(options, self.inner)
+            for own, agreed, was, is_ahead in zip(self.own, self._parameters, before, has_steps, strict=True):
+                own.add_((agreed - was).to(own)) if is_ahead else own.copy_(agreed)
+        if inner is not None:
+            take_options(inner, self.inner)
+        if inner is not None and is_new:
+            try:
+                restore(inner, self.inner)
+            except ValueError as error:  # of a kind of optimizer that cannot be tried on a copy
+                logger.warning("This peer begins with new statistics of its inner optimizer: %s", error)
         self.options = options_of(self.inner.param_groups)
         self._copy_own_to_model()
 
@@ -237,6 +252,11 @@ class LocalReplica(Replica):
         for own, agreed, value in zip(own_ones, agreed_ones, layout.views(pseudo_gradient_N).values, strict=True):
             own.copy_(agreed - value)
         self._copy_own_to_model()
+
+    def forget_inner(self) -> None:
+        """Begin with new statistics of the inner optimizer."""
+        with self._lock:
+            self.inner.state.clear()
 
     @contextmanager
     def agreed_in_model(self) -> Iterator[None]:
@@ -307,7 +327,7 @@ class InnerSteps(Accumulator):
     def fault(self) -> str:
         if self._out is not None or are_finite(self._replica.own):  # what is out is found out when it has ended
             return ""
-        self._replica.inner.state.clear()
+        self._replica.forget_inner()
         return "the parameters of this peer are not finite any more after its inner steps; look at its learning rate"
 
     def freeze(self) -> Contribution:

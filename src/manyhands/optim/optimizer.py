@@ -256,7 +256,7 @@ class Optimizer(OptimizerWrapper):
 
     def state_digest(self) -> str:
         """BLAKE3 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers that are in step."""
-        return sealed(self._replica.capture()).header.digest.hex()
+        return sealed(self._replica.capture_agreed()).header.digest.hex()
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None

@@ -21,6 +21,7 @@ from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.local_steps import KEPT_SHARE, InnerSteps, LocalReplica, LocalSteps, nesterov
 from manyhands.optim.options import Options, made_scheduler
 from manyhands.optim.run.step_rounds import Averaged
+from manyhands.optim.state.state import INNER
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 
 ME, OTHER = PeerId("me"), PeerId("other")
@@ -477,7 +478,7 @@ def test_a_failed_round_does_not_make_the_overlap_look_too_long() -> None:
 # states of other peers
 
 
-def test_a_newcomer_gets_agreed_parameters_and_outer_momentum() -> None:
+def test_a_newcomer_gets_agreed_parameters_outer_momentum_and_inner_statistics() -> None:
     named = {"norm.running.mean": torch.zeros(3), "inner.0.exp_avg": torch.zeros(2)}
     donor = Trainer(adam, LocalSteps(nesterov), frozen=2.0, extra=copy.deepcopy(named))
     donor.batch(1.0)
@@ -490,7 +491,11 @@ def test_a_newcomer_gets_agreed_parameters_and_outer_momentum() -> None:
     assert newcomer.agreed == newcomer.own == donor.agreed
     assert newcomer.model[1].item() == 2.0, "frozen parameters come too"
     assert (named["norm.running.mean"][0].item(), named["inner.0.exp_avg"][0].item()) == (5.0, 6.0)
-    assert not newcomer.replica.inner.state, "its inner optimizer begins anew"
+    for index in (0, 2):
+        theirs = donor.replica.inner.state[donor.model[index]]
+        ours = newcomer.replica.inner.state[newcomer.model[index]]
+        assert ours["step"] == 2
+        assert all(torch.equal(ours[name], theirs[name]) for name in ("exp_avg", "exp_avg_sq"))
     outer = newcomer.replica.optimizer.state_dict()["state"]
     assert torch.equal(outer[0]["momentum_buffer"], donor.replica.optimizer.state_dict()["state"][0]["momentum_buffer"])
     contribution = newcomer.begin().contribution
@@ -500,16 +505,18 @@ def test_a_newcomer_gets_agreed_parameters_and_outer_momentum() -> None:
 
 
 def digest_of(trainer: Trainer) -> bytes:
-    return sealed(trainer.replica.capture()).header.digest
+    return sealed(trainer.replica.capture_agreed()).header.digest
 
 
-def test_the_digest_does_not_change_with_inner_steps() -> None:
+def test_the_digest_has_no_inner_part_and_does_not_change_with_inner_steps() -> None:
     trainer = Trainer(adam, LocalSteps(nesterov))
     trainer.batch(1.0)
     trainer.make(trainer.begin())
     before = digest_of(trainer)
     trainer.batch(1.0)
     assert digest_of(trainer) == before
+    assert not any(INNER in spec.name for spec in trainer.replica.capture_agreed().header.tensors)
+    assert any(INNER in spec.name for spec in trainer.replica.capture().header.tensors)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -522,6 +529,7 @@ def test_a_newcomer_may_have_a_model_of_less_precision_than_the_donor(offload: b
     assert newcomer.agreed == donor.agreed
     assert newcomer.own == pytest.approx(donor.agreed, rel=1e-2)
     assert newcomer.trained[0].dtype == torch.bfloat16
+    assert len(newcomer.replica.inner.state) == 2
 
 
 @pytest.mark.parametrize("make", [sgd, adam])

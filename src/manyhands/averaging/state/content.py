@@ -52,7 +52,7 @@ class StateHeader(msgspec.Struct, frozen=True):
 
     Attributes:
         tensors: parameters first, then extra tensors such as buffers, then the optimizer's, named
-            ``parameter.statistic``.
+            ``parameter.statistic``, then those of an inner optimizer, named ``parameter.inner.statistic``.
         scalars: msgpack of :class:`manyhands.optim.state.state.Scalars`.
         digest: BLAKE3 over ``tensors``, ``scalars`` and the digests of all chunks; empty while these are not known.
         origin: the step that led there; None if unknown, as after a checkpoint was loaded.

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,7 +21,9 @@ from manyhands.averaging.state.content import (
     State,
     StateHeader,
     empty_content,
+    first_of,
     spec_of,
+    state_of,
 )
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
@@ -30,6 +33,7 @@ COPIED_BYTES = 16 << 20
 """Copied at a time, while a step has to wait."""
 MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
+INNER = "inner."
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
 
@@ -44,11 +48,14 @@ class Scalars(msgspec.Struct, omit_defaults=True):
         statistics: of the optimizer, by index of the parameter, written as a decimal number.
         groups: the hyper-parameters of each parameter group.
         scheduler: its state.
+        inner_statistics, inner_groups: likewise of the donor's inner optimizer, in a run with local steps.
     """
 
     statistics: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any]
+    inner_statistics: dict[str, dict[str, Any]] = {}
+    inner_groups: list[dict[str, Any]] = []
 
 
 make_ready(Scalars)
@@ -99,22 +106,33 @@ class Capture:
         lineage_samples: int,
         origin: Origin | None = None,
         extra: Sequence[tuple[ParameterSpec, torch.Tensor]] = (),
+        inner: torch.optim.Optimizer | None = None,
     ) -> None:
         parameters = parameters_of(optimizer)
         self._sources = [parameter.detach() for parameter in parameters] + [tensor for _, tensor in extra]
         specs = [spec_of(f"{index}", parameter) for index, parameter in enumerate(parameters)]
         specs += [spec for spec, _ in extra]
-        packed, statistics = optimizer.state_dict(), dict[str, dict[str, Any]]()
+        statistics = self._add_statistics(optimizer, "", specs)
+        scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), serializable_part(scheduler_state))
+        if inner is not None:
+            scalars.inner_statistics = self._add_statistics(inner, INNER, specs)
+            scalars.inner_groups = hyper_parameters_of(inner.param_groups)
+        encoded = msgspec.msgpack.encode(scalars, order="sorted")
+        self._header = StateHeader(position, lineage_samples, specs, encoded, b"", origin)
+
+    def _add_statistics(
+        self, optimizer: torch.optim.Optimizer, prefix: str, specs: list[ParameterSpec]
+    ) -> dict[str, dict[str, Any]]:
+        """Add the tensors among an optimizer's statistics; returns the others."""
+        packed, others = optimizer.state_dict(), dict[str, dict[str, Any]]()
         for index in sorted(packed["state"]):
             for name, value in sorted(packed["state"][index].items()):
                 if isinstance(value, torch.Tensor):
                     self._sources.append(value.detach())
-                    specs.append(spec_of(f"{index}.{name}", value))
+                    specs.append(spec_of(f"{index}.{prefix}{name}", value))
                 else:
-                    statistics.setdefault(str(index), {})[name] = value
-        scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), serializable_part(scheduler_state))
-        encoded = msgspec.msgpack.encode(scalars, order="sorted")
-        self._header = StateHeader(position, lineage_samples, specs, encoded, b"", origin)
+                    others.setdefault(str(index), {})[name] = value
+        return others
 
     def copy(
         self, guard: Callable[[], AbstractContextManager[Any]] = nullcontext, is_moved: Callable[[], bool] = bool
@@ -133,6 +151,34 @@ class Capture:
                         return None
                     to.copy_(from_)
         return state
+
+
+def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) -> tuple[State, State | None]:
+    """The state without the donor's inner optimizer, and a copy of that as a state of its own, with the parameters.
+
+    The second is None if the donor has none. The header must be checked.
+
+    Args:
+        inner: the parameters of this peer's inner optimizer, which may have less precision.
+    """
+    num_parameters = len(inner)
+    specs, scalars = state.header.tensors, msgspec.msgpack.decode(state.header.scalars, type=Scalars)
+    first = num_parameters + num_extra
+    num_outer = first + sum(not _statistic_of(spec).startswith(INNER) for spec in specs[first:])
+    outer = _with_scalars(first_of(state, num_outer), Scalars(scalars.statistics, scalars.groups, scalars.scheduler))
+    if not scalars.inner_groups:
+        return outer, None
+    renamed = [msgspec.structs.replace(spec, name=spec.name.replace(INNER, "", 1)) for spec in specs[num_outer:]]
+    pairs = zip(specs[:num_parameters], inner, strict=True)
+    parameters = [msgspec.structs.replace(sent, dtype=own.dtype) for sent, own in pairs]
+    header = msgspec.structs.replace(state.header, tensors=[*parameters, *renamed])
+    of_inner = state_of(header, [*state.tensors[:num_parameters], *state.tensors[num_outer:]])
+    return outer, _with_scalars(of_inner, Scalars(scalars.inner_statistics, scalars.inner_groups, {}))
+
+
+def _with_scalars(state: State, scalars: Scalars) -> State:
+    encoded = msgspec.msgpack.encode(scalars, order="sorted")
+    return replace(state, header=msgspec.structs.replace(state.header, scalars=encoded))
 
 
 def checked_scalars(
@@ -175,7 +221,7 @@ def checked_scalars(
         raise ValueError("its numbers are nested too deeply") from error
     if len(scalars.groups) != num_groups:
         raise ValueError(f"it has {len(scalars.groups)} parameter groups, the optimizer here has {num_groups}")
-    if any(not _is_index(text, len(parameters)) for text in scalars.statistics):
+    if any(not _is_index(text, len(parameters)) for text in [*scalars.statistics, *scalars.inner_statistics]):
         raise ValueError("it has statistics of a parameter that does not exist")
     return scalars
 
@@ -207,9 +253,10 @@ def restore(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[Para
     return scalars.scheduler
 
 
-def take_options(options: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Write the options of each parameter group, such as the learning rate, into an optimizer."""
-    for group, sent in zip(optimizer.param_groups, options, strict=True):
+def take_options(state: State, optimizer: torch.optim.Optimizer) -> None:
+    """Write the options of a state's groups, such as the learning rate, into an optimizer; they must be checked."""
+    scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
+    for group, sent in zip(optimizer.param_groups, scalars.groups, strict=True):
         group.update({name: _merged_option(name, value, sent) for name, value in group.items()})
 
 
@@ -243,7 +290,7 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _merged_option(name: str, own: Any, sent: Mapping[str, Any]) -> Any:
+def _merged_option(name: str, own: Any, sent: dict[str, Any]) -> Any:
     if name == "params" or name in LOCAL_OPTIONS or name not in sent:
         return own
     value = merged(_number(own), sent[name])

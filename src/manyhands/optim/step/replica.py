@@ -183,19 +183,25 @@ class Replica:
         return self.wrapped.param_groups if self.host_copy is None else self.host_copy.shown_groups
 
     def capture(self) -> State:
-        """Copy the state for a newcomer, without its digests; safe to call from any thread.
+        """Copy the state for a newcomer, without its digests; safe to call from any thread."""
+        return self.capture_agreed()
 
-        A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it.
+    def capture_agreed(self) -> State:
+        """Copy the part of the state that is equal on all peers, without its digests; safe to call from any thread."""
+        return self._capture()
+
+    def _capture(self, inner: torch.optim.Optimizer | None = None) -> State:
+        """A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it.
 
         The last of ``MAX_COPIES`` attempts holds such a step up.
         """
         for _ in range(MAX_COPIES - 1):
             with self._lock:
-                capture, num_changes = self._begin_capture(), self._num_changes
+                capture, num_changes = self._begin_capture(inner), self._num_changes
             if state := capture.copy(self._between_steps, lambda begun=num_changes: self._num_changes != begun):  # type: ignore[misc]
                 return state
         with self._lock:
-            state = self._begin_capture().copy()
+            state = self._begin_capture(inner).copy()
         assert state is not None
         return state
 
@@ -205,10 +211,10 @@ class Replica:
             yield
         time.sleep(YIELD_S)  # a step that waits takes the lock now
 
-    def _begin_capture(self) -> Capture:
+    def _begin_capture(self, inner: torch.optim.Optimizer | None) -> Capture:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
-        return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra)
+        return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra, inner)
 
     def restore(self, state: State) -> None:
         """Load another peer's state; raises ``ValueError``, and changes nothing, if it cannot be trained on."""

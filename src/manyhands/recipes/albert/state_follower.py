@@ -13,6 +13,7 @@ from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.errors import Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.loading import MAX_POSITIONS, askable, leading_donors
+from manyhands.optim.local_steps import LocalReplica
 from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import ProgressReader
@@ -110,6 +111,8 @@ class StateFollower:
                 break
             try:
                 state = self._download(donors, position)
+                if isinstance(self._replica, LocalReplica):
+                    self._replica.forget_inner()  # this peer has no steps of its own: it takes all of the state
                 self._replica.restore(state)
             except (Unavailable, ValueError) as error:
                 logger.warning("%s", readable(str(error)))
