@@ -12,6 +12,7 @@ import torch
 
 from manyhands.averaging.commit.recovery import Recovery
 from manyhands.base.errors import ManifestMismatch
+from manyhands.optim import local_steps
 from manyhands.optim.local_steps import KEPT_SHARE, LocalReplica, LocalSteps, nesterov
 from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, cut, together
@@ -273,6 +274,29 @@ def test_with_an_overlap_training_goes_on_and_the_average_is_merged_half_way(
     assert_all_agree(swarm)
     for member in swarm.members.values():
         assert member.optimizer.statistics.samples_dropped == 0
+    lines = [record.message for record in caplog.records if "overlap_steps" in record.message]
+    assert len(lines) == (2 if overlap_steps == 50 else 0), lines
+    assert all(line.startswith("overlap_steps=50 is cut to ") for line in lines)
+
+
+@pytest.mark.parametrize("num_peers", [1, 2])
+def test_many_inner_steps_are_named_where_a_peer_averages_with_others(
+    num_peers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local_steps, "MANY_STEPS", 4)
+
+    def train(member: Member) -> None:
+        together(num_peers, member)
+        for batch in batches_of(int(member.name[-1]), 40):
+            member.step(loss_of(member.model, batch))
+
+    swarm = Swarm(seed=8)
+    start_all(swarm, [f"peer{number}" for number in range(num_peers)], train)
+    swarm.run()
+    for member in swarm.members.values():
+        assert member.optimizer.global_step >= 3
+    lines = [record.message for record in caplog.records if "inner steps from one average" in record.message]
+    assert len(lines) == (2 if num_peers == 2 else 0), lines
 
 
 @pytest.mark.parametrize(

@@ -473,7 +473,8 @@ class Optimizer(OptimizerWrapper):
         logger.info("Optimizer step: done! Step %d, %s", self.global_step, self.statistics.summary())
         if outcome.manifest is not None:
             speed = self._collaboration.tracker.progress.samples_per_second
-            if advice := self._advice.after_step(speed, outcome.averaging_s):
+            of_local = self._local.advice() if self._local is not None else ""
+            for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
         if error is not None and not isinstance(error, ManyhandsError):  # after the update in the background
             raise error

@@ -444,10 +444,12 @@ def test_an_inner_optimizer_that_raises_leaves_no_sample_unaccounted() -> None:
     assert trainer.samples.waiting == 4
 
 
-# overlap
+# what is said of the number of inner steps
 
 
-def test_an_overlap_above_the_inner_steps_of_a_period_is_cut() -> None:
+def test_an_overlap_above_the_inner_steps_of_a_period_is_cut_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=10))
     for _ in range(3):
         for _ in range(4):
@@ -459,9 +461,11 @@ def test_an_overlap_above_the_inner_steps_of_a_period_is_cut() -> None:
         assert trainer.inner.must_wait
         trainer.make(step)
         trainer.inner._averaged_at = trainer.inner._num_steps  # as if it had come at once
+    lines = [record.message for record in caplog.records if "overlap" in record.message]
+    assert lines == ["overlap_steps=10 is cut to 4, the inner steps from one average to the next"]
 
 
-def test_a_failed_round_does_not_make_the_overlap_look_too_long() -> None:
+def test_a_failed_round_does_not_make_the_overlap_look_too_long(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer(steps=LocalSteps(outer=plain, overlap_steps=3))
     for _ in range(2):
         for _ in range(5):
@@ -472,7 +476,25 @@ def test_a_failed_round_does_not_make_the_overlap_look_too_long() -> None:
     trainer.samples.give_up(trainer.begin())
     trainer.batch(0.1)
     trainer.begin()
+    assert not caplog.records
     assert trainer.inner._must_end_at == trainer.inner._num_steps + 3
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_very_many_inner_steps_are_named_once(fragments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_steps, "MANY_STEPS", 4)
+    trainer = Trainer(steps=LocalSteps(outer=plain, fragments=fragments))
+    advice = []
+    for num_steps in (4 // fragments, 6 // fragments, 6 // fragments):
+        for _ in range(num_steps):
+            trainer.batch(0.1)
+        trainer.make(trainer.begin())
+        advice.append(trainer.inner.advice())
+    assert advice[0] == advice[2] == ""
+    assert advice[1] == (
+        "This peer made 6 inner steps from one average to the next, more than the 4 that DiLoCo chose. Its perplexity "
+        "was 2.9% higher with 1000 than with 50 (arXiv:2311.08105). A smaller target_batch_size makes them fewer"
+    )
 
 
 # states of other peers
