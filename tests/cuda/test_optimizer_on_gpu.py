@@ -197,30 +197,6 @@ def test_a_grad_scaler_with_autocast(half_params: bool) -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in models[0].parameters())
 
 
-def test_after_a_step_the_gradient_tensors_are_the_same_with_the_average_in_them() -> None:
-    models = [new_model(), new_model()]
-    seen: list[list[torch.Tensor]] = [[], []]
-
-    def loop(number: int, optimizer: manyhands.Optimizer, model: torch.nn.Module) -> None:
-        deadline = time.monotonic() + 20.0
-        while optimizer.global_step == 0:
-            assert time.monotonic() < deadline, optimizer.statistics
-            model.zero_grad()
-            loss_of(model, batch_of(0, number, model)).backward()
-            before = [parameter.grad for parameter in model.parameters()]
-            places = [gradient.data_ptr() for gradient in before if gradient is not None]
-            optimizer.step()  # one with batch_size=0 would leave .grad as it is
-        for parameter, gradient, place in zip(model.parameters(), before, places, strict=True):
-            assert parameter.grad is gradient
-            assert parameter.grad is not None
-            assert parameter.grad.data_ptr() == place
-            seen[number].append(parameter.grad.clone())
-
-    train_together(models, SGD, loop=loop)
-    for one, other in zip(*seen, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_a_cuda_graph_goes_on_to_write_where_the_optimizer_reads() -> None:
     models = [new_model(), new_model()]
     capturing = threading.Lock()  # of all threads of a process one may capture at a time

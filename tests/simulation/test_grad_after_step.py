@@ -1,4 +1,4 @@
-"""What ``.grad`` is after ``step()``: as plain torch has it, once a step was made."""
+"""``step()`` leaves ``.grad`` as it is, and an optimizer may keep the gradients that it gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manyhands.testing import between
-from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm, assert_equal_parameters, together
+from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -19,13 +19,6 @@ BATCH_SIZE = 4
 MAX_NORM = 0.05
 """Below that of all gradients here."""
 NAMES = ("p0", "p1")
-
-Zero = Callable[[torch.optim.Optimizer], None]
-ZEROS: dict[str, Zero] = {
-    "to None": lambda optimizer: optimizer.zero_grad(),
-    "to zero": lambda optimizer: optimizer.zero_grad(set_to_none=False),
-    "never": lambda optimizer: None,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -66,42 +59,6 @@ def assert_close(ours: list[torch.Tensor], others: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("zero", list(ZEROS))
-def test_a_loop_alone_sees_what_plain_torch_shows(zero: str, offload: bool) -> None:
-    """Clipped, in the same tensors; so one that never zeroes them goes on from there."""
-
-    def watch(model: torch.nn.Module, make_step: Callable[[], Any], optimizer: torch.optim.Optimizer) -> None:
-        for number in range(NUM_STEPS):
-            loss_of(model, number).backward()  # type: ignore[no-untyped-call]
-            before = [parameter.grad for parameter in model.parameters()]
-            make_step()
-            assert all(one is two.grad for one, two in zip(before, model.parameters(), strict=True))
-            seen.append(gradients_of(model))
-            ZEROS[zero](optimizer)
-
-    seen: list[list[torch.Tensor]] = []
-    plain = new_model()
-    optimizer = sgd(plain)
-
-    def plain_step() -> None:
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), MAX_NORM)
-        optimizer.step()
-
-    watch(plain, plain_step, optimizer)
-    expected, seen = seen, []
-    swarm = Swarm(seed=3)
-    swarm.start(
-        "p0", new_model, sgd, lambda member: watch(member.model, member.optimizer.step, member.optimizer),
-        target_batch_size=BATCH_SIZE, batch_size_per_step=BATCH_SIZE, max_grad_norm=MAX_NORM, offload=offload,
-    )  # fmt: skip
-    swarm.run()
-    assert swarm.members["p0"].optimizer.statistics.steps_alone == NUM_STEPS
-    assert_equal_parameters(swarm.members["p0"].model, plain)
-    for ours, others in zip(seen, expected, strict=True):
-        assert_close(ours, others)
-
-
 class Keeping(torch.optim.SGD):
     """Keeps the gradients of its last step in its state, and each first one for ever."""
 
@@ -137,39 +94,6 @@ def test_an_optimizer_alone_may_keep_the_gradients_that_it_was_given(options: di
     swarm.run()
 
 
-class Watch:
-    """What a member's gradients were before and after each call of ``step()``, and what they should be."""
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self._number = 100 * NAMES.index(member.name)
-        self._applied: list[torch.Tensor] = []
-        self.num_steps = self.num_failures = self.num_between = 0
-        member.optimizer.inner.register_step_pre_hook(lambda inner, *_: self._note(inner))
-
-    def _note(self, inner: torch.optim.Optimizer) -> None:
-        self._applied = [one.grad.clone() for group in inner.param_groups for one in group["params"]]
-
-    def batch(self) -> None:
-        """Compute a batch, step, and look."""
-        member, optimizer = self._member, self._member.optimizer
-        self._number += 1
-        member.peer.sleep(BATCH_S)
-        loss_of(member.model, self._number).backward()  # type: ignore[no-untyped-call]
-        own, counts = gradients_of(member.model), optimizer.statistics
-        at_step, num_failed = optimizer.global_step, counts.rounds_aborted
-        optimizer.step()
-        if optimizer.global_step > at_step:
-            expected = self._applied
-            self.num_steps += 1
-        else:
-            expected = own
-            self.num_failures += counts.rounds_aborted > num_failed
-            self.num_between += 1
-        assert_close(gradients_of(member.model), expected)
-        optimizer.zero_grad()
-
-
 def pair(train: Callable[[Member], None], **options: Any) -> Swarm:
     swarm = Swarm(seed=3)
     for name in NAMES:
@@ -180,56 +104,34 @@ def pair(train: Callable[[Member], None], **options: Any) -> Swarm:
     return swarm
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_of_several_peers_after_each_call(offload: bool) -> None:
-    """The averaged gradient after a step, else what it was, also after an attempt that failed."""
-    watches: dict[str, Watch] = {}
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offload": True}, {"delay": "optimizer"}, {"delay": "gradients"}, {"max_grad_norm": MAX_NORM}],
+    ids=str,
+)
+def test_it_stays_as_it_was(options: dict[str, Any]) -> None:
+    """In the same tensors, whether a step is made, fails or is not due."""
 
     def train(member: Member) -> None:
         together(2, member)
-        watch = watches[member.name] = Watch(member)
+        optimizer, number = member.optimizer, 100 * NAMES.index(member.name)
         while member.peer.time() < 60.0:
-            watch.batch()
-
-    swarm = pair(train, max_grad_norm=MAX_NORM, offload=offload)
-    swarm.world.schedule(between(20.0, 32.0).partition({"p0"}, {"p1"}))
-    swarm.run()
-    for watch in watches.values():
-        assert watch.num_steps >= 6
-        assert watch.num_between >= 6
-    assert sum(watch.num_failures for watch in watches.values()) >= 1
-
-
-def test_a_call_that_counts_nothing_leaves_it_alone() -> None:
-    """Even one that makes a step: the loop may be adding gradients up in there."""
-
-    def train(member: Member) -> None:
-        together(2, member)
-        loss_of(member.model, 1).backward()  # type: ignore[no-untyped-call]
-        member.optimizer.step()
-        loss_of(member.model, 2).backward()  # type: ignore[no-untyped-call]
-        before = gradients_of(member.model)
-        member.wait_for(1)
-        assert_close(gradients_of(member.model), before)
-
-    pair(train, target_batch_size=2 * BATCH_SIZE).run()
-
-
-@pytest.mark.parametrize("delay", ["optimizer", "gradients"])
-def test_with_a_delay_it_stays_as_it_was(delay: str) -> None:
-    def train(member: Member) -> None:
-        together(2, member)
-        for number in range(40):
+            number += 1
             member.peer.sleep(BATCH_S)
             loss_of(member.model, number).backward()  # type: ignore[no-untyped-call]
-            before = gradients_of(member.model)
-            member.optimizer.step()
-            assert_close(gradients_of(member.model), before)
-            member.optimizer.zero_grad()
-        member.optimizer.settle()
-        assert member.optimizer.global_step >= 3
+            before = [(parameter.grad, parameter.grad.clone()) for parameter in member.model.parameters()]
+            optimizer.step()
+            for parameter, (tensor, values) in zip(member.model.parameters(), before, strict=True):
+                assert parameter.grad is tensor
+                assert torch.equal(tensor, values)
+            optimizer.zero_grad()
+        optimizer.settle()
+        assert optimizer.global_step >= 6
 
-    pair(train, delay=delay).run()
+    swarm = pair(train, **options)
+    swarm.world.schedule(between(20.0, 32.0).partition({"p0"}, {"p1"}))
+    swarm.run()
+    assert sum(member.optimizer.statistics.rounds_aborted for member in swarm.members.values()) >= 1
 
 
 class Refusing(torch.optim.SGD):

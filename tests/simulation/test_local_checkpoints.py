@@ -139,8 +139,9 @@ ONE_PEER = (
 )
 
 
-def join_with(batch_size: int, *, is_given_to_step: bool) -> None:
-    """A second peer joins a run with a target of 10 samples."""
+@pytest.mark.parametrize(("batch_size", "message"), [(6, TWO_PEERS), (12, ONE_PEER)])
+def test_a_target_below_one_batch_of_every_peer_is_refused(batch_size: int, message: str) -> None:
+    """When a second peer joins a run with a target of 10 samples."""
 
     def program(member: Member) -> None:
         for number in range(30):
@@ -148,10 +149,7 @@ def join_with(batch_size: int, *, is_given_to_step: bool) -> None:
             member.check_samples()
 
     def late(member: Member) -> None:
-        assert is_given_to_step, "it joined"
-        member.step(loss_of(member, 0), batch_size=0)  # adds nothing
-        for number in range(3):
-            member.step(loss_of(member, number), batch_size=batch_size)
+        pytest.fail("it joined")
 
     def inner(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -159,23 +157,7 @@ def join_with(batch_size: int, *, is_given_to_step: bool) -> None:
     logging.getLogger("manyhands").setLevel(logging.WARNING)
     swarm, options = Swarm(), {**SETTINGS, "target_batch_size": 10}
     swarm.start("p0", new_model, inner, program, **options)
-    options["batch_size_per_step"] = None if is_given_to_step else batch_size
-    swarm.start("p1", new_model, inner, late, begins_s=5.0, **options)
-    swarm.run()
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "is_given_to_step", "message"), [(6, False, TWO_PEERS), (12, False, ONE_PEER), (12, True, ONE_PEER)]
-)
-def test_a_target_below_one_batch_of_every_peer_is_refused(
-    batch_size: int, is_given_to_step: bool, message: str
-) -> None:
+    swarm.start("p1", new_model, inner, late, begins_s=5.0, **options | {"batch_size_per_step": batch_size})
     with pytest.raises(ConfigError) as raised:
-        join_with(batch_size, is_given_to_step=is_given_to_step)
+        swarm.run()
     assert str(raised.value) == message
-
-
-def test_if_batches_may_differ_that_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """The other peer's may be small enough."""
-    join_with(6, is_given_to_step=True)
-    assert [record.message for record in caplog.records if "target_batch_size" in record.message] == [TWO_PEERS]

@@ -255,7 +255,7 @@ def test_with_an_overlap_training_goes_on_and_the_average_is_merged_half_way(
     follow = LocalReplica.follow
 
     def noted(self: LocalReplica, fragment: int, kept_share: float = 0.0) -> None:
-        own, agreed = self._own_of(fragment)[0], self._parts[fragment][0][0].detach()
+        own, agreed = self._fragments[fragment].own[0], self._fragments[fragment].agreed[0].detach()
         want = kept_share * own.detach() + (1 - kept_share) * agreed
         follow(self, fragment, kept_share)
         torch.testing.assert_close(own.detach(), want)

@@ -19,10 +19,8 @@ class Contribution:
     """A peer's contribution to one global step.
 
     Attributes:
-        mean_N: the gradient of the mean loss, as :class:`manyhands.optim.flat.GradientLayout` says; float32, on the
-            host.
-        samples: behind it.
-        weight: of the vector, in the unit over which the loss is a mean: samples, unless the caller says otherwise.
+        mean_N: the gradient of the mean loss in the layout of ``GradientLayout``; float32, on the host.
+        weight: in the unit over which the loss is a mean: samples, unless the caller says otherwise.
         since_step: the global step of the parameters behind its oldest samples.
         refill: computes the vector again, in memory of its own, as long as the step is not made; the mean of all peers
             may then overwrite it. None if that is impossible.
@@ -49,10 +47,7 @@ class Accumulator(ABC):
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
         """Add the current ``.grad`` of all parameters; False, and nothing is added, when one is not finite.
 
-        Args:
-            weight: what the loss is a mean over; by default the samples.
-            grad_scale: factor of the loss.
-            at_step: global step of the parameters that it was computed on.
+        The weight is by default the number of samples; the loss was multiplied by ``grad_scale``.
         """
 
     def fault(self) -> str:
@@ -79,11 +74,13 @@ class Accumulator(ABC):
         """Forget what was added so far."""
         self.samples, self.since_step, self.was_out = 0, 0, False
 
+    def _count(self, samples: int, since_step: int) -> None:
+        self.since_step = min(self.since_step, since_step) if self.samples else since_step
+        self.samples += samples
+
 
 class GradientAccumulator(Accumulator):
-    """The gradients of one peer since the last global step.
-
-    Holds the gradient of the mean loss over all samples so far, so batches of different sizes count by their weight.
+    """The gradient of the mean loss over all samples of one peer since the last global step.
 
     Memory: one float32 vector of the size of the parameters, on their device. A second one, on the host, is needed when
     more is added while a contribution is out, so with a delay there are two.
@@ -98,43 +95,34 @@ class GradientAccumulator(Accumulator):
         self._device = HOST
         self._mean: FlatGradients | None = None  # of the loss; undefined while the weight is 0
         self._spare_N: torch.Tensor | None = None  # its values are undefined
-        self._last_used: tuple[list[bool], torch.Tensor] | None = None
 
     @torch.no_grad()
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
         weight = float(samples) if weight is None else weight
-        if weight == 0:
-            self._count(samples, 0.0, at_step)
-            return True
-        gradients = [parameter.grad for parameter in self._parameters]
-        used = [gradient for gradient in gradients if gradient is not None]
-        if any([gradient.layout is not torch.strided for gradient in used]):  # noqa: C419 (a list is faster)
-            gradients = [_dense(gradient) for gradient in gradients]
-            used = [gradient for gradient in gradients if gradient is not None]
-        if not are_finite(used):
-            return False
-        mean, share = self._buffer(), weight / (self.weight + weight)
-        self._add_in(mean, gradients, grad_scale, None if self.weight == 0 else share)
-        self._count(samples, weight, at_step)
+        if weight > 0:
+            gradients = [_dense(parameter.grad) for parameter in self._parameters]
+            if not are_finite([gradient for gradient in gradients if gradient is not None]):
+                return False
+            self._add_in(self._buffer(), gradients, grad_scale, weight / (self.weight + weight))
+        self._count_weighted(samples, weight, at_step)
         return True
 
-    def _count(self, samples: int, weight: float, since_step: int) -> None:
-        is_first = not self.samples or (self.weight == 0 and weight > 0)  # samples without weight brought no gradient
-        self.since_step = since_step if is_first else min(self.since_step, since_step)
-        self.samples += samples
+    def _count_weighted(self, samples: int, weight: float, since_step: int) -> None:
+        if self.weight == 0 and weight > 0:
+            self.since_step = since_step  # samples without weight brought no gradient
+        self._count(samples, since_step)
         self.weight += weight
 
     def _add_in(
-        self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float | None
+        self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float
     ) -> None:
-        """Move the mean by a share towards the gradients; all the way if the share is None."""
-        are_used = [gradient is not None for gradient in gradients]
-        if self._last_used is None or self._last_used[0] != are_used:
-            self._last_used = are_used, torch.tensor(are_used).to(self._device, torch.float32)
-        plain, means = [self._last_used[1]], [mean.shares]
+        """Move the mean by a share towards the gradients; all the way if there is nothing in it yet."""
+        is_first = self.weight == 0
+        used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.float32, device=self._device)
+        plain, means = [used], [mean.shares]
         for gradient, value in zip(gradients, mean.values, strict=True):
             if gradient is None:
-                value.zero_() if share is None else value.mul_(1 - share)
+                value.zero_() if is_first else value.mul_(1 - share)
             elif grad_scale == 1.0 and gradient.dtype is value.dtype and gradient.device == value.device:
                 plain.append(gradient)
                 means.append(value)
@@ -142,9 +130,9 @@ class GradientAccumulator(Accumulator):
                 gradient = gradient.to(value)  # in float32 before it is divided
                 if grad_scale != 1.0:
                     gradient = gradient / grad_scale
-                value.copy_(gradient) if share is None else value.lerp_(gradient, share)
+                value.copy_(gradient) if is_first else value.lerp_(gradient, share)
         # one call for all that are alike: on a GPU one kernel
-        torch._foreach_copy_(means, plain) if share is None else torch._foreach_lerp_(means, plain, share)
+        torch._foreach_copy_(means, plain) if is_first else torch._foreach_lerp_(means, plain, share)
 
     def freeze(self) -> Contribution:
         mean_N = self._buffer().flat_N
@@ -171,7 +159,7 @@ class GradientAccumulator(Accumulator):
             mean_N.copy_(given_N) if self.weight == 0 else mean_N.lerp_(given_N, share)
             self._spare_N = contribution.mean_N
         if contribution.samples:
-            self._count(contribution.samples, weight, contribution.since_step)
+            self._count_weighted(contribution.samples, weight, contribution.since_step)
             self.was_out = True
 
     def release(self, contribution: Contribution, *, is_free: bool) -> None:
@@ -183,16 +171,14 @@ class GradientAccumulator(Accumulator):
         self.weight = 0.0
 
     def _buffer(self) -> FlatGradients:
-        if self.weight == 0:  # there is nothing in it yet, and the model may have moved to a GPU
-            devices = {parameter.device for parameter in self._parameters}
-            device = devices.pop() if len(devices) == 1 else HOST
-            if device != self._device:
-                self._device, self._mean, self._last_used = device, None, None
-        if self._mean is None:
-            if self._device == HOST and self._spare_N is not None:
-                self._mean, self._spare_N = self.layout.views(self._spare_N), None
-            else:
-                self._mean = self.layout.empty(self._device)
+        devices = {parameter.device for parameter in self._parameters}
+        device = devices.pop() if len(devices) == 1 else HOST
+        if self.weight == 0 and device != self._device:  # there is nothing in it yet, and the model has moved
+            self._device, self._mean = device, None
+        if self._mean is None and self._device == HOST and self._spare_N is not None:
+            self._mean, self._spare_N = self.layout.views(self._spare_N), None
+        elif self._mean is None:
+            self._mean = self.layout.empty(self._device)
         return self._mean
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from manyhands.averaging.state.content import State
@@ -21,6 +21,7 @@ from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import BlockingPeer
 from manyhands.rpc.frames import readable
+from manyhands.runtime.interrupts import uninterrupted
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -44,22 +45,15 @@ class BlockingRunClient:
         self._collaboration = collaboration
         self._replica = replica
         self._averaging = collaboration.averaging
-        self._untold: Callable[[], None] | None = None
         self._report_at = 0.0  # beside a step in the background
 
     def join(self) -> bool:
-        """Join the run with its state; returns whether that had to be loaded.
-
-        Raises:
-            ManifestMismatch: this peer does not fit the run.
-            Unavailable: the DHT, or every peer that could send the state, does not answer.
-        """
+        """Join the run with its state; returns whether that had to be loaded. Raises what the optimizer does."""
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
             has_loaded = self._catch_up()
             if not has_loaded:
                 self.moved_elsewhere()
-                self.tell()
             self._call("joining the run", self._collaboration.tracker.start)
         except BaseException:
             self.leave()
@@ -68,33 +62,29 @@ class BlockingRunClient:
 
     def _catch_up(self) -> bool:
         """Load the state of the best branch, and make the steps since; returns whether a state was loaded."""
-        failures: list[Unavailable] = []
-        has_loaded = False
-        give_up_at, phase, collaboration = math.inf, "joining the run", self._collaboration
-        while not self._call(phase, collaboration.tracker.is_on_best_branch):
+        first_failure, give_up_at, has_loaded = None, math.inf, False
+        phase, collaboration, tracker = "joining the run", self._collaboration, self._collaboration.tracker
+        while not self._call(phase, tracker.is_on_best_branch):
             if self._call(phase, collaboration.must_be_called_on):
-                self._call(phase, collaboration.tracker.start)  # the record says where
+                self._call(phase, tracker.start)  # the record says where
             try:
                 self._run(collaboration.choose_branch(), phase, MAX_DOWNLOAD_S)
-                if self._call(phase, collaboration.tracker.is_on_best_branch):
+                if self._call(phase, tracker.is_on_best_branch):
                     break
-                state = self._download()
-                self._restore(state)
+                self.load(self.download())
                 has_loaded = True
-                self.moved_elsewhere(state)
-                self.tell()  # before the steps since, after which this peer is compared with the others
-                self._run(collaboration.tracker.look(), phase)
+                self._run(tracker.look(), phase)
                 for step in self.missed_steps():
                     self.replay(step)
             except Unavailable as error:
-                failures.append(error)
-                give_up_at = min(give_up_at, self._peer.time() + JOIN_PATIENCE_S)
+                if first_failure is None:
+                    first_failure, give_up_at = error, self._peer.time() + JOIN_PATIENCE_S
             else:
                 return True
-            if self._peer.time() >= give_up_at:
-                raise failures[0]  # it names all peers that were asked; later attempts skip those without news
+            if first_failure is not None and self._peer.time() >= give_up_at:
+                raise first_failure  # it names all peers that were asked; later attempts skip those without news
             self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
-            self._run(collaboration.tracker.look(), phase)
+            self._run(tracker.look(), phase)
         return has_loaded
 
     def leave(self) -> None:
@@ -107,7 +97,6 @@ class BlockingRunClient:
 
     def wait_for_others(self, timeout_s: float) -> bool:
         """Wait until all peers have reached this step; returns whether they have in time."""
-        self.tell()
         deadline, num_looks = self._peer.time() + timeout_s, 0  # in a row at which no peer behind answered
         tracker = self._collaboration.tracker
         tracker.is_busy = True
@@ -122,37 +111,36 @@ class BlockingRunClient:
             tracker.is_busy = False
         return True
 
-    # after a micro-batch; a machine that was blocked goes on with the next one
+    # after a micro-batch
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """A machine whose network thread was blocked goes on with the next batch."""
+        try:
+            yield
+        except Timeout as error:
+            logger.warning("%s; going on with the next batch", error)
 
     def decide(self, samples: int, speed: SpeedMeter, *, may_wait: bool) -> Decision:
         """Report what this peer has accumulated; returns what to do next."""
-        try:
-            self.tell()
-            collaboration = self._collaboration
-            if collaboration.is_lull(self._peer.time()):
-                return Decision.ACCUMULATE
+        collaboration = self._collaboration
+        if not collaboration.is_lull(self._peer.time()):
             deciding = collaboration.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
-            return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
-        except Timeout as error:
-            logger.warning("%s; going on with the next batch", error)
-            return Decision.ACCUMULATE
+            with self._going_on():
+                return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
+        return Decision.ACCUMULATE
 
     def rest(self, seconds: float) -> None:
         """Rest for this time, or until a step becomes due."""
-        try:
+        with self._going_on():
             self._run(self._collaboration.rest(seconds), "resting")
-        except Timeout as error:
-            logger.warning("%s; going on", error)
 
     def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
         """Report what this peer has accumulated during a background step; at a limited rate."""
-        if self._peer.time() < self._report_at:
-            return
-        self._report_at = self._peer.time() + LULL_S
-        try:
-            self._call("reporting", self._report, samples, speed, step)
-        except Timeout as error:
-            logger.warning("%s; going on with the next batch", error)
+        if self._peer.time() >= self._report_at:
+            self._report_at = self._peer.time() + LULL_S
+            with self._going_on():
+                self._call("reporting", self._report, samples, speed, step)
 
     def _report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
         waiting = 0 if step.has_moved else step.contribution.samples
@@ -161,11 +149,7 @@ class BlockingRunClient:
     # a step
 
     def average(self, step: GlobalStep) -> Averaged:
-        """Make one attempt to average the contribution to a step.
-
-        Raises:
-            RoundAborted, Unavailable: it failed; nothing has changed.
-        """
+        """Make one attempt to average; ``RoundAborted`` or ``Unavailable`` if it failed, and nothing has changed."""
         timeout_s = longest_attempt_s(self._averaging) + BLOCKED_S
         return self._peer.run(self._collaboration.step_rounds.average(step.contribution), timeout_s, "averaging")
 
@@ -175,73 +159,53 @@ class BlockingRunClient:
         self._call("beginning a step", step.begin_in_background, self._collaboration, timeout_s=TELL_TIMEOUT_S)
 
     def moved(self, step: GlobalStep) -> None:
-        """Queue a step's result for the network thread; see :meth:`tell`."""
-        self._untold = partial(step.announce, self._collaboration)
+        """Tell the network thread the result of a step."""
+        self._call("moving on", step.announce, self._collaboration, timeout_s=TELL_TIMEOUT_S)
 
     def moved_elsewhere(self, state: State | None = None) -> None:
-        """Queue this peer's position for the network thread, where it begins or loaded a state; see :meth:`tell`."""
-        replica = self._replica
-        self._untold = partial(self._collaboration.move_elsewhere, replica.position, replica.lineage_samples, state)
-
-    def tell(self) -> None:
-        """Send what is queued to the network thread; after an interrupt the next :meth:`decide` does so."""
-        if self._untold is not None:
-            self._call("moving on", self._untold, timeout_s=TELL_TIMEOUT_S)
-            self._untold = None
+        """Tell the network thread where this peer is, when it begins or has loaded a state."""
+        moved, replica = self._collaboration.move_elsewhere, self._replica
+        self._call("moving on", moved, replica.position, replica.lineage_samples, state, timeout_s=TELL_TIMEOUT_S)
 
     # the others' state
 
-    def downloaded(self) -> State | None:
-        """Download the state of the leading branch of the run; None if it is not available."""
-        logger.info("This peer is not in step with the run: downloading the state")
-        try:
-            return self._download()
-        except Unavailable as error:
-            logger.warning("%s; trying again after the next batch", error)
-            return None
+    def download(self) -> State:
+        """Download the state of the leading branch of the run; raises ``Unavailable`` if no peer sends it."""
+        started = self._peer.time()
+        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
+        logger.info("Received the state of step %d in %.2f s", state.header.position.step, self._peer.time() - started)
+        return state
 
-    def load(self, state: State) -> bool:
-        """Load a state; returns whether it fits."""
+    def load(self, state: State, count: Callable[[], object] = bool) -> None:
+        """Load a state, and call ``count`` before an interrupt; raises ``Unavailable`` if the state does not fit."""
         try:
-            self._restore(state)
-        except Unavailable as error:
-            logger.warning("%s; trying again after the next batch", error)
-            return False
+            with uninterrupted():
+                self._replica.restore(state)
+                count()
+        except ValueError as error:
+            for donor in state.donors:
+                self._call("shunning a donor", self._collaboration.tracker.shun, donor)
+            reason = f"the state of peer {', '.join(state.donors)} cannot be used: {readable(str(error))}"
+            raise Unavailable(f"{reason}; it is not asked again for a while") from error
         self.moved_elsewhere(state)
-        return True
 
     def missed_steps(self) -> Iterator[MissedStep]:
         """The steps that the others have made since this peer loaded a state, as far as its donors have kept them."""
         collaboration, phase = self._collaboration, "fetching a step since the state was loaded"
         while step := self._run(collaboration.missed_step(), phase, MAX_DOWNLOAD_S):
             yield step
-            self.tell()
-            logger.info("Caught up on a step that the others made meanwhile: step %d", self._replica.position.step)
+            replica = self._replica
+            place = replica.position, replica.lineage_samples, replica.sketch()
+            self._call("moving on", collaboration.replayed, *place, timeout_s=TELL_TIMEOUT_S)
+            logger.info("Caught up on a step that the others made meanwhile: step %d", replica.position.step)
             self._run(collaboration.tracker.look(), phase)
 
     def replay(self, step: MissedStep) -> None:
-        """Make a step of the others as they have made it; :meth:`tell` says so to the network thread."""
+        """Make a step of the others as they have made it."""
         replica, manifest = self._replica, step.manifest
         lineage, samples = replica.position.after(manifest).lineage, sum_of_samples(manifest.weights)
         replica.advance(step.mean_N, Averaged(None, lineage, samples, shares=manifest.contributors()))
         replica.copy_to_model()
-        place = replica.position, replica.lineage_samples, replica.sketch()
-        self._untold = partial(self._collaboration.replayed, *place)
-
-    def _download(self) -> State:
-        started = self._peer.time()
-        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
-        logger.info("Received the state of step %d in %.2f s", state.header.position.step, self._peer.time() - started)
-        return state
-
-    def _restore(self, state: State) -> None:
-        try:
-            self._replica.restore(state)
-        except ValueError as error:
-            for donor in state.donors:
-                self._call("shunning a donor", self._collaboration.tracker.shun, donor)
-            reason = f"the state of peer {', '.join(state.donors)} cannot be used: {readable(str(error))}"
-            raise Unavailable(f"{reason}; it is not asked again for a while") from error
 
     def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Call a function on the network thread."""

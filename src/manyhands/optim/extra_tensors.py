@@ -23,9 +23,6 @@ class ExtraTensors:
     by samples, and integers of the peer with the most samples. The values that were agreed on last are kept apart: they
     belong to the state of the run, until the next step.
 
-    Args:
-        named: the tensors, which are written to.
-
     Attributes:
         agreed: the values at the last step, on the host.
         agreed_floats: those that rounding alone may change, for the comparison with other peers.
@@ -35,7 +32,7 @@ class ExtraTensors:
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
-        self._tensors = [tensor for _, tensor in named]
+        self.own = [tensor for _, tensor in named]
         self.names = [name for name, _ in named]
         for name, tensor in named:
             if self.names.count(name) > 1:
@@ -45,7 +42,7 @@ class ExtraTensors:
                 raise ConfigError(f"{name} is {kind}, which cannot be averaged; leave it out")
             if not tensor.is_floating_point() and tensor.numel() and int(tensor.long().abs().max()) > MAX_INTEGER:
                 raise ConfigError(f"{name} has integers above {MAX_INTEGER}, which float32 would change; leave it out")
-        self.agreed = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
+        self.agreed = [tensor.detach().to("cpu", copy=True) for tensor in self.own]
         self.agreed_floats = [tensor for tensor in self.agreed if tensor.is_floating_point()]
         self._in_order = sorted(range(len(named)), key=lambda at: not named[at][1].is_floating_point())
         num_floats = sum(tensor.numel() for tensor in self.agreed_floats)
@@ -55,9 +52,9 @@ class ExtraTensors:
 
     def contribution(self) -> torch.Tensor:
         """This peer's values as a float32 vector, with the agreed ones where they are not finite."""
-        if not self._tensors:
+        if not self.own:
             return torch.empty(0)
-        own_N, agreed_N = (flattened([those[at] for at in self._in_order]) for those in (self._tensors, self.agreed))
+        own_N, agreed_N = (flattened([those[at] for at in self._in_order]) for those in (self.own, self.agreed))
         return torch.where(own_N.isfinite(), own_N, agreed_N)
 
     def agree(self, mean_N: torch.Tensor) -> None:
@@ -67,21 +64,15 @@ class ExtraTensors:
             agreed.copy_(_fitting(values, agreed.dtype).view(agreed.shape))
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Take over the values of a state."""
+        """Agree on the values of a state, or on one's own after a checkpoint was loaded."""
         for agreed, value in zip(self.agreed, values, strict=True):
             agreed.copy_(value)
-        self.copy_to_model()
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
         """Write the agreed values to the tensors."""
-        for tensor, agreed in zip(self._tensors, self.agreed, strict=True):
+        for tensor, agreed in zip(self.own, self.agreed, strict=True):
             tensor.copy_(agreed)
-
-    def take_over(self) -> None:
-        """Agree on the tensors' own values, as after a checkpoint was loaded."""
-        for tensor, agreed in zip(self._tensors, self.agreed, strict=True):
-            agreed.copy_(tensor)
 
 
 def _fitting(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

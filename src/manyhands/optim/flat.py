@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from manyhands.averaging.codecs import Uncompared
-from manyhands.averaging.tensor_list import overlaps_itself
 
 CHECKED_NUMEL = 1 << 20
 """Values that are checked together, where that needs memory."""
@@ -22,14 +21,8 @@ class GradientLayout:
     That number is the share of the weight whose loss used the parameter. So all peers agree on which parameters have a
     gradient at all, as opposed to a gradient of zero.
 
-    Args:
-        parameters: the trained ones.
-        shapes_of_extra: of the tensors beside them, in one dimension each.
-
     Attributes:
-        shapes: of the parts of the vector, in order.
         num_values: number of gradient values; after them come the shares.
-        shapes_of_rest: of the parts after the gradient values.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], shapes_of_extra: Sequence[Sequence[int]] = ()) -> None:
@@ -48,28 +41,12 @@ class GradientLayout:
     def views(self, flat_N: torch.Tensor) -> FlatGradients:
         """A vector with views of its parts."""
         *pieces, shares, _ = torch.split(flat_N, [*self._sizes, len(self._sizes), self._num_extra])
-        return FlatGradients(
-            flat_N, [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)], shares
-        )
+        values = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        return FlatGradients(flat_N, values, shares)
 
     def empty(self, device: torch.device) -> FlatGradients:
         """A new uninitialised vector."""
         return self.views(torch.empty(self.numel, dtype=torch.float32, device=device))
-
-    @torch.no_grad()
-    def write_to_grad(self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
-        """Write a flat vector into the existing ``.grad`` tensors; one that cannot hold its values is replaced."""
-        taken: set[int] = set()  # autograd may give two parameters the same memory
-        for parameter, value in zip(parameters, self.views(flat_N).values, strict=True):
-            if (gradient := parameter.grad) is None:
-                continue
-            is_like_it = (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
-            has_places = gradient.layout is torch.strided and not overlaps_itself(gradient)
-            if is_like_it and has_places and gradient.data_ptr() not in taken:
-                taken.add(gradient.data_ptr())
-                gradient.copy_(value)
-            else:
-                parameter.grad = value.to(parameter, copy=True)
 
     @contextmanager
     def installed(
@@ -93,12 +70,7 @@ class GradientLayout:
 
 
 class FlatGradients(NamedTuple):
-    """A flat vector with views of its parts.
-
-    Attributes:
-        values: of each parameter, in its shape.
-        shares: of the weight that used each parameter.
-    """
+    """A flat vector with views of its parts: the values of each parameter, in its shape, and the shares."""
 
     flat_N: torch.Tensor
     values: list[torch.Tensor]
@@ -121,24 +93,18 @@ def assign_flat(tensors: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all values are finite as float32; synchronizes with each device once.
 
-    On the host it adds them up, which reads them once and keeps nothing. Elsewhere it computes the largest of each,
-    with one kernel for all of a kind. If the result is not finite, the tensors are checked one by one.
+    On the host it adds them up, which reads them once and keeps nothing; elsewhere the largest of each, with one kernel
+    for all of a kind. If the sum is not finite, the tensors are checked one by one.
     """
-    on_host, by_kind = 0.0, dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]()
+    largest, by_kind = 0.0, dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]()
     for tensor in tensors:
         if tensor.is_cpu:
-            on_host += tensor.sum(dtype=torch.float32).item()
+            largest += tensor.sum(dtype=torch.float32).item()
         elif tensor.numel():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    if math.isfinite(on_host) and all(map(_largest_is_finite, by_kind.values())):
+    for those in by_kind.values():
+        largest += torch.stack(torch._foreach_norm(those, math.inf)).float().sum().item()  # noqa: SLF001 (one kernel)
+    if math.isfinite(largest):
         return True
-    return all(bool(piece.float().isfinite().all()) for tensor in tensors for piece in _pieces(tensor))
-
-
-def _largest_is_finite(tensors: list[torch.Tensor]) -> bool:
-    largest = torch.stack(torch._foreach_norm(tensors, math.inf))  # noqa: SLF001 (one kernel, not one for each)
-    return bool(largest.float().isfinite().all())
-
-
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return torch.split(tensor.reshape(-1), CHECKED_NUMEL) if tensor.numel() else []
+    pieces = (piece for tensor in tensors for piece in torch.split(tensor.reshape(-1), CHECKED_NUMEL))
+    return all(bool(piece.float().isfinite().all()) for piece in pieces)

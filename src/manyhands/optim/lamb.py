@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -78,9 +79,8 @@ class Lamb(torch.optim.Optimizer):
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        num_steps = state["step"] if group["debias"] else None
-        mean_bias = 1 - beta1**num_steps if num_steps is not None else 1.0
-        square_bias = 1 - beta2**num_steps if num_steps is not None else 1.0
+        num_steps = state["step"] if group["debias"] else math.inf
+        mean_bias, square_bias = 1 - beta1**num_steps, 1 - beta2**num_steps
         direction = (mean / mean_bias).div_((square / square_bias).sqrt_().add_(group["eps"]))
         if group["weight_decay"]:
             direction.add_(parameter, alpha=group["weight_decay"])

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -35,7 +35,7 @@ from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, restore, specs_of, split_inner, take_options
-from manyhands.optim.step.replica import HostCopy, Replica, copy_on_host
+from manyhands.optim.step.replica import HostCopy, Replica, copy_on_host, trained_of
 from manyhands.optim.step.update import global_norm
 
 logger = logging.getLogger(__name__)
@@ -88,22 +88,15 @@ class LocalSteps:
             _check_outer(self.outer)
 
     def make_outer(self, params: Any) -> torch.optim.Optimizer:
-        """The outer optimizer of these parameters or groups."""
         return self.outer(params) if self.outer is not None else torch.optim.SGD(params, lr=1.0)
 
     def averaging(self, config: AveragingConfig) -> AveragingConfig:
-        """The configuration of the rounds, with the encoding of sparse changes.
-
-        Raises:
-            ConfigError: it has another codec.
-        """
+        """The configuration of the rounds, with the encoding of sparse changes; ``ConfigError`` if it has another."""
         if self.sparse is None:
             return config
         if config.codec != AveragingConfig.codec:
-            raise ConfigError(
-                f"codec={config.codec!r} cannot be used with LocalSteps(sparse=...), which has an encoding of its own; "
-                "leave one of them out"
-            )
+            with_own = "LocalSteps(sparse=...), which has an encoding of its own"
+            raise ConfigError(f"codec={config.codec!r} cannot be used with {with_own}; leave one of them out")
         return replace(config, codec=self.sparse.setting)
 
     def facts(self, outer: torch.optim.Optimizer) -> dict[str, str]:
@@ -113,17 +106,12 @@ class LocalSteps:
             for options in hyper_parameters_of(outer.param_groups)
         ]
         shown = "; ".join(dict.fromkeys(groups))
-        return {
-            "local_steps": f"outer {type(outer).__name__}({shown}), {counted(self.fragments, 'fragment')}, "
-            f"overlap_steps={self.overlap_steps}"
-        }
+        parts = f"{counted(self.fragments, 'fragment')}, overlap_steps={self.overlap_steps}"
+        return {"local_steps": f"outer {type(outer).__name__}({shown}), {parts}"}
 
 
 class LocalReplica(Replica):
     """The agreed parameters with their outer optimizer, and this peer's own parameters with the inner one.
-
-    Memory beyond the model and the inner optimizer, on the host, in multiples of the float32 parameters: one for the
-    agreed parameters, one for the momentum of the outer optimizer.
 
     Args:
         scheduler: of ``inner``; it moves once for each ``target_batch_size`` samples of the run.
@@ -147,29 +135,24 @@ class LocalReplica(Replica):
         extra: ExtraTensors | None = None,
     ) -> None:
         self.inner = inner
-        self.num_fragments = local_steps.fragments
-        self.overlap_steps = local_steps.overlap_steps
+        self.num_fragments, self.overlap_steps = local_steps.fragments, local_steps.overlap_steps
         self._is_sparse = local_steps.sparse is not None
-        of_model = parameters_of(inner)
-        model_parameters = [parameter for parameter in of_model if parameter.requires_grad]
+        of_model, model_parameters = parameters_of(inner), trained_of(inner)
         super().__init__(_outer_of(local_steps, inner), scheduler, extra=extra)
         pairs = zip(of_model, parameters_of(self.optimizer), strict=True)
         self._frozen = [(own, agreed) for own, agreed in pairs if not own.requires_grad]
         self._max_inner_norm = max_grad_norm
         self.wrapped, self.model_parameters, self.options = inner, model_parameters, options_of(inner.param_groups)
         self.host_copy = HostCopy(inner) if offload else None  # of the model, as for every replica
-        self._own = [parameter for parameter in parameters_of(inner) if parameter.requires_grad]
+        self.own = trained_of(inner)
         self._agreed_inner_options = hyper_parameters_of(inner.param_groups)
-        if self.num_fragments > len(self._own):
-            raise ConfigError(
-                f"fragments={self.num_fragments} is above the number of trained tensors; for example {len(self._own)}, "
-                "or fewer"
-            )
-        self._members = _fragments_of([parameter.numel() for parameter in self._own], self.num_fragments)
-        self._parts: list[tuple[Sequence[torch.Tensor], GradientLayout]] = [
-            (parameters, GradientLayout(parameters, self.extra.shapes))
-            for parameters in ([self._parameters[index] for index in members] for members in self._members)
-        ]
+        if self.num_fragments > len(self.own):
+            above = f"fragments={self.num_fragments} is above the number of trained tensors"
+            raise ConfigError(f"{above}; for example {len(self.own)}, or fewer")
+        self._fragments = list[_Fragment]()
+        for members in _fragments_of([parameter.numel() for parameter in self.own], self.num_fragments):
+            own, agreed = ([those[index] for index in members] for those in (self.own, self._parameters))
+            self._fragments.append(_Fragment(own, agreed, GradientLayout(agreed, self.extra.shapes)))
 
     # for the run
 
@@ -179,7 +162,8 @@ class LocalReplica(Replica):
 
     @property
     def step_parameters(self) -> tuple[Sequence[torch.Tensor], GradientLayout]:
-        return self._parts[self.part]
+        _, agreed, layout = self._fragments[self.part]
+        return agreed, layout
 
     @property
     def shapes(self) -> Sequence[Sequence[int]]:
@@ -196,7 +180,7 @@ class LocalReplica(Replica):
         return self._agreed_options  # the schedule is of the inner optimizer
 
     def capture(self) -> State:
-        return self._capture(functools.partial(self._begin_capture, self.inner))
+        return self._capture(self.inner)
 
     def _restore(self, state: State) -> None:
         """Load another peer's state; what this peer's own steps have changed stays, relative to the new parameters.
@@ -208,11 +192,11 @@ class LocalReplica(Replica):
         if inner is not None and (fault := fault_of(inner, self.inner, options)):
             raise ValueError(f"its inner optimizer cannot be used: {fault}")
         before = [agreed.detach().clone() for agreed in self._parameters]
-        has_steps = [not torch.equal(own, was.to(own)) for own, was in zip(self._own, before, strict=True)]
+        has_steps = [not torch.equal(own, was.to(own)) for own, was in zip(self.own, before, strict=True)]
         is_new = not self.inner.state and not any(has_steps)  # SGD without momentum has no statistics
         super()._restore(outer)
         with torch.no_grad():
-            for own, agreed, was, is_ahead in zip(self._own, self._parameters, before, has_steps, strict=True):
+            for own, agreed, was, is_ahead in zip(self.own, self._parameters, before, has_steps, strict=True):
                 own.add_((agreed - was).to(own)) if is_ahead else own.copy_(agreed)
         if inner is not None:
             take_options(inner, self.inner)
@@ -237,41 +221,37 @@ class LocalReplica(Replica):
                 gradient.mul_(most / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does, for dense ones
         with self._lock:
             if self.host_copy is not None:
-                for parameter, own in zip(self.model_parameters, self._own, strict=True):
+                for parameter, own in zip(self.model_parameters, self.own, strict=True):
                     own.grad = parameter.grad.to(own) if parameter.grad is not None else None
             self.inner.step()
         self._copy_own_to_model()
 
-    def own_is_finite(self) -> bool:
-        """Whether this peer's own parameters are finite."""
-        return are_finite(self._own)
-
     @torch.no_grad()
     def pseudo_gradient(self, flat_N: torch.Tensor | None) -> torch.Tensor:
         """The agreed parameters of the next step minus this peer's own, in ``flat_N`` if that has the size."""
-        parameters, layout = self.step_parameters
-        if flat_N is None or flat_N.numel() != layout.numel:
-            flat_N = torch.empty(layout.numel)
-        _, values, shares = layout.views(flat_N)
-        for value, agreed, own in zip(values, parameters, self._own_of(self.part), strict=True):
+        fragment = self._fragments[self.part]
+        if flat_N is None or flat_N.numel() != fragment.layout.numel:
+            flat_N = torch.empty(fragment.layout.numel)
+        _, values, shares = fragment.layout.views(flat_N)
+        for value, agreed, own in zip(values, fragment.agreed, fragment.own, strict=True):
             torch.sub(agreed, own.to(agreed), out=value)
         shares.fill_(1.0)
-        layout.extra(flat_N).copy_(self.extra.contribution())
+        fragment.layout.extra(flat_N).copy_(self.extra.contribution())
         return flat_N
 
     @torch.no_grad()
-    def follow(self, fragment: int, kept_share: float = 0.0) -> None:
-        """Move this peer's own parameters to the agreed ones, but for a share of the way."""
-        for own, agreed in zip(self._own_of(fragment), self._parts[fragment][0], strict=True):
+    def follow(self, number: int, kept_share: float = 0.0) -> None:
+        """Move this peer's own parameters of a fragment to the agreed ones, but for a share of the way."""
+        own_ones, agreed_ones, _ = self._fragments[number]
+        for own, agreed in zip(own_ones, agreed_ones, strict=True):
             own.copy_(agreed) if kept_share == 0 else own.lerp_(agreed.to(own), 1 - kept_share)
         self._copy_own_to_model()
 
     @torch.no_grad()
-    def differ_by(self, fragment: int, pseudo_gradient_N: torch.Tensor) -> None:
-        """Set this peer's own parameters to the agreed ones minus a pseudo-gradient."""
-        parameters, layout = self._parts[fragment]
-        values = layout.views(pseudo_gradient_N).values
-        for own, agreed, value in zip(self._own_of(fragment), parameters, values, strict=True):
+    def differ_by(self, number: int, pseudo_gradient_N: torch.Tensor) -> None:
+        """Set this peer's own parameters of a fragment to the agreed ones minus a pseudo-gradient."""
+        own_ones, agreed_ones, layout = self._fragments[number]
+        for own, agreed, value in zip(own_ones, agreed_ones, layout.views(pseudo_gradient_N).values, strict=True):
             own.copy_(agreed - value)
         self._copy_own_to_model()
 
@@ -288,9 +268,6 @@ class LocalReplica(Replica):
             yield
         finally:
             _copy(own, self.model_parameters)
-
-    def _own_of(self, fragment: int) -> list[torch.Tensor]:
-        return [self._own[index] for index in self._members[fragment]]
 
     def _copy_own_to_model(self) -> None:
         if self.host_copy is not None:
@@ -318,6 +295,12 @@ class LocalReplica(Replica):
         self.options = options_of(self.inner.param_groups)
 
 
+class _Fragment(NamedTuple):
+    own: list[torch.Tensor]
+    agreed: list[torch.Tensor]
+    layout: GradientLayout
+
+
 class InnerSteps(Accumulator):
     """Makes this peer's inner steps, and counts the samples behind the difference in the model that they make."""
 
@@ -326,12 +309,11 @@ class InnerSteps(Accumulator):
         self._replica = replica
         self._spare_N: torch.Tensor | None = None
         self._num_steps = 0
-        self._num_between = 0  # inner steps from one average of a fragment to the next
-        self._frozen_at = 0  # inner steps when the last contribution was made
-        self._averaged_at: int | None = None  # likewise, of the last one whose step was made
+        self._frozen_at = self._averaged_at = 0  # inner steps at the last contribution, and the last that was averaged
         self._out: tuple[int, float] | None = None  # the fragment of a contribution, and the weight behind it
         self._must_end_at = 0  # inner steps after which the average is waited for
         self._weights = [0.0] * replica.num_fragments  # behind the difference in each fragment
+        self._num_between = 0  # inner steps from one average of a fragment to the next
         self._has_told: set[str] = set()
 
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
@@ -347,39 +329,28 @@ class InnerSteps(Accumulator):
         return True
 
     def fault(self) -> str:
-        if self._out is not None or self._replica.own_is_finite():  # what is out is found out when it has ended
+        if self._out is not None or are_finite(self._replica.own):  # what is out is found out when it has ended
             return ""
         self._replica.forget_inner()
         return "the parameters of this peer are not finite any more after its inner steps; look at its learning rate"
 
     def freeze(self) -> Contribution:
-        """Return the pseudo-gradient of the next step's fragment.
-
-        Its weight is that of all samples since the fragment was averaged, by the number of fragments: so the weights of
-        all steps add up to the samples.
-        """
         replica, fragment = self._replica, self._replica.part
         mean_N, self._spare_N = replica.pseudo_gradient(self._spare_N), None
         self._out = fragment, self._weights[fragment]
-        weight = self._weights[fragment] / replica.num_fragments
+        weight = self._weights[fragment] / replica.num_fragments  # so those of all steps add up to the samples
         refill = None if replica.overlap_steps else functools.partial(replica.pseudo_gradient, None)
         contribution = Contribution(mean_N, self.samples, weight, self.since_step, refill)
-        self._plan_overlap()
+        num_steps, overlap_steps = self._num_steps - self._averaged_at, replica.overlap_steps
+        if overlap_steps > num_steps > 0 and self._averaged_at and "overlap" not in self._has_told:
+            self._has_told.add("overlap")  # not by a newcomer, which has made a part of them
+            logger.warning("overlap_steps=%d is cut to %d, the inner steps from one average to the next",
+                           overlap_steps, num_steps)  # fmt: skip
+        self._must_end_at = self._num_steps + max(min(overlap_steps, num_steps), 1)
+        self._num_between = num_steps * replica.num_fragments
         self._frozen_at = self._num_steps
         super().drop()
         return contribution
-
-    def _plan_overlap(self) -> None:
-        replica, allowed = self._replica, self._replica.overlap_steps
-        num_steps = self._num_steps - (self._averaged_at or 0)
-        is_whole = self._averaged_at is not None  # a newcomer has made a part of them
-        if is_whole and allowed > num_steps > 0 and "overlap" not in self._has_told:
-            self._has_told.add("overlap")
-            logger.warning(
-                "overlap_steps=%d is cut to %d, the inner steps from one average to the next", allowed, num_steps
-            )
-        self._must_end_at = self._num_steps + max(min(allowed, num_steps), 1)
-        self._num_between = num_steps * replica.num_fragments
 
     def advice(self) -> str:
         """What so many inner steps before an average with other peers mean, once; mostly empty."""
@@ -431,28 +402,21 @@ class InnerSteps(Accumulator):
             self._replica.follow(fragment)
         self._weights = [0.0] * self._replica.num_fragments
 
-    def _count(self, samples: int, since_step: int) -> None:
-        self.since_step = min(self.since_step, since_step) if self.samples else since_step
-        self.samples += samples
-
 
 def _check_outer(outer: Any) -> None:
     works = "lambda params: torch.optim.SGD(params, lr=1.0)"
     if isinstance(outer, type):
         raise ConfigError(f"outer={outer.__name__} is a class, whose own lr would be used; write {works}")
-    if not callable(outer):
-        raise ConfigError(
-            f"outer is of type {type(outer).__name__} and must be a function that makes an optimizer from parameters; "
-            f"for example {works}"
-        )
     try:
         inspect.signature(outer).bind([])
     except (TypeError, ValueError):
-        raise ConfigError(f"outer must take one argument, the parameters; for example {works}") from None
+        raise ConfigError(
+            f"outer is of type {type(outer).__name__} and must be a function of one argument, the parameters, that "
+            f"makes an optimizer; for example {works}"
+        ) from None
 
 
 def _outer_of(local_steps: LocalSteps, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The outer optimizer, of copies of the parameters, in the same groups."""
     groups = [{"params": [copy_on_host(parameter) for parameter in group["params"]]} for group in inner.param_groups]
     agreed = [parameter for group in groups for parameter in group["params"]]
     outer = local_steps.make_outer(groups)

@@ -19,32 +19,41 @@ NUM_WATCHED = 8
 """Parameters with a hook: not all are in every backward pass, and a hook on each costs time."""
 
 
-class HeldBatches:
-    """Detects batches that accelerate keeps from ``step()``, so that they would not count.
+class LoopChecks:
+    """Detects batches that would not count, and batches that would count again, by hooks on the parameters.
 
-    The wrapper of ``accelerator.prepare``, and so ``transformers.Trainer``, calls ``step()`` once for several backward
-    passes when it accumulates gradients itself.
+    *Held batches:* the wrapper of ``accelerator.prepare``, and so ``transformers.Trainer``, calls ``step()`` once for
+    several backward passes when it accumulates gradients itself.
+
+    *A forgotten* ``zero_grad()``: batches are added to gradients that have counted, so these count again. torch counts
+    the writes to a tensor, so for the smallest parameter it is known if only backward passes wrote to its gradient.
+    ``grad.data.zero_()`` is not counted, so the values are looked at.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._held: set[int] = set()  # watched parameters whose gradient accelerate has kept from step() so far
         self._has_lost = False
+        self._smallest = min(parameters, key=torch.Tensor.numel)
+        self._counted: torch.Tensor | None = None  # its gradient; None once something else has written to that
+        self._num_writes = 0
+        self._was_added_to = self._was_zero = self._is_told = False
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(parameters[:: -max(1, len(parameters) // NUM_WATCHED)])
+            self._smallest.register_hook(self._before),  # type: ignore[no-untyped-call]
+            self._smallest.register_post_accumulate_grad_hook(self._after),  # type: ignore[no-untyped-call]
         ]
+        for index, parameter in enumerate(parameters[:: -max(1, len(parameters) // NUM_WATCHED)]):
+            note = functools.partial(self._note_held, index)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
 
-    def _note(self, index: int, _: torch.Tensor) -> None:
+    def _note_held(self, index: int, _: torch.Tensor) -> None:
         accelerate = sys.modules.get("accelerate.state")
-        if accelerate is None:
-            return
-        if index in self._held:  # and the next backward pass has come without a step() between them
-            self._has_lost = True
-        if not accelerate.GradientState().sync_gradients:
-            self._held.add(index)
+        if accelerate is not None:
+            self._has_lost |= index in self._held  # the next backward pass has come without a step() between them
+            if not accelerate.GradientState().sync_gradients:
+                self._held.add(index)
 
-    def check(self) -> None:
-        """Raises ``ConfigError`` if there were some since the last call; it says what to write."""
+    def check_held(self) -> None:
+        """Raises ``ConfigError`` if batches were held since the last call; it says what to write."""
         self._held.clear()
         if self._has_lost:
             self._has_lost = False
@@ -57,63 +66,41 @@ class HeldBatches:
                 "    trainer.add_callback(manyhands.training.transformers.CollaborativeCallback(trainer))"
             )
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-
-class KeptGradients:
-    """Detects a forgotten ``zero_grad()``: batches are added to gradients that have counted, so these count again.
-
-    It watches the smallest parameter. torch counts the writes to a tensor, so it is known if only backward passes wrote
-    to a gradient. ``grad.data.zero_()`` is not counted, so the second time the values are looked at.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameter = min(parameters, key=torch.Tensor.numel)
-        self._grad: torch.Tensor | None = None  # as it has counted; None once something else has written to it
-        self._num_writes = self._num_added = 0
-        self._is_suspected = self._was_zero = self._is_closed = False
-        self._handles = [self._parameter.register_post_accumulate_grad_hook(self._after)]  # type: ignore[no-untyped-call]
+    def _is_unwritten(self, num_more: int) -> bool:
+        grad = self._counted
+        return grad is not None and self._smallest.grad is grad and _num_writes(grad) == self._num_writes + num_more
 
     def _before(self, _: torch.Tensor) -> None:
-        if self._grad is not None:
-            self._was_zero |= not self._grad.any()
+        if self._counted is not None and self._is_unwritten(0):
+            self._was_zero |= not self._counted.any()
 
     def _after(self, _: torch.Tensor) -> None:
-        grad = self._grad
-        if grad is not None and self._parameter.grad is grad and _num_writes(grad) == self._num_writes + 1:
-            self._num_writes, self._num_added = self._num_writes + 1, self._num_added + 1
+        if self._is_unwritten(1):
+            self._num_writes, self._was_added_to = self._num_writes + 1, True
         else:
-            self._grad = None
+            self._counted = None
 
-    def check(self) -> None:
-        """Warn, once, if the gradients of two batches were added to those that had counted."""
-        if self._grad is None or self._parameter.grad is not self._grad or not self._num_added:
-            return
-        if not self._is_suspected:
-            self._is_suspected = True
-            self._handles.append(self._parameter.register_hook(self._before))  # type: ignore[no-untyped-call]
-            return
-        if not self._was_zero:
-            logger.warning(
-                "The gradients of earlier batches are still in .grad, so they count again with each batch, and the "
-                "model gets worse. Write after each optimizer.step()\n    optimizer.zero_grad()"
-            )
-        self.close()
+    def check_kept(self) -> None:
+        """Warn, once, if a batch was added to gradients that had counted."""
+        if self._was_added_to and self._counted is not None and self._smallest.grad is self._counted:
+            if not self._was_zero:
+                logger.warning(
+                    "The gradients of earlier batches are still in .grad, so they count again with each batch, and the "
+                    "model gets worse. Write after each optimizer.step()\n    optimizer.zero_grad()"
+                )
+            self._is_told = True
 
     def note_counted(self) -> None:
         """The gradients have counted; the next batch needs others."""
-        grad = self._parameter.grad
+        grad = self._smallest.grad
         is_watched = grad is not None and grad.layout is torch.strided and not grad.is_inference()
-        self._grad, self._num_added = grad if is_watched and not self._is_closed else None, 0
-        if self._grad is not None:
-            self._num_writes = _num_writes(self._grad)
+        self._counted = grad if is_watched and not self._is_told else None
+        self._num_writes = _num_writes(self._counted) if self._counted is not None else 0
+        self._was_added_to = self._was_zero = False
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._grad, self._is_closed = None, True
+        self._counted, self._is_told = None, True
         for handle in self._handles:
             handle.remove()
 
@@ -129,13 +116,13 @@ def warn_of_running_statistics(parameters: Iterable[torch.Tensor]) -> None:
     fraction of a second's work. Layers that are frozen, in eval mode within a model that trains, do not count.
     """
     trained = set(map(id, parameters))
-    modules = {
-        id(one): one
+    modules = [
+        one
         for one in gc.get_objects()
         if issubclass(type(one), torch.nn.Module) and "_modules" in vars(one)  # a constructor may have failed
-    }
-    inner = {id(child) for module in modules.values() for child in module.children()}
-    for model in [module for key, module in modules.items() if key not in inner]:
+    ]
+    inner = {id(child) for module in modules for child in module.children()}
+    for model in [module for module in modules if id(module) not in inner]:
         layers = [one for one in model.modules() if isinstance(one, _BatchNorm) and one.running_mean is not None]
         are_frozen = model.training and not any(layer.training for layer in layers)
         if layers and not are_frozen and any(id(parameter) in trained for parameter in model.parameters()):

@@ -12,7 +12,7 @@ import torch
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
-from manyhands.averaging.state.content import State, sealed
+from manyhands.averaging.state.content import sealed
 from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.text import counted
@@ -21,11 +21,10 @@ from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
-from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
 from manyhands.optim.metrics import Failure, RecentSteps
-from manyhands.optim.model_checks import HeldBatches, KeptGradients, warn_of_running_statistics
+from manyhands.optim.model_checks import LoopChecks, warn_of_running_statistics
 from manyhands.optim.options import (
     Delay,
     OptimizerMaker,
@@ -150,9 +149,11 @@ class Optimizer(OptimizerWrapper):
             batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
             auxiliary=auxiliary, num_fragments=local_steps.fragments if local_steps is not None else None,
         )  # fmt: skip
-        target_batch_size = options.target_batch_size
         check_peer(peer)
-        self._averaging = averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
+        split = local_steps or LocalSteps()
+        target_batch_size = options.target_batch_size // split.fragments  # each step changes a part
+        averaging = split.averaging(averaging_of(averaging, matchmaking_time_s, averaging_timeout_s))
+        self._averaging = averaging
         super().__init__(made_optimizer(optimizer, params))
         named = checked_parameters(self.inner)  # the model's own
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
@@ -161,39 +162,29 @@ class Optimizer(OptimizerWrapper):
             warn_of_running_statistics(parameter for _, parameter in named)
         facts = dict(must_match or {}) | options.facts()
         schedule = made_scheduler(scheduler, self.inner)
+        of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.offload, "extra": extra}
         self._local: InnerSteps | None = None
         if local_steps is None:
-            replica = Replica(
-                self.inner, schedule, max_grad_norm=max_grad_norm, offload=options.has_host_copy, extra=extra
-            )
+            replica = Replica(self.inner, schedule, **of_replica)
         else:
-            replica = local = LocalReplica(
-                self.inner, schedule, local_steps, max_grad_norm=max_grad_norm, offload=bool(offload), extra=extra
-            )
+            replica = local = LocalReplica(self.inner, schedule, local_steps, **of_replica)
             self._local = InnerSteps(local)
-            self._averaging = averaging = local_steps.averaging(averaging)
             facts |= local_steps.facts(local.optimizer)
-            target_batch_size //= local_steps.fragments  # each step changes a part
         self.wrap(replica)
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
-        self.recent_steps = RecentSteps(peer.peer_id, local_steps.fragments if local_steps is not None else 1)
+        self.recent_steps = RecentSteps(peer.peer_id, split.fragments)
         """The last global steps that this peer has made, with the samples of all peers."""
         self.weighs_by_samples: bool | None = None
         """Whether the weight of each batch so far was its number of samples; None before the first batch."""
         self.last_failure: Failure | None = None
         """Why samples of this peer last did not count at once; None if they always have."""
         self.peer = peer
-        """As given."""
         accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
         self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
-        self._layout = GradientLayout(self._replica.model_parameters, extra.shapes)
-        self._averages_in_background = options.delay == "gradients" or (
-            local_steps is not None and local_steps.overlap_steps > 0
-        )
-        self._may_overwrite_grad = False  # the .grad of this call of step()
+        self._averages_in_background = options.delay == "gradients" or split.overlap_steps > 0
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
@@ -209,13 +200,11 @@ class Optimizer(OptimizerWrapper):
         )  # fmt: skip
         self._client = BlockingRunClient(peer, self._collaboration, self._replica)
         self.statistics.states_loaded += self._client.join()
-        if local_steps is not None and (fault := options.fault_with(self.num_peers, options.batch_size_per_step or 0)):
+        if local_steps is not None and (fault := options.fault_with(self.num_peers)):
             self._client.leave()
             raise ConfigError(fault)
-        self._must_check_target = local_steps is not None and batch_size_per_step is None
-        self._held = HeldBatches(self._replica.model_parameters)
-        self._kept = KeptGradients(self._replica.model_parameters)
-        self._collaboration.on_leaving = self._on_leaving
+        self._checks = LoopChecks(self._replica.model_parameters)
+        self._collaboration.on_leaving = self._checks.close
         self._show()
 
     @property
@@ -275,27 +264,27 @@ class Optimizer(OptimizerWrapper):
         """Add the current gradients; when the run is due for it, make a global step together with the others.
 
         Returns at once unless a global step is due. A failed attempt changes nothing: the gradients count in the next.
-        After a call that waited for a step, ``.grad`` is the averaged gradient; else it is unchanged.
+        ``.grad`` stays as it is.
 
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
             weight: the number of items that the loss is a mean over, if these are not samples: tokens, say.
         Raises:
-            ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
-                that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
-                option of the groups, such as the learning rate; or accelerate accumulates gradients as well.
+            ConfigError: no batch size was given; a parameter that was frozen when this was made requires grad;
+                something other than ``scheduler`` has changed an option of the groups, such as the learning rate; or
+                accelerate accumulates gradients as well.
         """
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
-        self._held.check()
-        loss, at_step, counted_before = None, self._shown_step, self.statistics.samples_computed
+        self._checks.check_held()
+        loss, at_step = None, self._shown_step
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._current is not None and self._current.is_done:
             self._conclude(self._current)
-        self._may_overwrite_grad = self._accumulate(batch_size, weight, at_step)
+        has_batch = self._accumulate(batch_size, weight, at_step)
         if self._current is not None and self._local is not None and self._local.must_wait:
             self.settle(longest_attempt_s(self._averaging) + BLOCKED_S)
         if self._current is None:
@@ -304,8 +293,8 @@ class Optimizer(OptimizerWrapper):
         else:
             self._client.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
-        if self.statistics.samples_computed != counted_before:
-            self._kept.note_counted()
+        if has_batch:
+            self._checks.note_counted()
         return loss
 
     def settle(self, timeout_s: float = 120.0) -> None:
@@ -345,10 +334,6 @@ class Optimizer(OptimizerWrapper):
         """Leave the run; the peer stays. Closing the peer does this too."""
         self._client.leave()
 
-    def _on_leaving(self) -> None:
-        self._held.close()
-        self._kept.close()
-
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule.
 
@@ -368,13 +353,12 @@ class Optimizer(OptimizerWrapper):
             super().load_state_dict(state_dict)
             self._samples.drop_waiting("a checkpoint was loaded")
             self._moved_elsewhere()
-            self._client.moved_elsewhere()
-        self._client.tell()
+        self._client.moved_elsewhere()
 
     # micro-batches
 
     def _accumulate(self, batch_size: int | None, weight: float | None, at_step: int) -> bool:
-        """Add the current ``.grad``; returns whether these tensors may be overwritten."""
+        """Add the current ``.grad``; returns whether there is a batch."""
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
@@ -384,9 +368,7 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
-        self._kept.check()
-        if self._must_check_target:
-            self._check_target(samples)
+        self._checks.check_kept()
         if advice := self._advice.after_batch(samples, self._options.target_batch_size):
             logger.warning("%s", advice)
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
@@ -395,15 +377,7 @@ class Optimizer(OptimizerWrapper):
         is_overflow = found_inf is not None and float(found_inf) > 0
         with uninterrupted():
             self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
-        return self._local is None
-
-    def _check_target(self, batch_size: int) -> None:
-        """Compare the target of local steps with this peer's first batch; those of others may be smaller."""
-        if fault := self._options.fault_with(1, batch_size):
-            raise ConfigError(fault)
-        self._must_check_target = False
-        if fault := self._options.fault_with(self.num_peers, batch_size):
-            logger.warning("%s", fault)
+        return True
 
     # global steps
 
@@ -411,9 +385,7 @@ class Optimizer(OptimizerWrapper):
         if decision is Decision.LOAD_STATE and self._replay():
             return
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
-            if state := self._client.downloaded():
-                self._go_to(state, is_reload=decision is Decision.RELOAD)
-                self._client.tell()
+            self._load_state(is_reload=decision is Decision.RELOAD)
         elif decision is Decision.AVERAGE:
             if self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
                 self._step_alone()
@@ -429,7 +401,7 @@ class Optimizer(OptimizerWrapper):
                 self._client.leave_to_background(step)
                 return
             try:
-                step.averaged(self._client.average(step))
+                step.outcome = self._client.average(step)
             except (RoundAborted, Unavailable) as error:
                 step.error = clear_tracebacks(error)
                 self._conclude(step)
@@ -455,8 +427,10 @@ class Optimizer(OptimizerWrapper):
         except BaseException:
             if step is not None and self._current is step and not step.is_in_background:
                 if step.has_moved:
-                    self._client.moved(step)
-                    self._conclude(step)
+                    try:
+                        self._client.moved(step)
+                    finally:  # it was made, whether or not the network thread knows
+                        self._conclude(step)
                 else:
                     self._give_up(step)
             raise
@@ -466,21 +440,14 @@ class Optimizer(OptimizerWrapper):
         self._current = None
 
     def _apply(self, step: GlobalStep) -> None:
-        """Make the update of a step whose average is there, or lost."""
-        if self._options.delay is not None and not step.is_lost:
+        """Make the update of a step whose average is there."""
+        if self._options.delay is not None:
             self._client.leave_to_background(step)
             return
         with uninterrupted():  # parameters, statistics and position move together
-            if not step.is_lost:
-                step.advance()
-                if self._may_overwrite_grad and step.applied_N is not None:
-                    self._layout.write_to_grad(self._replica.model_parameters, step.applied_N)
-                step.applied_N = None
-            self._client.moved(step)
-        try:
-            self._client.tell()
-        finally:  # it was made, whether or not the network thread knows
-            self._conclude(step)
+            step.advance()
+        self._client.moved(step)
+        self._conclude(step)
 
     @uninterrupted()
     def _conclude(self, step: GlobalStep) -> None:
@@ -494,10 +461,6 @@ class Optimizer(OptimizerWrapper):
         self._samples.count(step)
         outcome, number = step.outcome, step.left_from.step + 1
         assert outcome is not None
-        if step.is_lost:
-            logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
-            self.last_failure = Failure(number, "it lost the result of the round")
-            return
         shares = {} if step.refusal else outcome.shares
         self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=outcome.is_in_grid)
         if outcome.is_left_out or step.refusal:
@@ -513,10 +476,8 @@ class Optimizer(OptimizerWrapper):
             of_local = self._local.advice() if self._local is not None else ""
             for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
-        if error is not None:  # during a background step, or while reporting it
-            self._client.moved(step)
-            if not isinstance(error, ManyhandsError):
-                raise error
+        if error is not None and not isinstance(error, ManyhandsError):  # after the update in the background
+            raise error
 
     def _note_failure(self, error: BaseException) -> None:
         """Count a failed attempt, and tell the user what to do about several; raise what others did not cause."""
@@ -548,17 +509,23 @@ class Optimizer(OptimizerWrapper):
                 error.entry,
             )
 
-    @uninterrupted()
-    def _go_to(self, state: State, *, is_reload: bool) -> None:
-        """Load a state of others, if it fits."""
+    def _load_state(self, *, is_reload: bool) -> None:
+        """Load the state of the leading branch, if it is to be had and fits."""
         before = self._replica.position
-        if self._client.load(state):
+
+        def count() -> None:
             self.statistics.states_loaded += 1
             self._samples.reload() if is_reload else self._samples.load(before)
             if is_reload:
                 number = self._replica.position.step
                 self.last_failure = Failure(number, "its parameters were not those of the majority")
             self._moved_elsewhere()
+
+        logger.info("This peer is not in step with the run: downloading the state")
+        try:
+            self._client.load(self._client.download(), count)
+        except Unavailable as error:
+            logger.warning("%s; trying again after the next batch", error)
 
     def _replay(self) -> bool:
         """Make the steps that the others have made since a state was loaded; returns whether there were any."""
@@ -569,7 +536,6 @@ class Optimizer(OptimizerWrapper):
                 self._client.replay(step)
                 self._samples.load(before)
                 self._moved_elsewhere()
-        self._client.tell()
         return self._replica.position != position
 
     def _moved_elsewhere(self) -> None:

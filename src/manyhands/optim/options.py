@@ -30,11 +30,7 @@ SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The user's choices; see :class:`manyhands.optim.optimizer.Optimizer`.
-
-    Raises:
-        ConfigError: a value breaks its rule.
-    """
+    """The user's choices, checked; see :class:`manyhands.optim.optimizer.Optimizer`."""
 
     run_id: str
     target_batch_size: int
@@ -68,6 +64,7 @@ class Options:
             self._check_local()
         if self.auxiliary and self.batch_size_per_step is not None:
             raise ConfigError("an auxiliary peer has no batches: leave batch_size_per_step out")
+        object.__setattr__(self, "offload", bool(self.offload) or self.delay is not None)
 
     def _check_local(self) -> None:
         target, num_fragments = self.target_batch_size, self.num_fragments or 1
@@ -81,12 +78,12 @@ class Options:
                 f"target_batch_size={target} is below the number of fragments, {num_fragments}: each is averaged once "
                 f"in the target; for example {100 * num_fragments}"
             )
-        if fault := self.fault_with(1, self.batch_size_per_step or 1):
+        if fault := self.fault_with(1):
             raise ConfigError(fault)
 
-    def fault_with(self, num_peers: int, batch_size: int) -> str:
+    def fault_with(self, num_peers: int) -> str:
         """Why so many peers cannot make local steps with this target and batches like these; empty if they can."""
-        target = self.target_batch_size
+        target, batch_size = self.target_batch_size, self.batch_size_per_step or 1
         if target >= num_peers * batch_size:
             return ""
         each = f" for each of the {num_peers} peers" if num_peers > 1 else ""
@@ -97,22 +94,13 @@ class Options:
             f"target_batch_size={100 * num_peers * batch_size}"
         )
 
-    @property
-    def has_host_copy(self) -> bool:
-        """Whether the optimizer works on a copy of the parameters on the host."""
-        return bool(self.offload) or self.delay is not None
-
     def facts(self) -> dict[str, str]:
         """Settings that must be equal on all peers of a run."""
         return {"max_grad_norm": str(float(self.max_grad_norm))} if self.max_grad_norm is not None else {}
 
 
 def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> torch.optim.Optimizer:
-    """The optimizer to wrap, as given or made from ``params``.
-
-    Raises:
-        ConfigError: there is none, or it needs a closure.
-    """
+    """The optimizer to wrap, as given or made from ``params``; ``ConfigError`` if it cannot be used."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ConfigError("params are for a function that makes the optimizer; this one has parameters already")
@@ -136,12 +124,7 @@ def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> t
 
 
 def made_scheduler(scheduler: SchedulerMaker | None, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """The schedule of the wrapped optimizer, as given or made from it.
-
-    Raises:
-        ConfigError: it is none, or that of another optimizer, whose learning rate it would change; or it follows each
-            peer's own loss.
-    """
+    """The schedule of the wrapped optimizer, as given or made from it; ``ConfigError`` if that cannot be used."""
     if scheduler is None:
         return None
     made: Any = scheduler(optimizer) if callable(scheduler) and not isinstance(scheduler, LRScheduler) else scheduler
@@ -174,11 +157,7 @@ def checked_batch(batch_size: int | None, weight: float | None) -> int:
 
 
 def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """All parameters of an optimizer with their names, if peers can train them together or send them to a newcomer.
-
-    Raises:
-        ConfigError: one of them cannot, or there is nothing to train; names the parameter and the reason.
-    """
+    """All parameters of an optimizer with their names; ``ConfigError`` if peers cannot train one of them together."""
     seen: set[int] = set()
     named = list(zip(names_of(optimizer), parameters_of(optimizer), strict=True))
     for name, parameter in named:

@@ -7,11 +7,10 @@ once.
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -33,14 +32,12 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 7200.0
 """Timeout of a wait for another rank that lives: it may be evaluating, or rank 0 downloading a large state."""
+FIGURES = ("global_step", "num_peers", "samples_accumulated", "is_stepping", "samples_per_second", "last_contribution")
+"""Of the peer, which all ranks show, beside a copy of its ``statistics``."""
 
 
 class Ranks:
-    """The ranks of the default process group, as seen by one of them. All methods raise ``RankLost``.
-
-    Raises:
-        ConfigError: there is no process group.
-    """
+    """The ranks of the default process group, as seen by one of them. All methods raise ``RankLost``."""
 
     def __init__(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -52,22 +49,14 @@ class Ranks:
         with self._lost("to begin"):
             self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
 
-    def compare(self, own: Any) -> list[Any]:
+    def gather(self, own: Any) -> list[Any]:
         """The values of all ranks, on all ranks."""
         said: list[Any] = [None] * self.num_ranks
-        with self._lost("to begin"):
+        with self._lost("to come to the same call"):
             dist.all_gather_object(said, own, group=self._words)
         return said
 
-    def gather(self, numbers: Sequence[float | None]) -> list[list[float | None]]:
-        """Gather equally many numbers of each rank, by rank, on rank 0; the others get nothing and go on at once."""
-        own = torch.tensor([[number is not None, number or 0] for number in numbers], dtype=torch.float64, device="cpu")
-        said = [torch.empty_like(own) for _ in range(self.num_ranks)] if self.rank == 0 else None
-        with self._lost("to come to the same call"):
-            dist.gather(own, said, dst=0, group=self._words)
-        return [[number if is_given else None for is_given, number in row.tolist()] for row in said or []]
-
-    def broadcast(self, outcome: CallOutcome | None = None) -> CallOutcome:
+    def broadcast(self, outcome: CallOutcome | None) -> CallOutcome:
         """The outcome of a call on rank 0, on all ranks."""
         said = [outcome]
         with self._lost("to hear rank 0" if self.rank == 0 else "that is rank 0"):
@@ -93,59 +82,31 @@ class Ranks:
             raise RankLost(f"rank {self.rank} of {self.num_ranks} waited for a rank {what_for}: {error}") from error
 
 
-class Call(enum.IntEnum):
-    """A method that all ranks call together."""
-
-    INIT = 0
-    STEP = 1
-    SETTLE = 2
-    WAIT_FOR_OTHERS = 3
-    STATE_DIGEST = 4
-    LOAD_STATE_DICT = 5
-
-
-class RankState(NamedTuple):
-    """The figures that all ranks show."""
-
-    global_step: int = 0
-    num_peers: int = 1
-    samples_accumulated: int = 0
-    is_stepping: bool = False
-    samples_per_second: float = 0.0
-    last_contribution: int = 0
-    statistics: Statistics = Statistics()
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallOutcome:
+class CallOutcome(NamedTuple):
     """Rank 0's message to the others at the end of a call.
 
     Attributes:
         error: why there is no result; the other fields are then undefined.
-        has_moved: the parameters have changed; they follow by :meth:`Ranks.share`.
-        options: of the parameter groups after a change, such as the learning rate.
+        figures: by name; see ``FIGURES``.
+        options: of the parameter groups, such as the learning rate; None if nothing has changed. Else the parameters
+            follow by :meth:`Ranks.share`.
     """
 
-    standing: RankState = field(default_factory=RankState)
-    result: Any = None
     error: Exception | None = None
-    has_moved: bool = False
-    options: list[dict[str, Any]] = field(default_factory=list)
+    result: Any = None
+    figures: Any = None
+    options: list[dict[str, Any]] | None = None
 
 
 class StepArguments(NamedTuple):
     """One rank's arguments to ``step``."""
 
-    samples: float | None
+    samples: int | None
     weight: float | None
 
 
-def added_up(batches: Sequence[StepArguments]) -> tuple[int | None, float | None]:
-    """The batch of all ranks together; a broken rule on one of them breaks it for all.
-
-    Raises:
-        ConfigError: only some ranks gave a weight, or a batch size.
-    """
+def added_up(batches: Sequence[StepArguments]) -> tuple[Any, Any]:
+    """Batch size and weight of all ranks together; a broken rule on one of them breaks it for all."""
     sums: list[float | None] = []
     for name, numbers in zip(("a batch size", "weight"), zip(*batches, strict=True), strict=True):
         given = [number for number in numbers if number is not None]
@@ -154,7 +115,7 @@ def added_up(batches: Sequence[StepArguments]) -> tuple[int | None, float | None
         wrong = (number for number in given if not number >= 0)
         sums.append(next(wrong, sum(given)) if given else None)
     samples, weight = sums
-    return (None, None) if samples is None else (int(samples), weight)
+    return (None, None) if samples is None else (samples, weight)
 
 
 def unequal(batches: Sequence[StepArguments]) -> str:
@@ -167,19 +128,6 @@ def unequal(batches: Sequence[StepArguments]) -> str:
         "DistributedDataParallel counts each rank alike: give all of them equal batches, or multiply the loss of each "
         "by the number of ranks and by its part of the whole batch"
     )
-
-
-def batches_of(call: Call, rows: Sequence[Sequence[float | None]]) -> list[StepArguments]:
-    """The batches of all ranks for one call, from rows of the call's number and the batch.
-
-    Raises:
-        ConfigError: the ranks made different calls.
-    """
-    calls = [Call(int(row[0] or 0)) for row in rows]
-    if set(calls) != {call}:
-        names = ", ".join(f"rank {rank} {other.name.lower()}" for rank, other in enumerate(calls))
-        raise ConfigError(f"all ranks must make the same calls; here: {names}")
-    return [StepArguments(*row[1:]) for row in rows]
 
 
 class ProcessGroupOptimizer(OptimizerWrapper):
@@ -215,6 +163,21 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     _step_supports_amp_scaling = True
     """As in :class:`manyhands.Optimizer`: DDP has given all ranks the same gradients, so the same overflows."""
 
+    global_step: int
+    """Optimizer steps of the run that the model here has followed."""
+    statistics: Statistics
+    """A copy of the peer's counts so far, with the samples of all ranks."""
+    num_peers: int
+    """Number of peers at this peer's global step, this one included, as last read."""
+    samples_accumulated: int
+    """Samples of all ranks towards the next global step, or in one that is being made."""
+    is_stepping: bool
+    """Whether a global step is made in the background; see ``delay``."""
+    samples_per_second: float
+    """The speed of all ranks together, without the time spent in rounds."""
+    last_contribution: int
+    """Samples of all ranks in the current global step."""
+
     def __init__(
         self,
         optimizer: OptimizerMaker,
@@ -235,7 +198,6 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         # the model's own: a copy on the host has others
         self._tensors = [*parameters_of(inner), *(tensor for _, tensor in extra)]
         self._batch_size_per_step = batch_size_per_step
-        self._standing = RankState()
         self._has_warned = False
         self._shared: tuple[int, int, int] | None = None  # which parameters all ranks have; None if they may differ
 
@@ -246,49 +208,12 @@ class ProcessGroupOptimizer(OptimizerWrapper):
                 extra_tensors=extra_tensors, **options,
             )  # fmt: skip
 
-        self._together(Call.INIT, make)
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps of the run that the model here has followed."""
-        return self._standing.global_step
-
-    @property
-    def statistics(self) -> Statistics:
-        """A copy of the peer's counts so far, with the samples of all ranks."""
-        return self._standing.statistics
-
-    @property
-    def num_peers(self) -> int:
-        """Number of peers at this peer's global step, this one included, as last read."""
-        return self._standing.num_peers
-
-    @property
-    def samples_accumulated(self) -> int:
-        """Samples of all ranks towards the next global step, or in one that is being made."""
-        return self._standing.samples_accumulated
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a global step is made in the background; see ``delay``."""
-        return self._standing.is_stepping
-
-    @property
-    def samples_per_second(self) -> float:
-        """The speed of all ranks together, without the time spent in rounds."""
-        return self._standing.samples_per_second
-
-    @property
-    def last_contribution(self) -> int:
-        """Samples of all ranks in the current global step."""
-        return self._standing.last_contribution
+        self._together("begin", make)
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
     ) -> Any:
         """Add the current gradients; when the run is due for it, make a global step with the other peers.
-
-        Rank 0's ``.grad`` afterwards is as for :meth:`manyhands.Optimizer.step`; the others' is unchanged.
 
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
@@ -302,7 +227,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         own = StepArguments(*self._batch_of(batch_size, weight, self._batch_size_per_step))
-        self._together(Call.STEP, self._step, own)
+        self._together("step", self._step, own)
         return loss
 
     def settle(self, timeout_s: float = 120.0) -> None:
@@ -311,18 +236,18 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         Raises:
             Timeout: it took longer; other ranks raise Unavailable.
         """
-        self._together(Call.SETTLE, lambda _: self._own_leader.settle(timeout_s))
+        self._together("settle", lambda _: self._own_leader.settle(timeout_s))
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
         """Wait until all peers of the run have reached this step, so that those behind can still load the state.
 
         Returns whether they have, within ``timeout_s`` seconds.
         """
-        return bool(self._together(Call.WAIT_FOR_OTHERS, lambda _: self._own_leader.wait_for_others(timeout_s)))
+        return bool(self._together("wait_for_others", lambda _: self._own_leader.wait_for_others(timeout_s)))
 
     def state_digest(self) -> str:
         """BLAKE3 of parameters, optimizer and scheduler state of rank 0, in hexadecimal."""
-        return str(self._together(Call.STATE_DIGEST, lambda _: self._own_leader.state_digest()))
+        return str(self._together("state_digest", lambda _: self._own_leader.state_digest()))
 
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too. Does nothing on ranks other than 0."""
@@ -346,9 +271,8 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 
         The others get these parameters.
         """
-
         self._shared = None
-        self._together(Call.LOAD_STATE_DICT, lambda _: self._own_leader.load_state_dict(state_dict))
+        self._together("load_state_dict", lambda _: self._own_leader.load_state_dict(state_dict))
 
     # on rank 0
 
@@ -372,56 +296,45 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             for name in ("grad_scale", "found_inf"):
                 vars(leader).pop(name, None)
 
-    def _lead(self, call: Call, action: Callable[[Sequence[StepArguments]], Any], own: StepArguments) -> CallOutcome:
+    def _lead(self, action: Callable[[Sequence[StepArguments]], Any], batches: Sequence[StepArguments]) -> CallOutcome:
         try:
-            batches = batches_of(call, self._ranks.gather([call, *own]))
-            result = action(batches)
-            outcome = self._outcome(self._own_leader, result)
-        except BaseException as error:
+            result, leader = action(batches), self._own_leader
+            figures = {name: getattr(leader, name) for name in FIGURES} | {"statistics": replace(leader.statistics)}
+            num_inner = leader.statistics.samples_computed if leader.makes_local_steps else 0
+            before, self._shared = self._shared, (leader.global_step, leader.statistics.states_loaded, num_inner)
+            options = hyper_parameters_of(leader.param_groups) if before != self._shared else None
+            return CallOutcome(None, result, figures, options)
+        except BaseException as error:  # the others raise it, if they are still there
             self._shared = None  # the state of the ranks is unknown
-            self._tell_of(error)
+            kind = next((kind for kind in (ConfigError, Unavailable) if isinstance(error, kind)), RankLost)
+            try:
+                text = repr(error) if kind is RankLost else str(error)
+                self._ranks.broadcast(CallOutcome(kind(f"rank 0 failed: {text}")))
+            except RankLost as lost:
+                logger.warning("%s", lost)
             raise
-        return self._ranks.broadcast(outcome)
-
-    def _outcome(self, leader: Optimizer, result: Any) -> CallOutcome:
-        standing = RankState(*(getattr(leader, name) for name in RankState._fields))
-        standing = standing._replace(statistics=replace(leader.statistics))
-        num_inner = leader.statistics.samples_computed if leader.makes_local_steps else 0
-        before, self._shared = self._shared, (leader.global_step, leader.statistics.states_loaded, num_inner)
-        has_moved = before != self._shared
-        options = hyper_parameters_of(leader.param_groups) if has_moved else []
-        return CallOutcome(standing=standing, result=result, has_moved=has_moved, options=options)
-
-    def _tell_of(self, error: BaseException) -> None:
-        """Have the others raise what rank 0 raises, if they are still there."""
-        kind = next((kind for kind in (ConfigError, Unavailable) if isinstance(error, kind)), RankLost)
-        text = repr(error) if kind is RankLost else str(error)
-        try:
-            self._ranks.broadcast(CallOutcome(error=kind(f"rank 0 failed: {text}")))
-        except RankLost as lost:
-            logger.warning("%s", lost)
 
     # on all ranks
 
     def _together(
-        self, call: Call, action: Callable[[Sequence[StepArguments]], Any], own: StepArguments | None = None
+        self, call: str, action: Callable[[Sequence[StepArguments]], Any], own: StepArguments | None = None
     ) -> Any:
         """Have rank 0 act; all ranks get the result and rank 0's parameters."""
-        own = own or StepArguments(None, None)
-        if self._ranks.rank == 0:
-            outcome = self._lead(call, action, own)
-        else:
-            self._ranks.gather([call, *own])
-            outcome = self._ranks.broadcast()
+        said = self._ranks.gather((call, own))
+        if any(other != call for other, _ in said):
+            names = ", ".join(f"rank {rank} {other}" for rank, (other, _) in enumerate(said))
+            raise ConfigError(f"all ranks must make the same calls; here: {names}")
+        outcome = self._lead(action, [batch for _, batch in said]) if self._ranks.rank == 0 else None
+        outcome = self._ranks.broadcast(outcome)
         if outcome.error is not None:
             raise outcome.error
-        if outcome.has_moved:
+        vars(self).update(outcome.figures)
+        if outcome.options is not None:
             self._ranks.share(self._tensors)
-        self._standing = outcome.standing
         if self.leader is not None:
             self.param_groups, self.state = self.leader.param_groups, self.leader.state
         else:
-            for group, sent in zip(self.param_groups, outcome.options, strict=False):
+            for group, sent in zip(self.param_groups, outcome.options or [], strict=False):
                 group.update(merged({name: value for name, value in group.items() if name != "params"}, sent))
         return outcome.result
 
@@ -433,7 +346,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         extra: Sequence[ParameterSpec],
     ) -> torch.optim.Optimizer:
         """The optimizer to wrap, once all ranks know that they fit together."""
-        rank, inner, problem = self._ranks.rank, None, ""
+        rank, problem, specs = self._ranks.rank, "", list[ParameterSpec]()
         try:
             if rank == 0 and peer is None:
                 raise ConfigError("it needs a peer: give it peer=manyhands.Peer(...)")
@@ -441,21 +354,20 @@ class ProcessGroupOptimizer(OptimizerWrapper):
                 raise ConfigError(
                     "it has a peer of its own, but rank 0 is the peer of all ranks: give peer=None on the others"
                 )
-            made = made_optimizer(optimizer, params)
-            checked_parameters(made)
-            if any(hasattr(parameter, "_is_flat_param") for parameter in parameters_of(made)):
+            inner = made_optimizer(optimizer, params)
+            checked_parameters(inner)
+            if any(hasattr(parameter, "_is_flat_param") for parameter in parameters_of(inner)):
                 raise ConfigError(
                     "the parameters are a part of the model (FSDP), which is not supported: wrap the model in "
                     "torch.nn.parallel.DistributedDataParallel, so that each rank has all of it"
                 )
-            inner = made
+            specs = [*specs_of(inner), *extra]
         except ConfigError as error:  # the other ranks must hear of it
             problem = f"on rank {rank}: {error}"
-        found = self._ranks.compare((problem, [] if inner is None else [*specs_of(inner), *extra]))
+        found = self._ranks.gather((problem, specs))
         for other, (its_problem, its_specs) in enumerate(found):
             if its_problem:
                 raise ConfigError(its_problem)
             if its_specs != found[0][1]:
                 raise ConfigError(f"rank {other} has other parameters than rank 0; all ranks need the same whole model")
-        assert inner is not None, "else there is a problem"
         return inner

@@ -18,11 +18,7 @@ PLACE_PARTS = ("step", "lineage", "lineage_samples", "scheduler")
 
 
 def check_accumulation(num_batches: int, *, makes_local_steps: bool) -> None:
-    """Check a library's setting of how many batches make one step.
-
-    Raises:
-        ConfigError: it is not 1, and each batch is a step of this peer.
-    """
+    """Raises ``ConfigError`` if a library lets several batches make one step, and each batch is a step of this peer."""
     if makes_local_steps and num_batches != 1:
         raise ConfigError(
             f"gradient_accumulation_steps={num_batches} does not work with local_steps, where each batch is a step of "

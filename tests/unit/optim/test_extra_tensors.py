@@ -42,9 +42,10 @@ def test_what_was_agreed_on_does_not_follow_the_tensors() -> None:
     extra = ExtraTensors([("statistics", tensor)])
     tensor.fill_(4.0)
     assert extra.agreed[0].tolist() == [0.0, 0.0]
-    extra.take_over()
+    extra.load(extra.own)
     assert extra.agreed[0].tolist() == [4.0, 4.0]
     extra.load([torch.ones(2)])
+    extra.copy_to_model()
     assert tensor.tolist() == extra.agreed[0].tolist() == [1.0, 1.0]
 
 

@@ -77,7 +77,7 @@ class Trainer:
         weights = [0.0 if is_left_out else step.contribution.weight, 4.0]
         manifest = RoundManifest(bytes(32), step.left_from, [ME, OTHER], weights, bytes(32))
         shares, lineage = manifest.contributors(), bytes([step.left_from.step])
-        step.averaged(Averaged(mean_N, lineage, 8, manifest, shares=shares, is_left_out=is_left_out))
+        step.outcome = Averaged(mean_N, lineage, 8, manifest, shares=shares, is_left_out=is_left_out)
         step.advance()
         self.samples.count(step)
 
@@ -107,9 +107,9 @@ class Trainer:
         ({"fragments": "2"}, "fragments='2' must be a whole number; for example 4"),
         ({"overlap_steps": 1.5}, "overlap_steps=1.5 must be a whole number; for example 5"),
         ({"overlap_steps": float("nan")}, "overlap_steps=nan must be a whole number; for example 5"),
-        ({"outer": "sgd"}, "outer is of type str and must be a function .* parameters; for example lambda params: tor"),
+        ({"outer": "sgd"}, "outer is of type str and must be a function of one argument, the param.*; for example lam"),
         ({"outer": sgd([torch.zeros(1)])}, "outer is of type SGD and must be a function .*; for example lambda params"),
-        ({"outer": lambda: None}, "outer must take one argument, the parameters; for example lambda params: torch.opt"),
+        ({"outer": lambda: None}, "outer is of type function and must be a function of one argument, the parameters"),
         ({"outer": torch.optim.SGD}, r"outer=SGD is a class, whose own lr would be .*optim.SGD\(params, lr=1.0\)"),
         ({"sparse": True}, r"sparse=True must be made by manyhands.Sparse; for example Sparse\(top=64\)"),
         ({"sparse": Sparse}, "sparse=<class .*> must be made by manyhands.Sparse"),
@@ -325,7 +325,7 @@ def test_own_parameters_that_are_not_finite_are_left_out_and_named(
     trainer = Trainer(adam, offload=offload)
     trainer.batch(1.0)
     with torch.no_grad():
-        trainer.replica._own[0][1] = float("nan")
+        trainer.replica.own[0][1] = float("nan")
     step = trainer.begin()
     assert "Dropped 4 samples: the parameters of this peer are not finite any more" in caplog.text
     assert "look at its learning rate" in caplog.text
@@ -418,7 +418,7 @@ def test_with_offload_the_model_may_be_of_half_precision() -> None:
         trainer.batch(2.0**-11)
     assert trainer.begin().contribution.mean_N[0].item() == 2.0**-9
     assert trainer.trained[0].dtype == torch.bfloat16
-    assert torch.equal(trainer.trained[0], trainer.replica._own[0].bfloat16())
+    assert torch.equal(trainer.trained[0], trainer.replica.own[0].bfloat16())
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.optim.model_checks import KeptGradients, warn_of_running_statistics
+from manyhands.optim.model_checks import LoopChecks, warn_of_running_statistics
 
 SAYS = "running mean and variance are not shared"
 
@@ -113,13 +113,13 @@ def forgets(
         clean: what it does after each step; with ``late`` before the backward passes that count, and after others.
     """
     model = without()
-    kept = KeptGradients(list(model.parameters()))
+    kept = LoopChecks(list(model.parameters()))
     for step in range(6):
         if late and step:
             backward(model)  # of the loss of another network, say
             clean(model)
         backward(model, times)
-        kept.check()
+        kept.check_kept()
         kept.note_counted()
         if not late:
             clean(model)
@@ -154,11 +154,11 @@ def test_a_loop_that_removes_its_gradients_is_told_nothing(
 
 def test_gradients_that_have_not_counted_yet_may_be_added_to(caplog: pytest.LogCaptureFixture) -> None:
     model = without()
-    kept = KeptGradients(list(model.parameters()))
+    kept = LoopChecks(list(model.parameters()))
     for step in range(12):
         backward(model)
         if step % 3 == 2:  # the loop accumulates three batches itself
-            kept.check()
+            kept.check_kept()
             kept.note_counted()
             model.zero_grad()
     assert not caplog.messages
@@ -166,11 +166,11 @@ def test_gradients_that_have_not_counted_yet_may_be_added_to(caplog: pytest.LogC
 
 def test_a_loop_without_backward_passes_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = without()
-    kept = KeptGradients(list(model.parameters()))
+    kept = LoopChecks(list(model.parameters()))
     for _ in range(6):
         loss = model(torch.ones(2, 4)).sum()
         for parameter, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
             parameter.grad = grad if parameter.grad is None else parameter.grad.copy_(grad)
-        kept.check()
+        kept.check_kept()
         kept.note_counted()
     assert not caplog.messages

@@ -46,11 +46,11 @@ def test_bad_values_are_named_with_a_good_one(change: dict[str, Any], says: str)
 
 
 def test_a_host_copy_is_kept_where_it_is_asked_for_or_needed() -> None:
-    assert not Options(**GOOD).has_host_copy
-    assert not Options(**GOOD | {"offload": False}).has_host_copy
-    assert Options(**GOOD | {"offload": True}).has_host_copy
-    assert Options(**GOOD | {"delay": "optimizer"}).has_host_copy
-    assert Options(**GOOD | {"delay": "gradients", "offload": True}).has_host_copy
+    assert not Options(**GOOD).offload
+    assert not Options(**GOOD | {"offload": False}).offload
+    assert Options(**GOOD | {"offload": True}).offload
+    assert Options(**GOOD | {"delay": "optimizer"}).offload
+    assert Options(**GOOD | {"delay": "gradients", "offload": True}).offload
 
 
 def test_what_changes_the_update_must_be_alike_on_all_peers() -> None:

@@ -11,7 +11,7 @@ import torch
 import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.optim.health import Statistics
-from manyhands.optim.process_group import Call, CallOutcome, RankState, StepArguments, added_up, batches_of, unequal
+from manyhands.optim.process_group import CallOutcome, StepArguments, added_up, unequal
 
 
 def test_the_batches_of_all_ranks_are_one() -> None:
@@ -46,14 +46,8 @@ def test_batches_of_different_sizes_are_hinted_at() -> None:
     assert "batches of 7.5, 4, but" in unequal([StepArguments(3, 7.5), StepArguments(3, 4.0)])
 
 
-def test_ranks_that_make_different_calls_are_told_which() -> None:
-    assert batches_of(Call.STEP, [[1, 4, None], [1, 5, None]]) == [StepArguments(4, None), StepArguments(5, None)]
-    with pytest.raises(ConfigError, match="rank 0 step, rank 1 settle"):
-        batches_of(Call.STEP, [[1, 4, None], [2, None, None]])
-
-
 def test_a_word_travels() -> None:
-    outcome = CallOutcome(standing=RankState(global_step=3, statistics=Statistics(samples_used=5)), result=True)
+    outcome = CallOutcome(None, True, {"global_step": 3, "statistics": Statistics(samples_used=5)})
     assert pickle.loads(pickle.dumps(outcome)) == outcome
     error = pickle.loads(pickle.dumps(CallOutcome(error=ConfigError("rank 0 failed: x=1")))).error
     assert (type(error), str(error)) == (ConfigError, "rank 0 failed: x=1")

@@ -76,7 +76,7 @@ class LocalState(Protocol):
 class Averaged:
     """The gradient that a global step is made from, and where the step leads."""
 
-    mean_N: torch.Tensor | None  # None if this peer lacks it, and must load the state; the update takes it out
+    mean_N: torch.Tensor | None  # the update takes it out, and may change its values
     lineage: bytes  # of the position that the step leads to
     samples: int  # of the step, by all peers together: equal on all that make it, as it counts for the lineage
     manifest: RoundManifest | None = None  # in a grid of the last round that committed here; None for a step alone
@@ -216,6 +216,8 @@ class StepRounds:
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
                     averaged = self._averaged_in_one_group(committed, position, weight)
+                if averaged.mean_N is None:
+                    raise RoundAborted("the group averaged its tensors, but this peer lost the result")
         except BaseException as error:
             self.look_ahead.resume()
             self.assignment.end_step()
@@ -228,7 +230,7 @@ class StepRounds:
             tracker.is_busy = False
             self._attempt = None
             self.rounds.memory.free_idle()  # the update needs memory now
-        tracker.is_moving = averaged.mean_N is not None
+        tracker.is_moving = True
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
         return averaged
 

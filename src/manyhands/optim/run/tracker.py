@@ -168,11 +168,6 @@ class ProgressTracker(ProgressReader):
         self.judge()
         self._publish_news(urgently=True)
 
-    def others_moved(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
-        """The members of a round have gone to ``position``, and this peer has not: it has lost the result."""
-        self._note_round(position, lineage_samples, members)
-        self.judge()
-
     def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
         """Assume that the members are at ``position``, until their own records say so or more."""
         now = asyncio.get_running_loop().time()

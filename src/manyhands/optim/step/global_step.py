@@ -8,11 +8,10 @@ step if they surely did not count in the last one and are at most one step late,
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import torch
 
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
@@ -23,7 +22,6 @@ from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.health import Statistics
 from manyhands.optim.metrics import alone_lineage
 from manyhands.optim.run.drift import Sketch
-from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.replica import Replica
 from manyhands.runtime.executor import run_to_end
@@ -46,16 +44,11 @@ class GlobalStep:
     The training thread makes the step itself, or leaves it to the network thread and checks :attr:`is_done`.
 
     Attributes:
-        contribution: this peer's part. After the update its vector holds no valid values, unless it was left out.
         outcome: of the averaging; None before it ends.
-        is_lost: the others made the step, and this peer does not have its result.
-        applied_N: the averaged gradient, clipped, once the update has begun; None if the network thread makes the
-            update.
         left_from: the position where the step began.
         error: why there is no step; the contribution counts in the next attempt.
         refusal: why the step left the parameters unchanged; empty if it changed them.
-        is_spoiled: the update failed after it had overwritten the contribution.
-        has_moved: the replica is at the position after the step.
+        is_spoiled: the update has begun, and the others made the step with the contribution.
         is_in_background: the step was left to the network thread.
         is_done: nothing here changes any more.
     """
@@ -63,86 +56,62 @@ class GlobalStep:
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
         self.contribution = contribution
         self.outcome: Averaged | None = None
-        self.is_lost = False
-        self.applied_N: torch.Tensor | None = None
         self.left_from = replica.position
         self.error: BaseException | None = None
         self.refusal = ""
-        self.is_spoiled = False
-        self.has_moved = False
-        self.is_in_background = False
-        self.is_done = False
+        self.is_spoiled = self.is_in_background = self.is_done = False
         self._replica = replica
         self._sketch = Sketch()
 
-    def averaged(self, outcome: Averaged) -> None:
-        """The averaging has ended with this outcome."""
-        self.outcome, self.is_lost = outcome, outcome.mean_N is None
+    @property
+    def has_moved(self) -> bool:
+        """Whether the replica is at the position after the step."""
+        return self._replica.position != self.left_from
 
     def use_own_gradient(self, own_id: PeerId) -> None:
         """Use this peer's own gradient as the average: no other peer is there."""
         lineage = alone_lineage(self.left_from.lineage, own_id)
         samples = round(self.contribution.weight)
         shares = {own_id: self.contribution.weight}
-        self.averaged(Averaged(self.contribution.mean_N, lineage, samples, shares=shares))
+        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, shares=shares)
 
     def advance(self) -> None:
         """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""
         outcome = self.outcome
         assert outcome is not None
-        assert outcome.mean_N is not None, "a step follows a round that committed"
-        self.applied_N, outcome.mean_N = outcome.mean_N, None
-        spare_N, own_N = None, self.contribution.mean_N
-        if outcome.is_left_out:  # the contribution is still needed: it counts in the next step
-            if self.contribution.refill is not None:  # the round may have overwritten it
-                self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
-        elif own_N.data_ptr() != self.applied_N.data_ptr():  # after a step alone, or a mean in place, they are one
-            spare_N = own_N
-        try:
-            self.refusal = self._replica.advance(self.applied_N, outcome, spare_N)
-        finally:
-            self.has_moved = self._replica.position != self.left_from
-            self.is_spoiled = not outcome.is_left_out and not self.has_moved
+        mean_N, outcome.mean_N = outcome.mean_N, None
+        assert mean_N is not None, "a step follows a round that committed"
+        if outcome.is_left_out and self.contribution.refill is not None:  # the round may have overwritten it
+            self.contribution = replace(self.contribution, mean_N=self.contribution.refill())
+        self.is_spoiled = not outcome.is_left_out
+        self.refusal = self._replica.advance(mean_N, outcome)
         if outcome.manifest is not None:  # a step alone has no manifest
             self._sketch = self._replica.sketch()
 
     def announce(self, collaboration: Collaboration) -> None:
         """Record on the network thread where this peer and the others of its round are now."""
-        replica, outcome = self._replica, self.outcome
-        assert outcome is not None
-        if self.is_lost:
-            position = Position(replica.position.step + 1, outcome.lineage)
-            samples = sum_of_samples([replica.lineage_samples, outcome.samples])
-            collaboration.tracker.others_moved(position, samples, outcome.members)
-        else:
-            collaboration.move(replica.position, replica.lineage_samples, outcome, self._sketch)
+        assert self.outcome is not None
+        collaboration.move(self._replica.position, self._replica.lineage_samples, self.outcome, self._sketch)
 
     def begin_in_background(self, collaboration: Collaboration) -> None:
-        """Have the network thread make the step; repeated calls on it have no effect."""
-        if not self.is_in_background:
-            task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
-            self.is_in_background = True
-            task.add_done_callback(lambda _: self._mark_done())
+        """Have the network thread make the step."""
+        task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
+        self.is_in_background = True
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self.error = ManyhandsError("this peer left the run")
+        self.is_done = True
 
     async def _average_and_advance(self, collaboration: Collaboration) -> None:
-        """Do the rest of the step, with the update in the loop's executor."""
         try:
             if self.outcome is None:
-                self.averaged(await collaboration.step_rounds.average(self.contribution))
-            if not self.is_lost:
-                await run_to_end(self.advance)
-                self.applied_N = None
+                self.outcome = await collaboration.step_rounds.average(self.contribution)
+            await run_to_end(self.advance)
             self.announce(collaboration)
         except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
             self.error = clear_tracebacks(error) if isinstance(error, (RoundAborted, Unavailable)) else error
-        else:
-            self.is_done = True
-
-    def _mark_done(self) -> None:
-        """Mark the end of the network thread's work on the step."""
-        if not self.is_done and self.error is None:
-            self.error = ManyhandsError("this peer left the run")
-        self.is_done = True
 
 
 class SampleCounter:
@@ -195,7 +164,7 @@ class SampleCounter:
         counts.steps_alone += outcome.manifest is None
         counts.updates_refused += bool(step.refusal)
         counts.disagreement = outcome.disagreement
-        counts.samples_of_all += 0 if step.is_lost else outcome.samples
+        counts.samples_of_all += outcome.samples
         number = step.left_from.step + 1
         if not outcome.is_left_out and step.refusal:
             self._drop(step, f"global step {number} changes nothing: {step.refusal}")
@@ -204,8 +173,6 @@ class SampleCounter:
             self._forget(step)
         elif outcome.is_outsized:
             self._drop(step, OUTSIZED % number)
-        elif step.is_lost:  # the loaded state will show where they can count
-            self._accumulator.take_back(contribution)
         elif reason := self._reason_to_drop(step.left_from, contribution.since_step, was_out=True):
             self._drop(step, f"the group made global step {number} without this peer, and {reason}")
         else:

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,11 +52,6 @@ class Replica:
 
     A lock keeps the state consistent while it is copied for a newcomer. Only one thread at a time makes steps.
 
-    Args:
-        scheduler: of ``optimizer``; stepped once for each global step.
-        offload: keep the parameters on the host, and copy their values to the model.
-        extra: tensors beside the parameters that all peers share.
-
     Attributes:
         wrapped: the optimizer that the user gave.
         position: of the optimizer's parameters; the model's may be a step behind.
@@ -82,12 +77,12 @@ class Replica:
         self.extra = ExtraTensors() if extra is None else extra
         self.extra_specs = [spec_of(*named) for named in zip(self.extra.names, self.extra.agreed, strict=True)]
         self.optimizer = self.wrapped = optimizer
-        self.model_parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+        self.model_parameters = trained_of(optimizer)
         self.scheduler = scheduler
-        self._schedule = ScheduleAtBegin(self.scheduler) if self.scheduler is not None else None
+        self._schedule = ScheduleAtBegin(scheduler) if scheduler is not None else None
         self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
         self._max_grad_norm = max_grad_norm
-        self._parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+        self._parameters = trained_of(optimizer)
         self._layout = GradientLayout(self._parameters, self.extra.shapes)
         self._lock = threading.Lock()
         self._num_changes = 0  # of the state
@@ -112,16 +107,12 @@ class Replica:
         """Of the tensors in the vector of the next step, in order."""
         return self.step_parameters[1].shapes
 
-    def advance(self, averaged_N: torch.Tensor, outcome: Averaged, spare_N: torch.Tensor | None = None) -> str:
+    def advance(self, averaged_N: torch.Tensor, outcome: Averaged) -> str:
         """Make the next global step; returns why the update was refused, which leaves the parameters as they were.
 
-        If the wrapped optimizer raises, the exception passes through and nothing has moved. If the schedule raises, the
-        step is already made.
+        The averaged gradient is changed, and averaged parameters to start from are taken out of the outcome. If the
+        wrapped optimizer raises, the position stays. If the schedule raises, the step is already made.
 
-        Args:
-            averaged_N: the averaged gradient; it is changed.
-            outcome: of the averaging; averaged parameters to start from are taken out.
-            spare_N: free memory of the size of the gradient.
         Raises:
             ConfigError: an option of the groups was changed; nothing has moved.
         """
@@ -134,10 +125,7 @@ class Replica:
             move_statistics(self.optimizer)
             parameters, layout = self.step_parameters
             extra_N = layout.extra(averaged_N).clone()
-            reason = guarded_step(
-                self.optimizer, parameters, layout, averaged_N,
-                max_grad_norm=self._max_grad_norm, spare_N=spare_N,
-            )  # fmt: skip
+            reason = guarded_step(self.optimizer, parameters, layout, averaged_N, self._max_grad_norm)
             if not reason:
                 self.extra.agree(extra_N)
             try:
@@ -176,7 +164,7 @@ class Replica:
         return bound_of({parameter.dtype for parameter in self._parameters}, type(self.optimizer))
 
     def copy_to_model(self) -> None:
-        """Copy the parameters and the extra tensors at :attr:`position` to the model."""
+        """Copy parameters and extra tensors to the model."""
         if self.host_copy is not None:
             self.host_copy.copy_to_model()
         self.extra.copy_to_model()
@@ -199,20 +187,20 @@ class Replica:
 
     def capture_agreed(self) -> State:
         """Copy the part of the state that is equal on all peers, without its digests; safe to call from any thread."""
-        return self._capture(self._begin_capture)
+        return self._capture()
 
-    def _capture(self, begin: Callable[[], Capture]) -> State:
+    def _capture(self, inner: torch.optim.Optimizer | None = None) -> State:
         """A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it.
 
         The last of ``MAX_COPIES`` attempts holds such a step up.
         """
         for _ in range(MAX_COPIES - 1):
             with self._lock:
-                capture, num_changes = begin(), self._num_changes
+                capture, num_changes = self._begin_capture(inner), self._num_changes
             if state := capture.copy(self._between_steps, lambda begun=num_changes: self._num_changes != begun):  # type: ignore[misc]
                 return state
         with self._lock:
-            state = begin().copy()
+            state = self._begin_capture(inner).copy()
         assert state is not None
         return state
 
@@ -222,7 +210,7 @@ class Replica:
             yield
         time.sleep(YIELD_S)  # a step that waits takes the lock now
 
-    def _begin_capture(self, inner: torch.optim.Optimizer | None = None) -> Capture:
+    def _begin_capture(self, inner: torch.optim.Optimizer | None) -> Capture:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
         return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra, inner)
@@ -258,14 +246,12 @@ class Replica:
 
     def place(self) -> dict[str, Any]:
         """Position and schedule for a checkpoint; with ``offload`` also parameters that are finer than the model's."""
-        schedule = serializable_part(self.scheduler.state_dict()) if self.scheduler is not None else {}
         finer = self.host_copy.finer() if self.host_copy is not None else {}
-        return {
-            **({"parameters": finer} if finer else {}),
+        return ({"parameters": finer} if finer else {}) | {
             "step": self.position.step,
             "lineage": self.position.lineage.hex(),
             "lineage_samples": self.lineage_samples,
-            "scheduler": schedule,
+            "scheduler": serializable_part(self.scheduler.state_dict()) if self.scheduler is not None else {},
         }
 
     def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
@@ -273,7 +259,7 @@ class Replica:
         with self._lock:
             self._num_changes += 1
             self._load(state_dict, place)
-            self.extra.take_over()  # the user has loaded them with the model
+            self.extra.load(self.extra.own)  # the user has loaded them with the model
         if self.host_copy is not None:
             self.host_copy.take_over(place.get("parameters") if place is not None else None)
 
@@ -291,6 +277,11 @@ class Replica:
             self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))
 
 
+def trained_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters that are not frozen, in the order of the groups."""
+    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+
+
 class HostCopy:
     """Makes an optimizer work on copies of its parameters, on the host and in float32 or wider.
 
@@ -298,7 +289,7 @@ class HostCopy:
 
     Attributes:
         shown_groups: the parameter groups, with the model's parameters instead of the copies.
-        shown_options: the options in these; see :func:`manyhands.optim.options.options_of`.
+        shown_options: the options in these.
     Raises:
         ConfigError: two parameters share memory, so one copy would overwrite updates of the other.
     """
@@ -315,10 +306,9 @@ class HostCopy:
         self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
         self._show_options()
         copies = {parameter: copy_on_host(parameter) for parameter in self._model_parameters}
-        for parameter, copy in copies.items():
-            if parameter in optimizer.state:
-                statistics = optimizer.state.pop(parameter)
-                optimizer.state[copy] = {name: _on_host(value) for name, value in statistics.items()}
+        for parameter in optimizer.state.keys() & copies.keys():
+            statistics = optimizer.state.pop(parameter)
+            optimizer.state[copies[parameter]] = {name: _on_host(value) for name, value in statistics.items()}
         for group in optimizer.param_groups:
             group["params"] = [copies[parameter] for parameter in group["params"]]
         self._copies = [copies[parameter] for parameter in self._model_parameters]
@@ -356,19 +346,14 @@ class HostCopy:
 
 def copy_on_host(parameter: torch.Tensor) -> torch.Tensor:
     """A copy of a parameter on the host, at least in float32."""
-    copy = parameter.detach().to(HOST, _dtype_on_host(parameter), copy=True)
-    return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(_on_host(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
 
 
 def _on_host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.to(HOST, _dtype_on_host(value))
-
-
-def _dtype_on_host(value: torch.Tensor) -> torch.dtype:
-    """At least float32; large integers keep their dtype, as float32 cannot hold them."""
-    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
+    is_float = value.is_floating_point()  # float32 cannot hold large integers
+    return value.to(HOST, torch.promote_types(value.dtype, torch.float32) if is_float else value.dtype)
 
 
 def manifest_of(
@@ -405,13 +390,12 @@ def described_schedule(scheduler: Any) -> str:
     """
     if scheduler is None:
         return ""
-    state = scheduler.state_dict()
-    left_out = {"last_epoch", "base_lrs"}  # state that changes, or is in the hyper-parameters already
-    constants = {name: state[name] for name in sorted(state) if not name.startswith("_") and name not in left_out}
-    constants = {
-        name: sorted(value.elements()) if isinstance(value, Counter) else value for name, value in constants.items()
-    }
-    parts = [f"{name}={value}" for name, value in constants.items() if is_serializable(value)]
+    state, parts = scheduler.state_dict(), []
+    for name in sorted(state):
+        value = sorted(state[name].elements()) if isinstance(state[name], Counter) else state[name]
+        # what changes, or is in the hyper-parameters already, is left out
+        if not name.startswith("_") and name not in ("last_epoch", "base_lrs") and is_serializable(value):
+            parts.append(f"{name}={value}")
     if "_milestones" in state:
         parts.append(f"milestones={state['_milestones']}")
     parts += [described_schedule(inner) for inner in getattr(scheduler, "_schedulers", [])]
