@@ -23,7 +23,7 @@ import hashlib
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -244,6 +244,10 @@ class PresenceTracker:
         await self.reader.refresh()
         observed = self.reader.observed()
         self._absent = {peer_id: num_steps for peer_id, num_steps in self._absent.items() if peer_id in observed}
+
+    def contributors(self) -> Container[PeerId]:
+        """Not known: an averager that comes later would know others."""
+        return ()
 
     def report_missing(self, peer_id: PeerId) -> None:
         self._missing.add(peer_id)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -75,6 +75,9 @@ class Roster(Protocol):
     async def refresh(self) -> None:
         """Read the peers' current records."""
 
+    def contributors(self) -> Container[PeerId]:
+        """The peers whose values are in the state at this position: one of them leads, if any can."""
+
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer did not come; it is expected again only after a fresh record."""
 
@@ -116,6 +119,10 @@ class Candidates:
             for peer_id, is_client in expected.items()
             if peer_id not in disbelieved and self.is_heeded(peer_id)
         }
+
+    def rank(self, peer_id: PeerId) -> tuple[bool, PeerId]:
+        """Of several leaders the one with the lowest rank leads; all peers at one position agree on that."""
+        return peer_id not in self.roster.contributors(), peer_id
 
     def is_refused(self, peer_id: PeerId) -> bool:
         """Whether a peer gets no place."""

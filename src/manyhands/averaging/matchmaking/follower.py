@@ -1,8 +1,10 @@
 """Matchmaking: how peers that are ready for a round form one group.
 
-The leader is the lowest expected peer id that can be dialled. Each ready peer asks the peer that it takes for the
-leader for a place. A peer that follows another leader answers with that leader, so different views converge on the
-lowest. A leader invites the peers it expects. If a lower leader invites it, it joins that one with all its followers.
+The leader is the expected peer with the lowest id that can be dialled and whose values are in the state at this
+position; without one, the lowest id that can be dialled. A peer that never helped with a step holds up none.
+Each ready peer asks the peer that it takes for the leader for a place. A peer that follows another leader answers with
+that leader, so different views converge on the first in this order. A leader invites the peers it expects. If a leader
+before it in this order invites it, it joins that one with all its followers.
 The leader closes the group when all expected peers have asked, or at the matchmaking time with those that have. A peer
 that cannot be reached is left out, and is expected again only after a fresh record.
 
@@ -196,7 +198,8 @@ class Matchmaker:
         held, self._held = self._held, None
         leader = self._state.invitation()
         if held is not None and held[1] == self._roster.position():
-            leader = min(held[0], leader or held[0])  # the one that held a place, unless a better one has called
+            candidates = held[0], leader or held[0]  # the one that held a place, unless a better one has called
+            leader = min(candidates, key=self.candidates.rank)
         for _ in range(MAX_REDIRECTS):
             if self._is_closed:
                 raise RoundAborted("this peer leaves the run")
@@ -289,18 +292,15 @@ class Matchmaker:
         await asyncio.gather(*(reach(peer_id) for peer_id in others))
 
     def _choose_leader(self, unreachable: set[PeerId]) -> PeerId:
-        expected = self.candidates.expected()
-        candidates = [peer_id for peer_id, is_client in expected.items() if not is_client]
-        if not self._endpoint.client_mode:
-            candidates.append(self._endpoint.peer_id)
-        candidates = [peer_id for peer_id in candidates if peer_id not in unreachable]
+        candidates = [peer_id for peer_id in self._state.hosts() if peer_id not in unreachable]
         if candidates:
-            return min(candidates)
+            return min(candidates, key=self.candidates.rank)
         if unreachable:
             reason = "no peer that could lead a group can be reached from here"
             raise RoundAborted(self.candidates.with_refusals(reason), sorted(unreachable))
+        num_peers = len(self.candidates.expected()) + 1
         raise RoundAborted(
-            f"none of the {len(expected) + 1} peers can be dialled: all are in client mode; at least one must accept "
+            f"none of the {num_peers} peers can be dialled: all are in client mode; at least one must accept "
             "connections"
         )
 

@@ -86,10 +86,21 @@ class MatchmakingState:
             return None
         return inviter[0]
 
+    def hosts(self) -> list[PeerId]:
+        """This peer and the expected ones, as far as they can be dialled."""
+        own_ids = [] if self._endpoint.client_mode else [self._endpoint.peer_id]
+        return own_ids + [peer_id for peer_id, is_client in self._candidates.expected().items() if not is_client]
+
     def is_led_by(self, inviter: PeerId) -> bool:
         """Whether this peer should follow its inviter rather than lead."""
-        own_id = self._endpoint.peer_id
-        return self._endpoint.client_mode or inviter < own_id or inviter not in self._candidates.expected()
+        rank, expected = self._candidates.rank, self._candidates.expected()
+        is_before = rank(inviter) < rank(self._endpoint.peer_id) or inviter not in expected
+        return self.is_trusted(inviter) and (is_before or self._endpoint.client_mode)
+
+    def is_trusted(self, peer_id: PeerId) -> bool:
+        """Whether a peer's values are in the state here, or those of no peer that could lead."""
+        contributors = self._candidates.roster.contributors()
+        return peer_id in contributors or not any(host in contributors for host in self.hosts())
 
 
 @dataclass(eq=False)
@@ -135,7 +146,7 @@ class MatchmakingHandlers:
         if self.state.busy_at == request.position:
             self.state.note_call(remote, request.position)  # it joins if that round fails; else it is ahead soon
             return InviteResponse()
-        self._call(is_early=request.is_early)
+        self._call(remote, is_early=request.is_early)
         if self.state.following is not None:
             return self._answer_as_follower(remote, request.position)
         self.state.note_call(remote, request.position)
@@ -157,9 +168,9 @@ class MatchmakingHandlers:
                 raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
 
     def _answer_as_follower(self, remote: PeerId, position: Position) -> InviteResponse:
-        """Answer an invitation while this peer follows a leader: the lower of the two leaders wins."""
+        """Answer an invitation while this peer follows a leader: the first of the two leaders in their order wins."""
         assert self.state.following is not None
-        if self.state.following <= remote:
+        if self.candidates.rank(self.state.following) <= self.candidates.rank(remote):
             return self._follows(self.state.following) if self.state.following != remote else InviteResponse()
         self.state.turn_to(remote, position)
         return InviteResponse()
@@ -185,7 +196,7 @@ class MatchmakingHandlers:
         if self.state.following is not None:
             return self.group_leader.redirect(self.state.following)
         self.endpoint.learn(remote, readable_addresses(request.member.addresses))
-        self._call(is_early=request.is_early)
+        self._call(remote, is_early=request.is_early)
         if request.is_early:
             return await self.group_leader.reserve(remote, request.expects)
         return await self.group_leader.take_in(request)
@@ -204,7 +215,9 @@ class MatchmakingHandlers:
         if self._roster.position() != here:  # it took a while
             check_join(me, is_client, self.run_fingerprint, self._roster.position(), remote, request)
 
-    def _call(self, *, is_early: bool) -> None:
+    def _call(self, remote: PeerId, *, is_early: bool) -> None:
+        if not self.state.is_trusted(remote):
+            return  # this peer comes once it has read that the step is due
         if not is_early:
             self._roster.call_to_round()
             return

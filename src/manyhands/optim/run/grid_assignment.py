@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from manyhands.averaging.grid.seats import (
     MAX_ROUNDS_AGO,
@@ -82,6 +82,10 @@ class GridAssignment:
         """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
         seen = self._tracker.reader.observed().get(peer_id)
         return seen is not None and seen.record.position.step <= self._tracker.own.position.step
+
+    def contributors(self) -> Container[PeerId]:
+        """The peers whose samples are in the last step; none if a grid made it, or if that is not known."""
+        return self._tracker.contributors
 
     def call_to_round(self) -> None:
         self.called.set()

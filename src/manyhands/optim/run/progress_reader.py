@@ -121,7 +121,6 @@ class View:
 
     Attributes:
         trainers: records of the peers that train at the position.
-        leader: the lowest id of the trainers that can be dialled and are not missing; None without one.
         longest_batch_s: of the trainers that have published it.
         reachable: the peers at the position, auxiliary ones too, that are not missing.
         awaited: records of the trainers that are not missing.
@@ -143,7 +142,6 @@ class View:
         self.reachable = [peer_id for peer_id in here if peer_id not in missing]
         self.awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
         hosts = [peer_id for peer_id, seen in self.trainers.items() if not seen.record.is_client]
-        self.leader = min((peer_id for peer_id in hosts if peer_id not in missing), default=None)
         expected = self.reachable if needs_host and not hosts else self.awaited
         self.expected = {peer_id: here[peer_id].record.is_client for peer_id in expected}
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])

@@ -22,7 +22,7 @@ from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
-from manyhands.averaging.state.content import State
+from manyhands.averaging.state.content import Origin, State
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -60,6 +60,7 @@ class LocalState(Protocol):
     """
 
     position: Position
+    origin: Origin | None
     can_replay: bool
     norm_grows: bool
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import msgspec
 
@@ -63,6 +63,7 @@ class ProgressTracker:
         is_called: whether another peer has begun a round here, and this one has not come to it yet.
         is_moving: a round committed, and its result is being applied: the old position is published no more.
         is_busy: this peer averages, or waits for others to finish, however long it makes no sample.
+        contributors: the peers whose samples are in the last step, as far as all at this position know them.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
@@ -82,6 +83,7 @@ class ProgressTracker:
         self.on_outlook: Callable[[], None] | None = None
         self.is_called = self.is_moving = self.is_busy = False
         self.num_together = 0
+        self.contributors: Container[PeerId] = ()
         self.reader = ProgressReader(endpoint, dht, run_id)
         self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._endpoint = endpoint
@@ -151,20 +153,31 @@ class ProgressTracker:
         return peer_id == self._donor or self.branches.belief.has_met(peer_id)
 
     def move(
-        self, position: Position, lineage_samples: int, together_with: Sequence[PeerId], sketch: bytes = b""
+        self,
+        position: Position,
+        lineage_samples: int,
+        together_with: Sequence[PeerId],
+        sketch: bytes = b"",
+        contributors: Container[PeerId] = (),
     ) -> None:
         """This peer has made a step to ``position``.
 
         Args:
             together_with: the members of the round, also this one; none after a step alone.
         """
-        self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
+        self.num_together, self.contributors = 0 if self.own.seat.layout.sides else len(together_with), contributors
         self._note_round(position, lineage_samples, together_with)
         self._go_to(position, lineage_samples, sketch)
 
-    def load(self, position: Position, lineage_samples: int, donor: PeerId | None = None) -> None:
+    def load(
+        self,
+        position: Position,
+        lineage_samples: int,
+        donor: PeerId | None = None,
+        contributors: Container[PeerId] = (),
+    ) -> None:
         """This peer has loaded the state of ``position`` from a donor, or begins there."""
-        self.num_together, self._donor = 0, donor
+        self.num_together, self._donor, self.contributors = 0, donor, contributors
         self._go_to(position, lineage_samples, b"")  # others' sketches predate changes by their own code: a clamp, say
 
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
@@ -436,6 +449,9 @@ class ProgressTracker:
     @property
     def _is_led(self) -> bool:
         """Whether another peer reads at the target and calls this one: in a crowd, the leader of all others does."""
-        leader, own_id = self.view.leader, self._endpoint.peer_id
-        is_other = leader is not None and (self.own.is_client or leader < own_id)
-        return is_other and self._crowd_factor > 1.0 and not self.own.seat.layout.sides
+        if self._crowd_factor == 1.0 or self.own.seat.layout.sides:
+            return False
+        hosts = [peer_id for peer_id, seen in self.view.awaited.items() if not seen.record.is_client]
+        own_ids = [] if self.own.is_client else [self._endpoint.peer_id]
+        leader = min(hosts + own_ids, key=lambda peer_id: (peer_id not in self.contributors, peer_id), default=None)
+        return leader not in (None, self._endpoint.peer_id)
