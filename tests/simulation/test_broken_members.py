@@ -324,8 +324,7 @@ def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
     attack: Attack, num_strangers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, during, swarm = steps_under(attack, num_strangers)
-    print("XX", before, during, during / before)
-    assert (0.3 if attack in HELD_UP_BY else 0.7) * before <= during <= 1.2 * before
+    assert (0.3 if attack in HELD_UP_BY else 0.8) * before <= during <= 1.2 * before
     for member in swarm.members.values():
         counts = member.optimizer.statistics
         assert (counts.samples_dropped, counts.steps_alone) == (0, 0)
@@ -360,7 +359,7 @@ def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
                 matchmaker = rounds_of(member).matchmaker
                 matchmaker._endpoint.unhandle(JOIN)
                 matchmaker._endpoint.handle(JOIN, never)
-                matchmaker._choose_leader = lambda unreachable: swarm.members[names[1]].peer.peer_id  # type: ignore[method-assign]
+                matchmaker._choose_leader = lambda _: swarm.members[names[1]].peer.peer_id  # type: ignore[method-assign]
                 if not goes_on:
                     member.peer.sleep(1.0)
                     continue
@@ -377,8 +376,7 @@ def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
     swarm.run(2000.0)
     before = len([at for at in times if 5.0 < at < QUIET_S]) / (QUIET_S - 5.0)
     during = len([at for at in times if at >= QUIET_S]) / attack_s
-    print("XX", goes_on, averaging_timeout_s, before, during, during / before)
-    assert during >= 0.7 * before
+    assert during >= (0.8 if goes_on else 0.7) * before, "a quarter of the samples was its own"
 
 
 @pytest.mark.long

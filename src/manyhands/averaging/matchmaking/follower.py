@@ -243,7 +243,7 @@ class Matchmaker:
             unreachable.add(leader)
             patience_s = self._config.matchmaking_time_s
             if leader != own.peer_id and not is_early and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
-                self.candidates.note_in_vain([leader])
+                self.candidates.note_unclosed(leader)
             if isinstance(error, Refused):
                 self._refused(leader, error)
             elif is_gone:
