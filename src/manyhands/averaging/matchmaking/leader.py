@@ -36,14 +36,7 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit, wait_at_most
-from manyhands.base.errors import (
-    ManyhandsError,
-    NobodyThere,
-    PeerError,
-    Refused,
-    RoundAborted,
-    Unavailable,
-)
+from manyhands.base.errors import ManyhandsError, NobodyThere, PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.runtime import TaskOwner
 
