@@ -413,6 +413,21 @@ def test_one_of_the_peers_whose_values_are_in_the_state_leads(client: str) -> No
     world.check_that_groups_agree()
 
 
+@pytest.mark.parametrize("begins_s", [0.8, 1.0, 1.5])
+@pytest.mark.parametrize("others", ["cde", "bcde"])
+def test_a_peer_that_does_not_know_whose_values_are_in_the_state_is_led_all_the_same(
+    begins_s: float, others: str
+) -> None:
+    """As after it began from a checkpoint. a has the lowest id, and would lead."""
+    world = search(everybody("abcde", a={"begins_s": begins_s}, **{name: {"helped": others} for name in "bcde"}))
+    world.run()
+    for name in "abcde":
+        assert world.members(name) == set("abcde"), world[name].reasons
+        assert world[name].took_s < AT_ONCE_S
+        assert world[name].group.leader == world.ids[others[0]]  # type: ignore[union-attr]
+    world.check_that_groups_agree()
+
+
 @pytest.mark.parametrize("gone", [["b", "c"], ["c"]])
 def test_others_lead_if_none_of_the_peers_whose_values_are_in_the_state_can(gone: list[str]) -> None:
     """c is a client in one case."""

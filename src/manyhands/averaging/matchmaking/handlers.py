@@ -105,7 +105,7 @@ class MatchmakingHandlers:
         """Whether this peer should follow its inviter rather than lead."""
         rank, expected = self.candidates.rank, self.candidates.expected()
         is_before = rank(inviter) < rank(self.endpoint.peer_id) or inviter not in expected
-        return self._is_trusted(inviter) and (is_before or self.endpoint.client_mode)
+        return (is_before or self.endpoint.client_mode) and self._is_trusted(inviter)
 
     def _is_trusted(self, peer_id: PeerId) -> bool:
         """Whether a peer's values are in the state here, or those of no peer that could lead."""
@@ -128,6 +128,8 @@ class MatchmakingHandlers:
             raise Refused(
                 me, AVOIDED, "your peer failed this one twice in a row, so this one follows others for a while"
             )
+        if not self._is_trusted(remote):
+            raise Refused(me, AVOIDED, "a peer whose values are in the state leads")
         if self.busy_at == request.position:
             self._inviter = remote, request.position  # it joins if that round fails; else it is ahead soon
             return InviteResponse()
