@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
@@ -35,6 +35,9 @@ class Everybody:
 
     async def refresh(self) -> None:
         """Does nothing."""
+
+    def contributors(self) -> Container[PeerId]:
+        return ()
 
     def report_missing(self, peer_id: PeerId) -> None:
         if not self._may_leave:

@@ -26,6 +26,7 @@ class FixedRoster:
 
     Attributes:
         unknown: peers of which there is no record; with ``appear`` until the records have been read again.
+        helped: the peers whose values are in the state at this position.
     """
 
     others: dict[PeerId, bool]
@@ -34,6 +35,7 @@ class FixedRoster:
     num_calls: int = 0
     num_refreshes: int = 0
     unknown: set[PeerId] = field(default_factory=set)
+    helped: set[PeerId] = field(default_factory=set)
     appear: bool = False
 
     def position(self) -> Position:
@@ -49,6 +51,9 @@ class FixedRoster:
         self.num_refreshes += 1
         if self.appear:
             self.unknown.clear()
+
+    def contributors(self) -> set[PeerId]:
+        return self.helped
 
     def report_missing(self, peer_id: PeerId) -> None:
         self.missing.append(peer_id)

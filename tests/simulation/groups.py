@@ -40,6 +40,7 @@ class Seeker:
         gives_up_s: until when it holds it; until it looks, if that is None.
         failures: so many of its rounds fail, and it looks again ``pause_s`` later.
         gather_s: how long it waits for those whom it expects; ``matchmaking_time_s`` if that is None.
+        helped: the peers whose values are in the state at its position, as it knows.
         unread: peers whose records it has not read; it reads them when it looks again if ``appear``.
         finding: a further search that a test has begun.
     """
@@ -62,6 +63,7 @@ class Seeker:
     failures: int = 0
     pause_s: float = 0.0
     gather_s: float | None = None
+    helped: Iterable[str] = ()
     unread: Iterable[str] = ()
     appear: bool = False
     finding: asyncio.Task[None] | None = None
@@ -124,6 +126,7 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
             {ids[name]: by_name[name].is_client for name in seeker.knows},
             seeker.position,
             unknown={ids[name] for name in seeker.unread},
+            helped={ids[name] for name in seeker.helped},
             appear=seeker.appear,
         )
         rng = world.rng(f"groups of {host.name}")

@@ -305,7 +305,7 @@ async def only_publishes(stranger: Stranger) -> None:
     await stranger.publish()
 
 
-HELD_UP_BY = (invites_as_a_member, holds_places, joins)
+HELD_UP_BY = (holds_places, joins)
 """These still cost more steps than they should: 0.24 to 0.63 of them are left (docs/dev/next.md)."""
 
 
@@ -323,7 +323,7 @@ def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
     attack: Attack, num_strangers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, during, swarm = steps_under(attack, num_strangers)
-    assert (0.3 if attack in HELD_UP_BY else 0.7) * before <= during <= 1.2 * before
+    assert (0.3 if attack in HELD_UP_BY else 0.8) * before <= during <= 1.2 * before
     for member in swarm.members.values():
         counts = member.optimizer.statistics
         assert (counts.samples_dropped, counts.steps_alone) == (0, 0)
@@ -332,11 +332,50 @@ def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
         assert "but too few others do: it is not followed" in caplog.text
 
 
-def test_a_leader_that_never_closes_is_avoided_also_if_a_round_has_little_more_time_than_its_search() -> None:
-    before, during, _ = steps_under(
-        invites_as_a_member, averaging=AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=10.0)
-    )
-    assert during >= 0.3 * before
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("averaging_timeout_s", [40.0, 10.0])
+def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
+    averaging_timeout_s: float, *, goes_on: bool
+) -> None:
+    """It has the lowest id, and after a while its groups never form, also if it ``goes_on`` to come to those of others.
+
+    In a round of 10 s there is little more time than for the search.
+    """
+    swarm, times = Swarm(seed=4), []
+    names = sorted(["a", "b", "c", "d"], key=lambda name: swarm.world.identity(name).peer_id)
+    attack_s = 3 * ATTACK_S
+    averaging = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=averaging_timeout_s)
+
+    async def never(remote: PeerId, request: JoinRequest) -> JoinResponse:
+        await asyncio.sleep(3600.0)
+        raise AssertionError
+
+    def train(member: Member) -> None:
+        together(len(names), member)
+        loop, number, seen, step = swarm.world.loop, names.index(member.name), 0, 0
+        while loop.time() < QUIET_S + attack_s:
+            if number == 0 and loop.time() >= QUIET_S:
+                matchmaker = rounds_of(member).matchmaker
+                matchmaker._endpoint.unhandle(JOIN)
+                matchmaker._endpoint.handle(JOIN, never)
+                matchmaker._choose_leader = lambda _: swarm.members[names[1]].peer.peer_id  # type: ignore[method-assign]
+                if not goes_on:
+                    member.peer.sleep(1.0)
+                    continue
+            member.step(loss_of(member.model, 100 * step + number), 0.4 + 0.05 * number)
+            step += 1
+            if number == 1 and member.optimizer.global_step > seen:
+                seen = member.optimizer.global_step
+                times.append(loop.time())
+
+    for name in names:
+        swarm.start(
+            name, new_model, sgd, train, target_batch_size=8 * TARGET, batch_size_per_step=BATCH, averaging=averaging
+        )
+    swarm.run(2000.0)
+    before = len([at for at in times if 5.0 < at < QUIET_S]) / (QUIET_S - 5.0)
+    during = len([at for at in times if at >= QUIET_S]) / attack_s
+    assert during >= (0.8 if goes_on else 0.7) * before, "a quarter of the samples was its own"
 
 
 @pytest.mark.long

@@ -377,8 +377,9 @@ def test_a_peer_of_another_manifest_is_refused_in_words_and_waited_for_by_nobody
     assert world[name].took_s < AT_ONCE_S
 
 
+@pytest.mark.parametrize("helped", ["", "dfg"])
 @pytest.mark.parametrize("seed", few_of(range(12), 2))
-def test_a_swarm_that_each_sees_otherwise(seed: int) -> None:
+def test_a_swarm_that_each_sees_otherwise(seed: int, helped: str) -> None:
     """Each knows its neighbours in a ring, and some others. All find a group or a reason, none waits for a timer."""
     rng = random.Random(seed)
     names = "abcdefgh"
@@ -387,7 +388,10 @@ def test_a_swarm_that_each_sees_otherwise(seed: int) -> None:
         name: {order[index - 1], order[(index + 1) % len(order)], *rng.sample(names, 2)} - {name}
         for index, name in enumerate(order)
     }
-    world = search([Seeker(name, sorted(knows[name]), rng.uniform(1.0, 1.5), attempts=6) for name in names], seed=seed)
+    world = search(
+        [Seeker(name, sorted(knows[name]), rng.uniform(1.0, 1.5), attempts=6, helped=helped) for name in names],
+        seed=seed,
+    )
     world.run()
     world.check_that_groups_agree()
     for name in names:
@@ -395,6 +399,75 @@ def test_a_swarm_that_each_sees_otherwise(seed: int) -> None:
         assert world[name].took_s < 4.0, (name, world[name].reasons)
     largest = max(len(world.members(name)) for name in names)
     assert largest >= len(names) - 2
+
+
+@pytest.mark.parametrize("client", ["", "c"])
+def test_one_of_the_peers_whose_values_are_in_the_state_leads(client: str) -> None:
+    """a and b have the lowest ids and call the others, but are new."""
+    world = search(everybody("abcde", **{name: {"helped": "cde", "is_client": name == client} for name in "abcde"}))
+    world.run()
+    for name in "abcde":
+        assert world.members(name) == set("abcde"), world[name].reasons
+        assert world[name].took_s < AT_ONCE_S
+        assert world[name].group.leader == world.ids["d" if client else "c"]  # type: ignore[union-attr]
+    world.check_that_groups_agree()
+
+
+@pytest.mark.parametrize("begins_s", [0.8, 1.0, 1.5])
+@pytest.mark.parametrize("others", ["cde", "bcde"])
+def test_a_peer_that_does_not_know_whose_values_are_in_the_state_is_led_all_the_same(
+    begins_s: float, others: str
+) -> None:
+    """As after it began from a checkpoint. a has the lowest id, and would lead."""
+    world = search(everybody("abcde", a={"begins_s": begins_s}, **{name: {"helped": others} for name in "bcde"}))
+    world.run()
+    for name in "abcde":
+        assert world.members(name) == set("abcde"), world[name].reasons
+        assert world[name].took_s < AT_ONCE_S
+        assert world[name].group.leader == world.ids[others[0]]  # type: ignore[union-attr]
+    world.check_that_groups_agree()
+
+
+@pytest.mark.parametrize("gone", [["b", "c"], ["c"]])
+def test_others_lead_if_none_of_the_peers_whose_values_are_in_the_state_can(gone: list[str]) -> None:
+    """c is a client in one case."""
+    changes = {name: {"helped": "bc"} for name in "ade"} | {name: {"helped": "bc", "begins_s": None} for name in gone}
+    world = search(everybody("abcde", **{"b": {"helped": "bc", "is_client": True}, **changes}))
+    for name in gone:
+        world.world.schedule(at(0.9).kill(name))
+    world.run()
+    rest = set("abcde") - set(gone)
+    for name in rest:
+        assert world.members(name) == rest, world[name].reasons
+        assert world[name].took_s < DIAL_S
+        assert world[name].group.leader == world.ids["a"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("helped", "num_calls"), [("", 1), ("c", 1), ("b", 0)])
+def test_a_newcomer_calls_nobody_to_a_round_that_others_can_lead(helped: str, num_calls: int) -> None:
+    """c asks b for a place or calls it, and b has not read yet that the step is due."""
+    world = search(everybody("bc", b={"begins_s": None, "helped": helped}, c={"helped": helped}))
+    world.run(5.0)
+    assert min(world["b"].roster.num_calls, 1) == num_calls
+
+
+def test_a_peer_that_does_not_answer_the_leader_is_not_waited_for_because_of_a_fresh_record() -> None:
+    """d is alive, but serves no calls of this run; c comes 0.3 s later."""
+    world = search(everybody("abcd", c={"begins_s": 1.3}, d={"begins_s": None}))
+
+    def deaf() -> None:
+        assert world["d"].matchmaker is not None
+        world["d"].matchmaker._handlers.close()
+
+    def publish() -> None:
+        world["a"].roster.missing.remove(world.ids["d"])
+
+    world.world.loop.call_at(0.8, deaf)
+    world.world.loop.call_at(1.25, publish)
+    world.run()
+    for name in "abc":
+        assert world.members(name) == set("abc"), world[name].reasons
+    assert world["c"].took_s < AT_ONCE_S / 2
 
 
 def test_clients_only_say_so_at_once() -> None:

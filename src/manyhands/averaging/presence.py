@@ -23,7 +23,7 @@ import hashlib
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -198,6 +198,10 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
         """Whether a peer has published its position, with matching tensors."""
         seen = self.observed().get(peer_id)
         return seen is not None and seen.record.tensors == self.own.tensors
+
+    def contributors(self) -> Container[PeerId]:
+        """Not known: an averager that comes later would know others."""
+        return ()
 
     def report_missing(self, peer_id: PeerId) -> None:
         super().report_missing(peer_id)

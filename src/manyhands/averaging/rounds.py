@@ -232,8 +232,10 @@ class RoundRunner:
                 order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
             others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
             struck = {group.members[number].peer_id for number in recovery.struck} & set(verdict.blamed)
-            manifest, candidates = verdict.manifest, self.matchmaker.candidates
-            candidates.note_round(others, verdict.blamed, struck, is_committed=manifest is not None)
+            manifest = verdict.manifest
+            self.matchmaker.candidates.note_round(
+                others, verdict.blamed, struck, leader=group.leader, is_committed=manifest is not None
+            )
             if manifest is None:
                 if not any(member.weight > 0 for member in group.members):
                     raise NothingToAverage(verdict.reason, verdict.blamed)

@@ -55,6 +55,24 @@ def test_a_known_peer_may_be_late_once_and_is_then_waited_for_less_and_less() ->
     run(story())
 
 
+def test_a_leader_that_did_not_close_its_group_is_followed_less_and_less_until_it_has_led_a_round() -> None:
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        view.note_unclosed(BAD)
+        assert view.is_heeded(BAD)
+        for number in range(3):
+            view.note_unclosed(BAD)
+            view.note_round([GOOD, BAD], [], leader=GOOD, is_committed=True)
+            assert view.expected() == {GOOD: False}
+            await asyncio.sleep(WAIT_S * 4.0**number)
+            assert view.is_heeded(BAD)
+        view.note_round([GOOD, BAD], [], leader=BAD, is_committed=True)
+        view.note_unclosed(BAD)
+        assert view.is_heeded(BAD)
+
+    run(story())
+
+
 def test_a_refusal_does_not_lapse() -> None:
     async def story() -> None:
         view, _ = after_a_good_round()
@@ -150,7 +168,8 @@ def test_what_is_remembered_is_bounded() -> None:
         for number in range(10_000):
             view.note_round([peer(number)], [], is_committed=True)
             view.note_in_vain([peer(number)])
+            view.note_unclosed(peer(number))
             view.strike(peer(number))
-        assert max(len(known) for known in (view._avoided.known, view._strikes)) <= 4096
+        assert max(len(known) for known in (view._avoided.known, view._not_followed.known, view._strikes)) <= 4096
 
     run(story())

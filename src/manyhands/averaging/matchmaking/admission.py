@@ -12,24 +12,15 @@ from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
 # codes of refusals
-BEHIND = "behind"
-"""The asked peer has made steps that the asking one has not."""
-TOLD_BEHIND = "told_behind"
-"""Likewise, but the asked peer only heard so from a peer that it invited."""
-OTHER_MANIFEST = "other_manifest"
-"""The asking peer has another model or other settings."""
-OTHER_POSITION = "other_position"
-"""The asking peer is at another position in the run."""
-UNKNOWN = "unknown"
-"""There is no record of the asking peer."""
-REFUSED = "refused"
-"""The values of the asking peer were too large in three rounds."""
-AVOIDED = "avoided"
-"""Of an invitation: the inviting peer did not come, or was to blame, twice in a row."""
-BUSY = "busy"
-"""The asked peer would lead, but its training loop did not come to the round."""
-FULL = "full"
-"""All places of the group are taken."""
+BEHIND = "behind"  # the asked peer has made steps that the asking one has not
+TOLD_BEHIND = "told_behind"  # likewise, but the asked peer only heard so from a peer that it invited
+OTHER_MANIFEST = "other_manifest"  # the asking peer has another model or other settings
+OTHER_POSITION = "other_position"  # the asking peer is at another position in the run
+UNKNOWN = "unknown"  # there is no record of the asking peer
+REFUSED = "refused"  # the values of the asking peer were too large in three rounds
+AVOIDED = "avoided"  # of an invitation: its sender did not come, or was to blame, twice in a row, or may not lead
+BUSY = "busy"  # the asked peer would lead, but its training loop did not come to the round
+FULL = "full"  # all places of the group are taken
 
 WIDE_AREA_RTT_S = 0.01
 """Round trip; within one site it is shorter."""

@@ -3,30 +3,32 @@
 =============================================================  ======================================================
 what another peer did                                          what follows here
 =============================================================  ======================================================
-it was to blame in a committed round; or it, or the group      the second time in a row: it is not waited for, and its
-that it led, did not come within the longest wait              calls are ignored, for the longest wait, then four
+it was to blame in a committed round, or did not come within   the second time in a row: it is not waited for, and its
+the longest wait                                               calls are ignored, for the longest wait, then four
                                                                times that, ... 10 min
+its group did not close within the longest wait                likewise, counted on its own
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ... a day
 =============================================================  ======================================================
 
-A peer that is not waited for still gets a place if it comes by itself. A round without blame ends the first penalty.
-Ten such rounds cancel one round with values that were too large.
+A peer that is not waited for still gets a place if it comes by itself. A round without blame ends the first penalty,
+and one that the peer led ends the second: else a peer could come to one round and then hold up two, again and again.
+Ten rounds without blame cancel one round with values that were too large.
 
 A leader does not wait for a peer that refuses its call because it avoids the leader, nor for one that follows a leader
 which this one avoids. It blames such a peer only if the answer comes late. So honest peers do not avoid each other in
 turn.
 
-The first penalty begins with the time that the peer has cost here, because it may be innocent: a broken link between
+These two begin with the time that the peer has cost here, because it may be innocent: a broken link between
 two honest peers looks the same at both ends. So after a short fault both go on together after a short time. While a
-penalty lasts, no further one is added. If a peer then behaves for as long as its next first penalty would last, these
-begin again with the shortest. A peer that loses all its connections was cut off itself, and ends all first penalties.
+penalty lasts, no further one is added. If a peer then behaves for as long as its next penalty would last, they
+begin again with the shortest. A peer that loses all its connections was cut off itself, and forgives everybody.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -75,6 +77,9 @@ class Roster(Protocol):
     async def refresh(self) -> None:
         """Read the peers' current records."""
 
+    def contributors(self) -> Container[PeerId]:
+        """The peers whose values are in the state at this position: one of them leads, if any can."""
+
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer did not come; it is expected again only after a fresh record."""
 
@@ -96,7 +101,9 @@ class Candidates:
         self.roster = roster
         self.refusals: dict[PeerId, str] = {}
         self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
+        self._not_followed = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S, factor=2.0, lapses=False)
+        self._penalties = self._avoided, self._not_followed, self._refused
         self._strikes: dict[PeerId, float] = {}
         self._ahead: dict[PeerId, tuple[Position, float]] = {}  # where it said that, and when (loop time)
         self._met: set[bytes] = set()
@@ -109,7 +116,7 @@ class Candidates:
             for peer_id, (there, since) in self._ahead.items()
             if there == position and since + BELIEVE_BEHIND_S <= now
         }
-        if not (disbelieved or self._avoided.known or self._refused.known):  # as nearly always
+        if not (disbelieved or any(penalty.known for penalty in self._penalties)):  # as nearly always
             return expected
         return {
             peer_id: is_client
@@ -117,13 +124,17 @@ class Candidates:
             if peer_id not in disbelieved and self.is_heeded(peer_id)
         }
 
+    def rank(self, peer_id: PeerId) -> tuple[bool, PeerId]:
+        """Of several leaders the one with the lowest rank leads; all peers at one position agree on that."""
+        return peer_id not in self.roster.contributors(), peer_id
+
     def is_refused(self, peer_id: PeerId) -> bool:
         """Whether a peer gets no place."""
         return self._refused.is_on(peer_id)
 
     def is_heeded(self, peer_id: PeerId) -> bool:
         """Whether this peer waits for another one, and follows its calls."""
-        return not (self._avoided.is_on(peer_id) or self.is_refused(peer_id))
+        return not any(penalty.is_on(peer_id) for penalty in self._penalties)
 
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer does not come; others may still expect it."""
@@ -136,6 +147,7 @@ class Candidates:
         blamed: Collection[PeerId],
         struck: Collection[PeerId] = (),
         *,
+        leader: PeerId | None = None,
         is_committed: bool,
     ) -> None:
         """Record a round: a peer to blame is expected again only after a fresh record, and later each time.
@@ -157,20 +169,28 @@ class Candidates:
                 self._avoided.add(peer_id, num_free=1)
                 continue
             self._avoided.known.pop(peer_id, None)
+            if peer_id == leader:
+                self._not_followed.known.pop(peer_id, None)
             if peer_id in self._strikes:
                 self._strikes[peer_id] -= 1 / GOOD_ROUNDS
                 if self._strikes[peer_id] <= 0:
                     del self._strikes[peer_id]
 
     def note_in_vain(self, peer_ids: Iterable[PeerId]) -> None:
-        """These peers, or the groups they led, did not come within the longest wait."""
+        """These peers did not come within the longest wait."""
         for peer_id in peer_ids:
             logger.info("peer %s did not come to the round in time", peer_id)
             self._avoided.add(peer_id, num_free=1)
 
+    def note_unclosed(self, leader: PeerId) -> None:
+        """A leader's group did not close within the longest wait."""
+        logger.info("peer %s did not close its group in time", leader)
+        self._not_followed.add(leader, num_free=1)
+
     def forgive(self) -> None:
         """This peer itself was cut off: the others did not keep it waiting."""
         self._avoided.known.clear()
+        self._not_followed.known.clear()
 
     def strike(self, peer_id: PeerId) -> float:
         """At least two other members found a peer's values too large; returns how many seconds it is now refused."""

@@ -1,8 +1,10 @@
 """Matchmaking: how peers that are ready for a round form one group.
 
-The leader is the lowest expected peer id that can be dialled. Each ready peer asks the peer that it takes for the
-leader for a place. A peer that follows another leader answers with that leader, so different views converge on the
-lowest. A leader invites the peers it expects. If a lower leader invites it, it joins that one with all its followers.
+The leader is the expected peer with the lowest id that can be dialled and whose values are in the state at this
+position; without one, the lowest id that can be dialled. A peer that never helped with a step holds up none.
+Each ready peer asks the peer that it takes for the leader for a place. A peer that follows another leader answers with
+that leader, so different views converge on the first in this order. A leader invites the peers it expects. If a leader
+before it in this order invites it, it joins that one with all its followers.
 The leader closes the group when all expected peers have asked, or at the matchmaking time with those that have. A peer
 that cannot be reached is left out, and is expected again only after a fresh record.
 
@@ -25,16 +27,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking.admission import (
-    BEHIND,
-    BUSY,
-    FULL,
-    OTHER_MANIFEST,
-    TOLD_BEHIND,
-    fault_of,
-)
+from manyhands.averaging.matchmaking.admission import BEHIND, BUSY, FULL, OTHER_MANIFEST, TOLD_BEHIND, fault_of
 from manyhands.averaging.matchmaking.candidates import Candidates, Roster, short_ids
-from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers, MatchmakingState
+from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers
 from manyhands.averaging.matchmaking.leader import HOLD_S, GroupLeader
 from manyhands.averaging.messages import (
     JOIN,
@@ -94,10 +89,7 @@ class Matchmaker:
         self.candidates = Candidates(roster, config.matchmaking_time_s)
         self._tasks = TaskOwner("matchmaking")
         self._group_leader = GroupLeader(endpoint, run_fingerprint, self.candidates, config, rng, self._tasks)
-        self._state = MatchmakingState(endpoint, self.candidates)
-        self._handlers = MatchmakingHandlers(
-            endpoint, run_fingerprint, self.candidates, self._group_leader, self._state, config
-        )
+        self._handlers = MatchmakingHandlers(endpoint, run_fingerprint, self.candidates, self._group_leader, config)
         self._gather_s = config.matchmaking_time_s
         self._ends_at = math.inf
         self._is_closed = False
@@ -123,16 +115,16 @@ class Matchmaker:
     @contextmanager
     def in_round(self, group: Group) -> Iterator[None]:
         """Mark this peer as in a round. If the round commits, it stays busy until its position changes."""
-        self._state.busy_at = group.position
+        self._handlers.busy_at = group.position
         try:
             yield
         except BaseException:
-            self._state.busy_at = None
+            self._handlers.busy_at = None
             raise
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
-        return self._state.sought_at == math.inf and self._state.following == leader
+        return self._handlers.sought_at == math.inf and self._handlers.following == leader
 
     async def find_group(
         self, weight: float, bandwidth: int, gather_s: float | None = None, timeout_s: float = math.inf
@@ -149,11 +141,11 @@ class Matchmaker:
         own = self._member(weight, bandwidth)
         self._gather_s = self._config.matchmaking_time_s if gather_s is None else gather_s
         self._ends_at = asyncio.get_running_loop().time() + timeout_s
-        self._state.sought_at = math.inf
+        self._handlers.sought_at = math.inf
         try:
             return await self._find(own)
         finally:
-            self._state.sought_at = asyncio.get_running_loop().time()
+            self._handlers.sought_at = asyncio.get_running_loop().time()
 
     def _member(self, weight: float, bandwidth: int) -> Member:
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
@@ -171,47 +163,40 @@ class Matchmaker:
         unreachable: set[PeerId] = set()
         while not self._is_closed and self._roster.position().lineage == lineage:
             try:
-                leader = await self._hold_with(leader, own, unreachable)
+                if leader is None and (leader := self._handlers.invitation()) in unreachable:
+                    leader = None  # a stranger may invite again
+                leader = leader or self._choose_leader(unreachable)
+                self._held = (leader, self._roster.position())
+                response = await self._ask(leader, own, unreachable, is_early=True)
+                if response is None or response.leader:
+                    leader = None if response is None else await self._redirected(response, unreachable)
             except (Unavailable, PeerError, RoundAborted) as error:
                 logger.debug("no place in a group yet: %s", error)  # it is looked for again when the step is due
                 leader = None
                 await asyncio.sleep(HOLD_AGAIN_S)
                 unreachable.clear()
 
-    async def _hold_with(self, leader: PeerId | None, own: Member, unreachable: set[PeerId]) -> PeerId | None:
-        """Hold a place with one leader for a while; returns the leader to go on with, None to choose another."""
-        if leader is None and (leader := self._state.invitation()) in unreachable:
-            leader = None  # a stranger may invite again
-        leader = leader or self._choose_leader(unreachable)
-        self._held = (leader, self._roster.position())
-        response = await self._ask(leader, own, unreachable, is_early=True)
-        if response is None or not response.leader:
-            return leader if response is not None else None
-        return await self._redirected(response, unreachable)
-
     async def _find(self, own: Member) -> Group:
         unreachable: set[PeerId] = set()
         self._group_leader.shunned = unreachable
         self.candidates.refusals.clear()
         held, self._held = self._held, None
-        leader = self._state.invitation()
+        leader = self._handlers.invitation()
         if held is not None and held[1] == self._roster.position():
-            leader = min(held[0], leader or held[0])  # the one that held a place, unless a better one has called
+            candidates = held[0], leader or held[0]  # the one that held a place, unless a better one has called
+            leader = min(candidates, key=self.candidates.rank)
         for _ in range(MAX_REDIRECTS):
             if self._is_closed:
                 raise RoundAborted("this peer leaves the run")
-            leader = leader or self._state.invitation() or self._choose_leader(unreachable)
+            leader = leader or self._handlers.invitation() or self._choose_leader(unreachable)
             response = await self._ask(leader, own, unreachable)
-            if response is None:
-                leader = None
-                continue
-            if response.group is not None:
+            if response is not None and response.group is not None:
                 fault = fault_of(response.group, leader, own, self._roster.position(), self._config.codec)
                 if fault is None:
                     return response.group
                 self.candidates.report_missing(leader)
                 raise RoundAborted(fault, [leader])
-            leader = await self._redirected(response, unreachable)
+            leader = None if response is None else await self._redirected(response, unreachable)
         raise RoundAborted(f"no group found after {MAX_REDIRECTS} redirects")
 
     async def _ask(
@@ -240,7 +225,7 @@ class Matchmaker:
             unreachable.add(leader)
             patience_s = self._config.matchmaking_time_s
             if leader != own.peer_id and not is_early and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
-                self.candidates.note_in_vain([leader])
+                self.candidates.note_unclosed(leader)
             if isinstance(error, Refused):
                 self._refused(leader, error)
             elif is_gone:
@@ -280,28 +265,19 @@ class Matchmaker:
             except PeerError:
                 pass  # it answers
 
-        hosts = [peer_id for peer_id, is_client in self.candidates.expected().items() if not is_client]
-        others = [
-            peer_id
-            for peer_id in hosts
-            if peer_id not in unreachable and peer_id != leader and not self._endpoint.is_connected(peer_id)
-        ]
-        await asyncio.gather(*(reach(peer_id) for peer_id in others))
+        hosts = set(self._handlers.hosts()) - unreachable - {leader, self._endpoint.peer_id}
+        await asyncio.gather(*(reach(peer_id) for peer_id in sorted(hosts) if not self._endpoint.is_connected(peer_id)))
 
     def _choose_leader(self, unreachable: set[PeerId]) -> PeerId:
-        expected = self.candidates.expected()
-        candidates = [peer_id for peer_id, is_client in expected.items() if not is_client]
-        if not self._endpoint.client_mode:
-            candidates.append(self._endpoint.peer_id)
-        candidates = [peer_id for peer_id in candidates if peer_id not in unreachable]
+        candidates = [peer_id for peer_id in self._handlers.hosts() if peer_id not in unreachable]
         if candidates:
-            return min(candidates)
+            return min(candidates, key=self.candidates.rank)
         if unreachable:
             reason = "no peer that could lead a group can be reached from here"
             raise RoundAborted(self.candidates.with_refusals(reason), sorted(unreachable))
         raise RoundAborted(
-            f"none of the {len(expected) + 1} peers can be dialled: all are in client mode; at least one must accept "
-            "connections"
+            f"none of the {len(self.candidates.expected()) + 1} peers can be dialled: all are in client mode; at least "
+            "one must accept connections"
         )
 
     async def _follow(
@@ -320,7 +296,7 @@ class Matchmaker:
             is_early,
             gather_s=0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
         )
-        better = self._state.follow(leader)
+        better = self._handlers.follow(leader)
         self._group_leader.send_to(leader)
         gather_s = HOLD_S if is_early else self._gather_s
         spare_s = math.inf if is_early else max(self._ends_at - loop.time() - gather_s, 0.0)
@@ -331,7 +307,7 @@ class Matchmaker:
             either: list[asyncio.Future[Any]] = [asking, better]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and isinstance(asking.exception(), Unavailable):
-                self._state.unfollow()  # redirect no more peers there
+                self._handlers.unfollow()  # redirect no more peers there
                 await trying
             if not asking.done() and (is_early or await self._may_leave(leader, request.position, asking)):
                 unreachable.discard(better.result())  # it has just called
@@ -341,7 +317,7 @@ class Matchmaker:
             asking.cancel()
             trying.cancel()
             await asyncio.gather(asking, trying, return_exceptions=True)
-            self._state.unfollow()  # last: other peers must not find this peer gone before its round begins
+            self._handlers.unfollow()  # last: other peers must not find this peer gone before its round begins
 
     async def _may_leave(self, leader: PeerId, position: Position, asking: asyncio.Task[JoinResponse]) -> bool:
         """Ask a leader for leave to join a better one; False if the group closed with this peer in it."""

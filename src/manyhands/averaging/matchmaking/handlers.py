@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
@@ -41,8 +40,8 @@ ROUND_GAP_S = 1.0
 """Pause between two attempts of one step in a grid."""
 
 
-class MatchmakingState:
-    """What the search for a group and the handlers share.
+class MatchmakingHandlers:
+    """Serves JOIN, LEAVE and INVITE for one run, and holds what these share with this peer's own search.
 
     Attributes:
         following: the leader that this peer has asked for a place and waits for.
@@ -50,14 +49,35 @@ class MatchmakingState:
         sought_at: when it last looked for a group (loop time); infinite during a search.
     """
 
-    def __init__(self, endpoint: RunEndpoint, candidates: Candidates) -> None:
-        self._endpoint = endpoint
-        self._candidates = candidates
+    def __init__(
+        self,
+        endpoint: RunEndpoint,
+        run_fingerprint: bytes,
+        candidates: Candidates,
+        group_leader: GroupLeader,
+        config: AveragingConfig,
+    ) -> None:
+        self.endpoint = endpoint
+        self.run_fingerprint = run_fingerprint
+        self.candidates = candidates
+        self.group_leader = group_leader
+        self.config = config
         self.following: PeerId | None = None
         self.busy_at: Position | None = None
         self.sought_at = -math.inf
+        self.on_called_ahead: list[Callable[[], None]] = []
+        self._coming: dict[PeerId, JoinRequest] = {}  # requests that were not given a place yet
         self._inviter: tuple[PeerId, Position] | None = None
         self._better: asyncio.Future[PeerId] | None = None
+        self._roster = candidates.roster
+        endpoint.handle(JOIN, self._on_join)
+        endpoint.handle(LEAVE, self._on_leave)
+        endpoint.handle(INVITE, self._on_invite)
+
+    def close(self) -> None:
+        self.endpoint.unhandle(JOIN)
+        self.endpoint.unhandle(LEAVE)
+        self.endpoint.unhandle(INVITE)
 
     def follow(self, leader: PeerId) -> asyncio.Future[PeerId]:
         """Wait for a leader from now on; the future resolves to a better one when that calls."""
@@ -69,52 +89,28 @@ class MatchmakingState:
         """Stop waiting: the leader has answered, or is not asked any more."""
         self.following = self._better = None
 
-    def note_call(self, leader: PeerId, position: Position) -> None:
-        """Remember a leader's invitation, for this peer's next search there."""
-        self._inviter = (leader, position)
-
-    def turn_to(self, leader: PeerId, position: Position) -> None:
-        """Leave the current leader for a better one that has called."""
-        if self._better is not None and not self._better.done():
-            self.note_call(leader, position)
-            self._better.set_result(leader)
-
     def invitation(self) -> PeerId | None:
         """The leader whose invitation this peer should follow, if any; each invitation counts once."""
         inviter, self._inviter = self._inviter, None
-        if inviter is None or inviter[1] != self._candidates.roster.position() or not self.is_led_by(inviter[0]):
+        if inviter is None or inviter[1] != self._roster.position() or not self._is_led_by(inviter[0]):
             return None
         return inviter[0]
 
-    def is_led_by(self, inviter: PeerId) -> bool:
+    def hosts(self) -> list[PeerId]:
+        """This peer and the expected ones, as far as they can be dialled."""
+        own_ids = [] if self.endpoint.client_mode else [self.endpoint.peer_id]
+        return own_ids + [peer_id for peer_id, is_client in self.candidates.expected().items() if not is_client]
+
+    def _is_led_by(self, inviter: PeerId) -> bool:
         """Whether this peer should follow its inviter rather than lead."""
-        own_id = self._endpoint.peer_id
-        return self._endpoint.client_mode or inviter < own_id or inviter not in self._candidates.expected()
+        rank, expected = self.candidates.rank, self.candidates.expected()
+        is_before = rank(inviter) < rank(self.endpoint.peer_id) or inviter not in expected
+        return (is_before or self.endpoint.client_mode) and self._is_trusted(inviter)
 
-
-@dataclass(eq=False)
-class MatchmakingHandlers:
-    """Serves JOIN, LEAVE and INVITE for one run."""
-
-    endpoint: RunEndpoint
-    run_fingerprint: bytes
-    candidates: Candidates
-    group_leader: GroupLeader
-    state: MatchmakingState
-    config: AveragingConfig
-    on_called_ahead: list[Callable[[], None]] = field(default_factory=list)
-    _coming: dict[PeerId, JoinRequest] = field(default_factory=dict)  # requests that were not given a place yet
-
-    def __post_init__(self) -> None:
-        self._roster = self.candidates.roster
-        self.endpoint.handle(JOIN, self._on_join)
-        self.endpoint.handle(LEAVE, self._on_leave)
-        self.endpoint.handle(INVITE, self._on_invite)
-
-    def close(self) -> None:
-        self.endpoint.unhandle(JOIN)
-        self.endpoint.unhandle(LEAVE)
-        self.endpoint.unhandle(INVITE)
+    def _is_trusted(self, peer_id: PeerId) -> bool:
+        """Whether a peer's values are in the state here, or those of no peer that could lead."""
+        contributors = self._roster.contributors()
+        return peer_id in contributors or not any(host in contributors for host in self.hosts())
 
     async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
         await self._catch_up(request.position)
@@ -132,15 +128,21 @@ class MatchmakingHandlers:
             raise Refused(
                 me, AVOIDED, "your peer failed this one twice in a row, so this one follows others for a while"
             )
-        if self.state.busy_at == request.position:
-            self.state.note_call(remote, request.position)  # it joins if that round fails; else it is ahead soon
+        if not self._is_trusted(remote):
+            raise Refused(me, AVOIDED, "a peer whose values are in the state leads")
+        if self.busy_at == request.position:
+            self._inviter = remote, request.position  # it joins if that round fails; else it is ahead soon
             return InviteResponse()
-        self._call(is_early=request.is_early)
-        if self.state.following is not None:
-            return self._answer_as_follower(remote, request.position)
-        self.state.note_call(remote, request.position)
+        self._call(remote, is_early=request.is_early)
+        if self.following is not None and self.candidates.rank(self.following) <= self.candidates.rank(remote):
+            return self._follows(self.following) if self.following != remote else InviteResponse()
+        self._inviter = remote, request.position
+        if self._better is not None:
+            if not self._better.done():
+                self._better.set_result(remote)
+            return InviteResponse()
         pending = self.group_leader.pending
-        if pending is not None and self.state.is_led_by(remote):
+        if pending is not None and self._is_led_by(remote):
             self.group_leader.send_to(remote)
         elif pending is not None and me in pending.joined:
             return self._follows(me)
@@ -155,14 +157,6 @@ class MatchmakingHandlers:
             await self.group_leader.look_again()
             if not self._roster.is_known(remote):
                 raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
-
-    def _answer_as_follower(self, remote: PeerId, position: Position) -> InviteResponse:
-        """Answer an invitation while this peer follows a leader: the lower of the two leaders wins."""
-        assert self.state.following is not None
-        if self.state.following <= remote:
-            return self._follows(self.state.following) if self.state.following != remote else InviteResponse()
-        self.state.turn_to(remote, position)
-        return InviteResponse()
 
     def _follows(self, leader: PeerId) -> InviteResponse:
         redirect = self.group_leader.redirect(leader)
@@ -182,10 +176,10 @@ class MatchmakingHandlers:
         finally:
             if self._coming.get(remote) is request:
                 del self._coming[remote]
-        if self.state.following is not None:
-            return self.group_leader.redirect(self.state.following)
+        if self.following is not None:
+            return self.group_leader.redirect(self.following)
         self.endpoint.learn(remote, readable_addresses(request.member.addresses))
-        self._call(is_early=request.is_early)
+        self._call(remote, is_early=request.is_early)
         if request.is_early:
             return await self.group_leader.reserve(remote, request.expects)
         return await self.group_leader.take_in(request)
@@ -204,7 +198,9 @@ class MatchmakingHandlers:
         if self._roster.position() != here:  # it took a while
             check_join(me, is_client, self.run_fingerprint, self._roster.position(), remote, request)
 
-    def _call(self, *, is_early: bool) -> None:
+    def _call(self, remote: PeerId, *, is_early: bool) -> None:
+        if not self._is_trusted(remote):
+            return  # this peer comes once it has read that the step is due
         if not is_early:
             self._roster.call_to_round()
             return
@@ -217,7 +213,7 @@ class MatchmakingHandlers:
         deadline = loop.time() + self.config.matchmaking_time_s
         while (here := self._roster.position()).step < position.step:
             now, is_later = loop.time(), is_later_round(position, here)
-            is_coming = self.state.busy_at == here or (is_later and now < self.state.sought_at + ROUND_GAP_S)
+            is_coming = self.busy_at == here or (is_later and now < self.sought_at + ROUND_GAP_S)
             if not is_coming or now > deadline:
                 return
             await asyncio.sleep(MOVE_POLL_S)

@@ -36,14 +36,7 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit, wait_at_most
-from manyhands.base.errors import (
-    ManyhandsError,
-    NobodyThere,
-    PeerError,
-    Refused,
-    RoundAborted,
-    Unavailable,
-)
+from manyhands.base.errors import ManyhandsError, NobodyThere, PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.runtime import TaskOwner
 
@@ -418,6 +411,7 @@ class GroupLeader:
         except Unavailable as error:
             logger.info("peer %s does not answer and is not waited for: %s", peer_id, error)
             self.candidates.report_missing(peer_id)
+            pending.ask_again_at.pop(peer_id, None)  # it is asked as soon as it is expected again
         except Refused as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error.message)
             self._refused(peer_id, error, pending)
@@ -440,8 +434,8 @@ class GroupLeader:
 
     def _heard(self, peer_id: PeerId, response: InviteResponse, pending: PendingGroup) -> None:
         """Handle an invited peer's answer: it comes, or names the leader it follows."""
-        leader = response.leader
-        if not leader or leader >= self.endpoint.peer_id or leader in self.shunned:
+        leader, rank = response.leader, self.candidates.rank
+        if not leader or rank(leader) >= rank(self.endpoint.peer_id) or leader in self.shunned:
             pending.absent.discard(peer_id)
             pending.elsewhere.discard(peer_id)
         elif self.candidates.is_heeded(leader):

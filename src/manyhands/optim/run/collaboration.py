@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 
@@ -355,19 +355,25 @@ class Collaboration:
         if self._awaited and self._awaited.isdisjoint(outcome.members):
             self._pause_until = asyncio.get_running_loop().time() + PAUSE_S
         self._awaited = set()
-        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums)
+        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, self._contributors())
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:
         """Record that this peer begins at a position, or has loaded a state, of another peer or a checkpoint."""
         self._rounds.forget_errors(keeps_unsent=state is not None)  # its former gradients are useless there
-        self.tracker.load(position, lineage_samples, state.donors[0] if state is not None else None)
+        donor = state.donors[0] if state is not None else None
+        self.tracker.load(position, lineage_samples, donor, self._contributors())
         self._drift.loaded()
 
     def replayed(self, position: Position, lineage_samples: int, sketch: Sketch) -> None:
         """Record that this peer has made steps of the others on its own; its parameters are compared like theirs."""
-        self.tracker.load(position, lineage_samples, self._state_donors[0])
+        self.tracker.load(position, lineage_samples, self._state_donors[0], self._contributors())
         self._drift.moved(position, sketch, is_in_grid=False)
+
+    def _contributors(self) -> Collection[PeerId]:
+        """The peers whose samples are in the last step, as the state says; none if it is not known."""
+        origin = self.local.origin
+        return frozenset((origin and origin.contributors) or ())
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from manyhands.averaging.grid.seats import (
@@ -80,6 +80,10 @@ class GridAssignment:
         """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
         seen = self.tracker.observed().get(peer_id)
         return seen is not None and seen.record.position.step <= self.tracker.own.position.step
+
+    def contributors(self) -> Container[PeerId]:
+        """The peers whose samples are in the last step; none if a grid made it, or if that is not known."""
+        return self.tracker.contributors
 
     def call_to_round(self) -> None:
         self.called.set()

@@ -22,7 +22,7 @@ from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
-from manyhands.averaging.state.content import State
+from manyhands.averaging.state.content import Origin, State
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -55,6 +55,7 @@ class LocalState(Protocol):
     """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`."""
 
     position: Position
+    origin: Origin | None
     can_replay: bool  # an averaged vector is all that a step takes
     norm_grows: bool  # the more samples are behind a contribution, the larger its values are
 

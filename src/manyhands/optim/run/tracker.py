@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
@@ -63,6 +63,7 @@ class ProgressTracker(ProgressReader):
         is_called: another peer has begun a round here, and this one has not come to it yet.
         is_moving: the result of a round is being applied: the old position is published no more.
         is_busy: this peer averages, or waits for others, however long it makes no sample.
+        contributors: the peers whose samples are in the last step, as far as all at this position know them.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
@@ -83,6 +84,7 @@ class ProgressTracker(ProgressReader):
         self.on_outlook: Callable[[], None] | None = None
         self.is_called = self.is_moving = self.is_busy = False
         self.num_together = 0
+        self.contributors: Container[PeerId] = ()
         self.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._run_id = run_id
         self._config = config
@@ -146,16 +148,27 @@ class ProgressTracker(ProgressReader):
         return peer_id == self._donor or self.branches.belief.has_met(peer_id)
 
     def move(
-        self, position: Position, lineage_samples: int, together_with: Sequence[PeerId], sketch: bytes = b""
+        self,
+        position: Position,
+        lineage_samples: int,
+        together_with: Sequence[PeerId],
+        sketch: bytes = b"",
+        contributors: Container[PeerId] = (),
     ) -> None:
         """This peer has made a step with the members of a round, also itself; with none after a step alone."""
-        self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
+        self.num_together, self.contributors = 0 if self.own.seat.layout.sides else len(together_with), contributors
         self._note_round(position, lineage_samples, together_with)
         self._go_to(position, lineage_samples, sketch)
 
-    def load(self, position: Position, lineage_samples: int, donor: PeerId | None = None) -> None:
+    def load(
+        self,
+        position: Position,
+        lineage_samples: int,
+        donor: PeerId | None = None,
+        contributors: Container[PeerId] = (),
+    ) -> None:
         """This peer has loaded the state of ``position`` from a donor, or begins there."""
-        self.num_together, self._donor = 0, donor
+        self.num_together, self._donor, self.contributors = 0, donor, contributors
         self._go_to(position, lineage_samples, b"")  # others' sketches predate changes by their own code: a clamp, say
 
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
@@ -410,4 +423,6 @@ class ProgressTracker(ProgressReader):
         if self._crowd_factor == 1.0 or self.own.seat.layout.sides:
             return False
         hosts = [peer_id for peer_id, seen in self.view.awaited.items() if not seen.record.is_client]
-        return bool(hosts) and (self.own.is_client or min(hosts) < self._endpoint.peer_id)
+        own_ids = [] if self.own.is_client else [self._endpoint.peer_id]
+        leader = min(hosts + own_ids, key=lambda peer_id: (peer_id not in self.contributors, peer_id), default=None)
+        return leader not in (None, self._endpoint.peer_id)
