@@ -27,13 +27,11 @@ async def download_state(
     num_tensors: int | None = None,
     on_violation: Callable[[PeerId], None] = lambda donor: None,
 ) -> State:
-    """Download the state of a run.
+    """Download the state of a run, which must fit its manifest.
 
-    Args:
-        manifest: of the run; the state must fit it.
-        donors, wanted, held, num_tensors, on_violation: as of :class:`manyhands.averaging.state.download.Download`.
-        is_late: this peer's last downloaded state was out of date on arrival.
-        is_onlooker: this peer will not train from the state, so no donor need wait for it.
+    The arguments are those of :class:`manyhands.averaging.state.server.StateRequest` and
+    :class:`manyhands.averaging.state.download.Download`.
+
     Raises:
         Unavailable: no donor could send it, or all that hold the chosen one failed; names each with its reason.
     """
