@@ -163,6 +163,7 @@ class Agreement:
                 yield
         finally:
             state.close("the leader gave the round up")
+            state.moved = int  # a leader keeps this state, and must not keep the vectors of the round
             if state.verdict.done():
                 self._verdicts[group.group_id] = state.verdict.result()
                 while len(self._verdicts) > REMEMBERED_VERDICTS:
