@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.commit.recovery import Recovery
 from manyhands.optim.step.global_step import GlobalStep
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
@@ -39,7 +40,7 @@ def test_a_failed_round_keeps_no_vector_until_the_collector_comes(
 
         monkeypatch.setattr(owner, "__init__", init)
 
-    for owner in (Recovery, GlobalStep):
+    for owner in (Butterfly, Recovery, GlobalStep):
         noted(owner)
     average: Any = Recovery.average
     network = swarm.world.network

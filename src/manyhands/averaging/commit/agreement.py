@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -163,6 +163,7 @@ class Agreement:
                 yield
         finally:
             state.close("the leader gave the round up")
+            state.moved = int  # a leader keeps this state, and must not keep the vectors of the round
             if state.verdict.done():
                 self._verdicts[group.group_id] = state.verdict.result()
                 while len(self._verdicts) > REMEMBERED_VERDICTS:
@@ -230,7 +231,8 @@ class Agreement:
         leader, deadline, reason = state.group.leader, self._loop.time() + timeout_s, "no answer"
         for _ in range(CALLS_TO_LEADER):
             try:
-                answer = await self._endpoint.call(leader, method, request, deadline - self._loop.time())
+                calling = self._endpoint.call(leader, method, request, deadline - self._loop.time())
+                answer = await (self._while_it_answers(state, calling) if vote is not None else calling)
                 answer = checked(state.group, answer, vote, state.rank)
             except (ProtocolViolation, Timeout) as error:
                 reason = str(error)
@@ -242,11 +244,26 @@ class Agreement:
                     state.know(answer)
                 return answer
             try:
-                await self._endpoint.ping(leader, answer_time_s(state.group, state.rank, state.count.leader))
+                await self._ping_leader(state)
             except (Unavailable, PeerError):
                 break
         said = f"{vote.reason}; " if vote is not None and vote.reason else ""
         return await self._in_doubt(state, f"{said}the leader was lost ({reason})")
+
+    async def _while_it_answers(self, state: VotingState, call: Coroutine[Any, Any, Verdict]) -> Verdict:
+        """Wait for a verdict, possibly as long as the round, unless the leader falls silent."""
+        calling = self._loop.create_task(call)
+        try:
+            while not (await asyncio.wait([calling], timeout=PROBE_S))[0]:
+                await self._ping_leader(state)
+            return calling.result()
+        finally:
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+
+    async def _ping_leader(self, state: VotingState) -> None:
+        timeout_s = answer_time_s(state.group, state.rank, state.count.leader)
+        await self._endpoint.ping(state.group.leader, timeout_s)
 
     async def _in_doubt(self, state: VotingState, reason: str) -> Verdict:
         """After the loss of the leader, ask all other members until one knows the verdict or none can get it."""

@@ -14,6 +14,7 @@ All is checked against the digest that the ballot committed, so any member may s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -217,6 +218,7 @@ class Fetching:
     async def keep(self, means: Means, digest: bytes) -> None:
         """Keep a result until the next round for members that may still fetch it, without the caller's vector."""
         self._kept[digest] = await run_to_end(means.lasting)
+        asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._kept.pop, digest, None)
 
     async def fetch(
         self, recovery: Recovery, manifest: RoundManifest, doubtful: Sequence[PeerId], timeout_s: float
