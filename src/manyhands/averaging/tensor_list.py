@@ -68,13 +68,10 @@ class TensorList:
         self.specs = [_spec_of(tensor) for tensor in self._tensors]
         is_double = any(tensor.dtype == torch.float64 for tensor in self._tensors)
         self._dtype = torch.float64 if is_double else torch.float32
-        self._slices: list[slice] = []
+        self._sizes = [tensor.numel() for tensor in self._tensors]
+        self.numel = sum(self._sizes)
         self._memory = Memory()
         self._writing = threading.Lock()
-        self.numel = 0
-        for tensor in self._tensors:
-            self._slices.append(slice(self.numel, self.numel + tensor.numel()))
-            self.numel += tensor.numel()
 
     @property
     def shapes(self) -> list[torch.Size]:
@@ -102,8 +99,8 @@ class TensorList:
         self.check_unchanged()
         flat_N = self._memory.vector(self.numel, self._dtype)
         with torch.no_grad():
-            for tensor, part in zip(self._tensors, self._slices, strict=True):
-                flat_N[part].view(tensor.shape).copy_(tensor.detach())
+            for tensor, part in zip(self._tensors, flat_N.split_with_sizes(self._sizes), strict=True):
+                part.view(tensor.shape).copy_(tensor.detach())
         return flat_N
 
     def check_finite(self, flat_N: torch.Tensor) -> None:
@@ -114,7 +111,7 @@ class TensorList:
         """
         if is_finite(flat_N):
             return
-        number = next(number for number, part in enumerate(self._slices) if not is_finite(flat_N[part]))
+        number = next(number for number, part in enumerate(flat_N.split_with_sizes(self._sizes)) if not is_finite(part))
         raise ConfigError(
             f"tensor {number} has a value that is infinite or NaN, and nothing was sent; "
             "repair it, or take part with weight=0.0 to get the mean of the others"
@@ -126,8 +123,8 @@ class TensorList:
         Raises:
             ConfigError: a tensor has changed; nothing is written.
         """
-        parts = zip(self._slices, self.specs, strict=True)
-        self.assign_each([flat_N[part].view(spec.shape) for part, spec in parts])
+        parts = zip(flat_N.split_with_sizes(self._sizes), self.specs, strict=True)
+        self.assign_each([part.view(spec.shape) for part, spec in parts])
 
     def assign_each(self, values: Sequence[torch.Tensor]) -> None:
         """As :meth:`assign`, from a tensor for each."""

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, viewed_as
+from manyhands.base.arguments import whole
 from manyhands.base.errors import ConfigError
 
 SPARSE = "sparse"
@@ -46,15 +47,10 @@ class Sparse(Codec):
     passes_on = True
 
     def __init__(self, top: int = 64, chunk: int = 4096, bits: int = 2, decay: float = 0.95) -> None:
-        for name, number, example in (("top", top, 64), ("chunk", chunk, 4096), ("bits", bits, 2)):
-            if not isinstance(number, int):
-                raise ConfigError(f"{name}={number!r} must be a whole number; for example {example}")
-        if not 2 <= chunk <= 1 << 16:
-            raise ConfigError(f"chunk={chunk} must be from 2 to 65536; for example 4096")
-        if not 1 <= top <= chunk:
-            raise ConfigError(f"top={top} must be from 1 to chunk={chunk}; for example {max(1, chunk // 64)}")
-        if not 1 <= bits <= MAX_BITS:
-            raise ConfigError(f"bits={bits} must be from 1 to {MAX_BITS}; for example 2")
+        limits = (("chunk", chunk, 2, 1 << 16, 4096), ("top", top, 1, chunk, 64), ("bits", bits, 1, MAX_BITS, 2))
+        for name, number, least, most, example in limits:
+            if whole(name, number, least=least, example=example) > most:
+                raise ConfigError(f"{name}={number} must be at most {most}; for example {min(example, most)}")
         if not (isinstance(decay, (int, float)) and 0 < decay <= 1):
             raise ConfigError(f"decay={decay!r} must be above 0 and at most 1; for example 0.95")
         self.top, self.chunk, self.bits = top, chunk, bits

@@ -15,9 +15,9 @@ Each peer publishes its seat: its layout, and its cell there at its position. Fr
 any later round, so they know which peers to expect: no further messages are needed.
 
 At the beginning of a step a peer uses the layout that most peers name, unless this does not fit their number. Then all
-peers that find so deal the cells of a new layout, in an order computed from what they know. If they know different
-peers, some share a cell or wait for each other in vain in this step; before the next one they read what the others have
-published. Of two peers in one cell the one with the higher id moves to a free one. A newcomer takes a free cell, too.
+peers deal the cells of a new layout, in an order computed from what they know. If they know different peers, some share
+a cell or wait for each other in vain in this step. Of two peers in one cell the one with the higher id moves to a free
+one. A newcomer takes a free cell, too.
 
 Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, where the leader of each group deals the new coordinates.
 """

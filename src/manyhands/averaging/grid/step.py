@@ -37,7 +37,6 @@ ALONE_S = 1.0
 """The longest wait in a group in which no other peer is expected, or all others have gone on."""
 LOOK_S, LOOK_GROWTH, LAST_LOOK_S = 0.2, 1.5, 2.0
 """The first wait between two looks at the others' records, and how waits grow."""
-NO_SAMPLES = "no peer whose values have come here has any samples"
 
 
 class GridPlace(Roster, Protocol):
@@ -142,7 +141,7 @@ class GridSteps:
             while place.num_rounds_left:  # the time was over before the last round
                 place.next_round()
         if outcome.committed is None and num_empty == outcome.num_rounds:
-            raise NothingToAverage(NO_SAMPLES, [])
+            raise NothingToAverage("no peer whose values have come here has any samples", [])
 
     def _count(self, outcome: StepOutcome, result: CommittedRound) -> None:
         manifest = result.manifest

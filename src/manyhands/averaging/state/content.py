@@ -138,7 +138,6 @@ def with_digests(state: State, digests: Sequence[bytes]) -> State:
 
 
 def digest_of_chunk(chunk: memoryview) -> bytes:
-    """BLAKE3 of a chunk's bytes."""
     return blake3(chunk).digest()
 
 
@@ -169,12 +168,10 @@ def first_of(state: State, num_tensors: int) -> State:
 
 
 def num_chunks_of(num_bytes: int) -> int:
-    """Chunks of a state of this size; the last one may be shorter."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> ParameterSpec:
-    """Name, shape and dtype of a tensor."""
     return ParameterSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 

@@ -31,13 +31,10 @@ _modules: dict[str, ModuleType | None] = {}
 
 
 def prepare(numel: int, codec: str) -> None:
-    """Compile or load the kernels for vectors of ``numel`` values; any thread may call it.
-
-    Nothing is done if they are ready, cannot be had on this machine, or there is nothing to gain.
+    """Compile or load the kernels for vectors of ``numel`` values, unless there is nothing to gain; in any thread.
 
     Args:
-        codec: the one that is wanted, as in :class:`manyhands.averaging.AveragingConfig`: one without kernels does
-            without the compiler, which takes about 40 MB.
+        codec: the one that is wanted; one without kernels does without the compiler, which takes about 40 MB.
     """
     if _modules or numel < MIN_NUMEL or codec not in (*CODECS, AUTO):
         return

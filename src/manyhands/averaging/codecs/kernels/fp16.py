@@ -44,10 +44,8 @@ def _has_float16() -> bool:
     """Whether what Numba compiles for has instructions for it; without them the process would end."""
     if platform.machine().lower() in ("arm64", "aarch64"):
         return True
-    name, features = getattr(config, "CPU_NAME", None), getattr(config, "CPU_FEATURES", None)
-    if name is not None or features is not None:  # set by the user
-        return "+f16c" in (features or "")
-    return bool(binding.get_host_cpu_features().get("f16c"))
+    is_host = getattr(config, "CPU_NAME", None) is None and getattr(config, "CPU_FEATURES", None) is None
+    return is_host and bool(binding.get_host_cpu_features().get("f16c"))
 
 
 if not _has_float16():
