@@ -252,7 +252,7 @@ class Collaboration:
         the others now compute, for which this peer may wait
         another peer can come to the round                     ``AVERAGE``; ``ACCUMULATE`` while there is time for
                                                                another batch, or newcomers load the state
-        others are there, but cannot be reached                ``ACCUMULATE``, until their records expire
+        others are there, but cannot be reached                ``ACCUMULATE``; this peer dials them, to find the dead
         no other peer is there, also after another read        ``GO_ALONE``; ``ACCUMULATE`` without samples, while
                                                                newcomers load the state, or if a peer of earlier rounds
                                                                answers
@@ -290,6 +290,7 @@ class Collaboration:
             is_time = self._has_time_for(batch_s) or self._begin_wait_for_newcomers(is_alone=False)
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
         if not self._is_alone():  # but the peers that are there cannot be reached now
+            self._contacts.look_for_the_dead()
             return Decision.ACCUMULATE
         await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
