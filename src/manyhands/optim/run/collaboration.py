@@ -431,7 +431,7 @@ class Collaboration:
             state = await self._download_believable(donors, branch.position, is_late=is_late)
         except Unavailable:
             for donor in donors:
-                self.tracker.report_missing(donor)
+                self.tracker.report_without_state(donor)
             raise
         self._num_vain_loads += 1
         self._state_donors = state.donors
