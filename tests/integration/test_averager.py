@@ -257,8 +257,7 @@ async def test_two_parts_of_a_swarm_find_each_other_again() -> None:
             for averager in part:  # it sees only those of its part
                 for peer in peers:
                     if peer.peer_id not in ids:
-                        if peer.peer_id in averager._averager_loop.tracker.observed():
-                            averager._averager_loop.tracker._drop(peer.peer_id)
+                        averager._averager_loop.tracker.forget(peer.peer_id)
                         averager._averager_loop.tracker._sequences[peer.peer_id] = 2**60
             for _ in range(num_rounds):
                 results = await step_all(part)

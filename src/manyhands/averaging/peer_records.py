@@ -165,6 +165,11 @@ class PeerRecords(Generic[R]):
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
+    def forget(self, peer_id: PeerId) -> None:
+        """Drop what is known of a peer, until a later record of it is read."""
+        if peer_id in self._seen:
+            self._drop(peer_id)
+
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer did not come, or sent no state."""
         if (seen := self.observed().get(peer_id)) is not None:

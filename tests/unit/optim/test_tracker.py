@@ -310,6 +310,8 @@ async def test_a_branch_whose_state_cannot_be_had_is_not_followed_and_not_forgot
         await run.hears(BOB, NEXT)
         assert run.tracker.leading_branch().position == NEXT
         run.tracker.report_missing(BOB)
+        assert run.tracker.leading_branch().position == NEXT, "it came to no round because it is ahead"
+        run.tracker.report_without_state(BOB)
         assert run.tracker.leading_branch().position == HERE, "those who are here go on together"
         assert not run.tracker.is_on_best_branch(), "but nobody goes on alone"
         await run.hears(BOB, NEXT)

@@ -241,7 +241,7 @@ class Collaboration:
         the others now compute, for which this peer may wait
         another peer can come to the round                     ``AVERAGE``; ``ACCUMULATE`` while there is time for
                                                                another batch, or newcomers load the state
-        others are there, but cannot be reached                ``ACCUMULATE``, until their records expire
+        others are there, but cannot be reached                ``ACCUMULATE``; this peer dials them, to find the dead
         no other peer is there, also after another read        ``GO_ALONE``; ``ACCUMULATE`` without samples, while
                                                                newcomers load the state, or if a peer of earlier rounds
                                                                answers
@@ -280,6 +280,7 @@ class Collaboration:
             is_time = self._has_time_for(batch_s) or self._begin_wait_for_newcomers(is_alone=False)
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
         if not self._is_alone():  # but the peers that are there cannot be reached now
+            self._contacts.look_for_the_dead()
             return Decision.ACCUMULATE
         await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
@@ -414,7 +415,7 @@ class Collaboration:
             state = await self._download_believable(donors, tracker.leading_branch().position)
         except Unavailable:
             for donor in donors:
-                tracker.report_missing(donor)
+                tracker.report_without_state(donor)
             raise
         self._num_vain_loads += 1
         self._state_donors = state.donors

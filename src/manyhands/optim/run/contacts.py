@@ -3,6 +3,7 @@
 * Near the target of a step, each peer sends the others what it has accumulated: the DHT is too slow for that.
 * Before a step alone, a peer asks those of earlier rounds for their positions: the nodes of the DHT near the run's key
   may be gone or malicious.
+* A peer dials others that do not come: of one that has died, the machine says so before its record expires.
 * If only peers in client mode have the state, these connect to the peers that need it, which can then ask for it.
 """
 
@@ -14,8 +15,9 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from manyhands.averaging.messages import readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.base.errors import ManyhandsError, Refused
+from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
 from manyhands.optim.run.tracker import ProgressTracker
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
 TIMEOUT_S = 2.0
+DIAL_PERIOD_S = 5.0
+"""So long after it has refused a dial, a live peer is connected or has published."""
+PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -54,6 +59,7 @@ class Contacts:
         self._endpoint = RunEndpoint(presence.endpoint, run_id)
         self._tracker = tracker
         self._tasks = tasks
+        self._looking: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._stranded = StrandedNotice(run_id)
         self._endpoint.handle(WHERE, self._on_ask)
@@ -101,6 +107,37 @@ class Contacts:
         if self._tracker.is_idle:
             raise Refused(self._presence.peer_id, "idle", "this peer has not trained for a while")
         return HereIAm(self._tracker.own)
+
+    # the dead
+
+    def look_for_the_dead(self) -> None:
+        """Dial the peers that miss rounds, in the background, one look at a time.
+
+        Silence proves nothing: the machine may be cut off, and go on training. Then its record must expire.
+        """
+        if self._looking is None or self._looking.done():
+            self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
+
+    async def _look_for_the_dead(self) -> None:
+        tracker, is_connected = self._tracker, self._presence.endpoint.is_connected
+        refused = [
+            (peer_id, seen)
+            for peer_id, seen in tracker.missing().items()
+            if not is_connected(peer_id) and await self._refuses(seen.record.addresses)
+        ]
+        await asyncio.sleep(DIAL_PERIOD_S)
+        for peer_id, seen in refused:
+            if tracker.observed().get(peer_id) is seen and not is_connected(peer_id):
+                logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
+                tracker.forget(peer_id)
+        tracker.judge()
+
+    async def _refuses(self, addresses: list[str]) -> bool:
+        probes = [self._presence.endpoint.probe(address, TIMEOUT_S) for address in readable_addresses(addresses)]
+        found = await asyncio.gather(*probes, return_exceptions=True)
+        reasons = {failure.reason if isinstance(failure, DialFailed) else None for failure in found}
+        reasons.discard(DialReason.HELD_BACK)
+        return bool(reasons) and reasons.issubset(PROOFS_OF_DEATH)
 
     # peers in client mode
 

@@ -258,6 +258,16 @@ class ProgressTracker(ProgressReader):
         self._keep(peer_id, SeenRecord(record, asyncio.get_running_loop().time() + record.ttl_s, is_direct=True))
         self.judge()
 
+    def report_missing(self, peer_id: PeerId) -> None:
+        """A peer did not come to a round; if it is ahead, it can still send its state."""
+        seen = self.observed().get(peer_id)
+        if seen is not None and seen.record.position.step <= self.own.position.step:
+            super().report_missing(peer_id)
+
+    def report_without_state(self, peer_id: PeerId) -> None:
+        """A peer could not send the state; it is asked again only after a fresh record."""
+        super().report_missing(peer_id)
+
     def shun(self, peer_id: PeerId) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
         self.branches.shun(peer_id, asyncio.get_running_loop().time())
