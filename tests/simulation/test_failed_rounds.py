@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_failed_round_keeps_no_vector_until_the_collector_comes(
     delay: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of these holds vectors as large as the model; a butterfly may wait for the collector, and for nothing else."""
+    """Each of these holds vectors as large as the model; only a butterfly may wait for the collector."""
     logging.getLogger("manyhands").setLevel(logging.ERROR)
     swarm = Swarm(seed=31)
     made: list[weakref.ref[Any]] = []
