@@ -58,7 +58,7 @@ class Codec(abc.ABC):
     code: ClassVar[int]
     dtype: ClassVar[torch.dtype] = torch.float32
     piece_numel: int
-    block_numel: int = 1 << 18
+    block_numel: int = 1 << 20
     unit_numel: int = 1
     decay: float = 1.0
     passes_on: ClassVar[bool] = False

@@ -48,6 +48,7 @@ class Int8(Codec):
     name = "int8"
     code = 4
     piece_numel = unit_numel = ROW_NUMEL
+    block_numel = 1024 * ROW_NUMEL
 
     def _piece_bytes(self, numel: int) -> int:
         return numel + HEADER_BYTES if numel else 0

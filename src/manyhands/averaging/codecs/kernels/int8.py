@@ -32,7 +32,7 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
-INLINED = "85973ecf44bb"
+INLINED = "3957f697a64c"
 """Digest of the files of which parts are compiled into these functions: Numba's cache looks at this file only."""
 ROW_BYTES = ROW_NUMEL + HEADER_BYTES
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
