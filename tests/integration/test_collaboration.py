@@ -69,7 +69,7 @@ def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample(is_leader: boo
         assert others[0].optimizer.state_digest() == others[1].optimizer.state_digest()
 
 
-def test_a_member_that_lost_the_result_loads_it_and_its_samples_count() -> None:
+def test_a_member_that_lost_the_result_loads_it_and_its_samples_do_not_count_again() -> None:
     with peers(3) as swarm:
         trainers = [Trainer(peer, "unlucky", 12) for peer in swarm]
         unlucky = max(trainers, key=lambda trainer: trainer.peer.peer_id)
@@ -102,8 +102,7 @@ def test_a_member_that_lost_the_result_loads_it_and_its_samples_count() -> None:
         in_threads([lambda t=trainer: train(t) for trainer in trainers])
         counts = unlucky.optimizer.statistics
         assert counts.states_loaded == 1
-        assert counts.samples_used == counts.samples_computed == 4
-        assert counts.samples_dropped == 0
+        assert counts.samples_dropped == counts.samples_computed == 4, "the others have made the step with them"
         assert len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
 
 

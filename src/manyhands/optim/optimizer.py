@@ -491,7 +491,7 @@ class Optimizer(OptimizerWrapper):
             is_farewell = self._collaboration.tracker.last_said_goodbye
             logger.log(
                 logging.INFO if is_farewell else logging.WARNING,
-                "Skipped averaging: %s; %s of this peer will count in the next attempt",
+                "Skipped averaging: %s; %s of this peer will wait for the next attempt",
                 error,
                 counted(self._samples.waiting, "sample"),
             )

@@ -28,10 +28,11 @@ class Host:
         loop = SimpleNamespace(time=lambda: self.now)
         monkeypatch.setattr(collaboration_module, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
         ignored: Any = SimpleNamespace(move=lambda *_: None, moved=lambda *_, **__: None, listen_if_possible=bool)
+        local: Any = SimpleNamespace(origin=None)
         presence: Any = SimpleNamespace(rng=None, own_mode=ignored, run_id="run")
         averaging: Any = SimpleNamespace(averaging_timeout_s=60.0, matchmaking_time_s=15.0)
         self._part = Collaboration(
-            presence, presence, ignored, averaging, ignored,
+            presence, presence, local, averaging, ignored,
             batch_size_lead=None, is_auxiliary=False, allow_solo=False, start_new=None,
         )  # fmt: skip
         server: Any = SimpleNamespace(followers=lambda *_, **__: set(self._followers))
