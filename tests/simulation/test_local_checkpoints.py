@@ -139,9 +139,13 @@ ONE_PEER = (
 )
 
 
-@pytest.mark.parametrize(("batch_size", "message"), [(6, TWO_PEERS), (12, ONE_PEER)])
-def test_a_target_below_one_batch_of_every_peer_is_refused(batch_size: int, message: str) -> None:
-    """When a second peer joins a run with a target of 10 samples."""
+@pytest.mark.parametrize(
+    ("batch_size", "is_given_to_step", "message"), [(6, False, TWO_PEERS), (12, False, ONE_PEER), (12, True, ONE_PEER)]
+)
+def test_a_target_below_one_batch_of_every_peer_is_refused(
+    batch_size: int, is_given_to_step: bool, message: str
+) -> None:
+    """When a second peer joins a run with a target of 10 samples, or makes its first batch."""
 
     def program(member: Member) -> None:
         for number in range(30):
@@ -149,7 +153,9 @@ def test_a_target_below_one_batch_of_every_peer_is_refused(batch_size: int, mess
             member.check_samples()
 
     def late(member: Member) -> None:
-        pytest.fail("it joined")
+        assert is_given_to_step, "it joined"
+        member.step(loss_of(member, 0), batch_size=0)  # adds nothing
+        member.step(loss_of(member, 0), batch_size=batch_size)
 
     def inner(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -157,7 +163,8 @@ def test_a_target_below_one_batch_of_every_peer_is_refused(batch_size: int, mess
     logging.getLogger("manyhands").setLevel(logging.WARNING)
     swarm, options = Swarm(), {**SETTINGS, "target_batch_size": 10}
     swarm.start("p0", new_model, inner, program, **options)
-    swarm.start("p1", new_model, inner, late, begins_s=5.0, **options | {"batch_size_per_step": batch_size})
+    own_size = None if is_given_to_step else batch_size
+    swarm.start("p1", new_model, inner, late, begins_s=5.0, **options | {"batch_size_per_step": own_size})
     with pytest.raises(ConfigError) as raised:
         swarm.run()
     assert str(raised.value) == message

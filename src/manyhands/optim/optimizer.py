@@ -271,9 +271,9 @@ class Optimizer(OptimizerWrapper):
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
             weight: the number of items that the loss is a mean over, if these are not samples: tokens, say.
         Raises:
-            ConfigError: no batch size was given; a parameter that was frozen when this was made requires grad;
-                something other than ``scheduler`` has changed an option of the groups, such as the learning rate; or
-                accelerate accumulates gradients as well.
+            ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
+                that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
+                option of the groups, such as the learning rate; or accelerate accumulates gradients as well.
         """
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
@@ -369,6 +369,9 @@ class Optimizer(OptimizerWrapper):
         if samples == 0:
             return False
         self._checks.check_kept()
+        is_first = not self.statistics.samples_computed
+        if self._local is not None and is_first and (fault := self._options.fault_with(1, samples)):
+            raise ConfigError(fault)
         if advice := self._advice.after_batch(samples, self._options.target_batch_size):
             logger.warning("%s", advice)
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)

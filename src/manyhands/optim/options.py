@@ -81,9 +81,9 @@ class Options:
         if fault := self.fault_with(1):
             raise ConfigError(fault)
 
-    def fault_with(self, num_peers: int) -> str:
+    def fault_with(self, num_peers: int, batch_size: int | None = None) -> str:
         """Why so many peers cannot make local steps with this target and batches like these; empty if they can."""
-        target, batch_size = self.target_batch_size, self.batch_size_per_step or 1
+        target, batch_size = self.target_batch_size, batch_size or self.batch_size_per_step or 1
         if target >= num_peers * batch_size:
             return ""
         each = f" for each of the {num_peers} peers" if num_peers > 1 else ""

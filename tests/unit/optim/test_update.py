@@ -146,6 +146,18 @@ def test_options_with_which_an_update_is_not_finite_spoil_no_statistics(make: An
     assert_same(before, values_of(optimizer))
 
 
+def test_parameters_and_statistics_near_the_bound_are_saved() -> None:
+    for large in (1e38, 3e38):
+        optimizer = torch.optim.SGD(new_parameters(), lr=1e3, momentum=0.9, weight_decay=1e3)
+        assert _is_surely_finite(optimizer, optimizer.param_groups[0]["params"], 1.0)
+        assert not step(optimizer, flat(new_parameters(), 1.0))
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0][0, 0] = large
+        before = values_of(optimizer)
+        assert step(optimizer, flat(new_parameters(), 1.0))
+        assert_same(before, values_of(optimizer))
+
+
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lamb])
 def test_an_ordinary_step_of_a_known_optimizer_needs_no_copy_of_its_statistics(make: Any) -> None:
     optimizer = make(new_parameters(), lr=0.1)

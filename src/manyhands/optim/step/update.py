@@ -13,8 +13,8 @@ from manyhands.optim.run.drift import KNOWN_OPTIMIZERS
 from manyhands.optim.state.state import parameters_of
 
 LARGE = 1e7
-"""Known optimizers multiply at most five numbers, of which each is below this or shrinks: the product is finite in
-float32."""
+"""Known optimizers multiply at most five numbers: SGD the learning rate, momentum, dampening, weight decay and a value.
+If each is below this, the product is finite in float32."""
 SMALLEST_EPS = 1e-20
 """A value below ``LARGE``, divided by this and multiplied by such a learning rate, is finite, too."""
 
@@ -74,13 +74,19 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> float:
 def _is_surely_finite(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradient_norm: float
 ) -> bool:
-    """Whether the optimizer's formula guarantees a finite update, as gradient and options are moderate."""
+    """Whether the optimizer's formula guarantees a finite update, as all its inputs are moderate."""
     groups = optimizer.param_groups
     options = [value for group in groups for value in group.values() if isinstance(value, float | int | torch.Tensor)]
     if type(optimizer) not in KNOWN_OPTIMIZERS or any(parameter.dtype == torch.float16 for parameter in parameters):
         return False  # the largest value of float16 is 65504
-    is_moderate = all(abs(size) < LARGE for size in (gradient_norm, *map(float, options)))
-    return is_moderate and all(group.get("eps", 1.0) >= SMALLEST_EPS for group in groups)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in (*parameters, *_statistics_of(optimizer)):
+        if tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    # a kernel for a kind, and one wait; NaN if there is one
+    norms = [torch.stack(torch._foreach_norm(kind)).float().max().item() for kind in by_kind.values()]  # noqa: SLF001
+    sizes = (gradient_norm, *map(float, options), *norms)
+    return all(abs(size) < LARGE for size in sizes) and all(group.get("eps", 1.0) >= SMALLEST_EPS for group in groups)
 
 
 def _statistics_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
