@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -479,8 +479,11 @@ class Optimizer(OptimizerWrapper):
             of_local = self._local.advice() if self._local is not None else ""
             for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
-        if error is not None and not isinstance(error, ManyhandsError):  # after the update in the background
-            raise error
+        if error is not None:  # after the update in the background
+            with suppress(Timeout):
+                self._client.moved(step)
+            if not isinstance(error, ManyhandsError):
+                raise error
 
     def _note_failure(self, error: BaseException) -> None:
         """Count a failed attempt, and tell the user what to do about several; raise what others did not cause."""
