@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.averager import Averager
+from manyhands.averaging.averager import Averager, RoundResult
 from manyhands.averaging.messages import Position
 from manyhands.averaging.presence import LAST_ROUND, PresenceRecord, first_position, presence_key
 from manyhands.averaging.tensor_list import TensorList
@@ -113,3 +113,40 @@ def test_a_peer_that_publishes_made_up_places_does_not_stop_the_others(seed: int
     world.run(90.0)
     assert averages.num_rounds >= 20
     assert all(time > 75 and num_members == 3 for time, num_members in averages.times.values()), averages.times
+
+
+@pytest.mark.parametrize("come_s", [22.6, 22.7, 22.8, 22.9, 23.0, 23.1, 23.2])
+def test_a_peer_that_comes_as_the_others_leave_a_round_averages_with_them_in_the_next_one(come_s: float) -> None:
+    """It asks them in the round that its records show, where they are no more."""
+    world = world_of(3)
+    world.network.default_link.latency_s = 0.1
+    initial_peers: list[Address] = []
+    results: list[RoundResult] = []
+
+    async def peer(host: Host) -> None:
+        presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        try:
+            await presence.endpoint.listen([Address.of(host.ip, 0)])
+            await join(presence.dht, initial_peers)
+            initial_peers.extend(presence.endpoint.addresses)
+            await run_blocking(lambda: average(SimPeer(presence), host.name))
+        finally:
+            await presence.stop()
+
+    def average(sim_peer: SimPeer, name: str) -> None:
+        averager = Averager([torch.zeros(NUMEL)], peer=sim_peer, run_id="simulated", matchmaking_time_s=6.0)
+        if name == "p0":
+            sim_peer.sleep(come_s - world.loop.time())
+            results.append(averager.step(timeout_s=30.0))
+        else:
+            sim_peer.sleep(3.0)
+            for _ in range(6):
+                averager.step(timeout_s=15.0)
+                sim_peer.sleep(4.0)
+        averager.close()
+
+    for name in NAMES:
+        world.start(name, peer)
+    world.run(75.0)
+    (result,) = results
+    assert result.committed, result.reason

@@ -1,14 +1,20 @@
-"""What a trainer says when the only other one leaves while a step is waited for."""
+"""A trainer beside others that leave, or that are there and do not come."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from manyhands.averaging.messages import Position
+from manyhands.base.identity import PeerId
+from manyhands.optim.run.contacts import ASK_PERIOD_S, Contacts, HereIAm
 from manyhands.testing import at
-from tests.simulation.swarm_of_trainers import Member, Swarm
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -103,3 +109,90 @@ def test_a_peer_that_calls_step_no_more_holds_the_other_up_for_some_minutes_and_
     assert one.last_round is not None
     assert len(one.last_round.members) == 2
     assert abs(one.global_step - other.global_step) <= 1
+
+
+def trains_alone(swarm: Swarm, num_steps: int, *, freezes: bool) -> float:
+    """Run three trainers, of which one comes no more and one leaves; the seconds that the last one then takes.
+
+    Who comes no more sleeps, and its machine answers, or its machine freezes.
+    """
+    seconds: list[float] = []
+
+    def train_until(member: Member, step: int) -> None:
+        while member.optimizer.global_step < step:
+            member.step(member.model(torch.randn(4, 4)).square().mean(), 0.3)
+
+    def train(member: Member) -> None:
+        together(3, member)
+        train_until(member, 1)
+        if member.name != "sleeps":
+            train_until(member, 4)
+        if member.name == "leaves":
+            member.optimizer.close()
+        elif member.name == "trains":
+            if freezes:
+                swarm.world.freeze("sleeps")
+                swarm.done.add("sleeps")
+            began = member.peer.time()
+            train_until(member, 4 + num_steps)
+            seconds.append(member.peer.time() - began)
+        else:
+            member.peer.sleep(400.0)
+
+    for name in ("trains", "sleeps", "leaves"):
+        swarm.start(
+            name, lambda: torch.nn.Linear(4, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.01), train,
+            target_batch_size=24, batch_size_per_step=2,
+        )  # fmt: skip
+    swarm.run(1000.0)
+    return seconds[0]
+
+
+def test_one_that_is_behind_and_sleeps_does_not_stop_the_last_one_that_trains(caplog: pytest.LogCaptureFixture) -> None:
+    """The DHT shows it, and it answers."""
+    assert trains_alone(Swarm(), 3, freezes=False) < 15.0, "4 s each"
+    assert not [record for record in caplog.records if record.message.startswith("The DHT shows no other peer")]
+
+
+def test_one_whose_machine_has_frozen_is_not_asked_before_every_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm, asked = Swarm(), list[float]()
+    ask = Contacts.any_answers
+
+    async def count(contacts: Contacts, peer_ids: Sequence[PeerId]) -> bool:
+        asked.append(swarm.world.loop.time())
+        return await ask(contacts, peer_ids)
+
+    monkeypatch.setattr(Contacts, "any_answers", count)
+    trains_alone(swarm, 10, freezes=True)
+    assert len(asked) > 1
+    assert all(later - earlier >= ASK_PERIOD_S for earlier, later in itertools.pairwise(asked)), asked
+
+
+def test_what_a_peer_has_accumulated_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here to one that computes nothing, by one that has all but reached the target and is called again and again."""
+    told: Counter[tuple[PeerId, Position, int]] = Counter()
+    hear = Contacts._on_told
+
+    def count(contacts: Contacts, remote: PeerId, news: HereIAm) -> object:
+        told[remote, news.record.position, news.record.samples] += 1
+        return hear(contacts, remote, news)
+
+    monkeypatch.setattr(Contacts, "_on_told", count)
+
+    def train(member: Member) -> None:
+        together(2, member)
+        for _ in range(15):
+            member.step(member.model(torch.randn(4, 4)).square().mean(), 0.5)
+        for _ in range(20):
+            member.peer.sleep(0.1)
+            member.optimizer.step(batch_size=0)
+
+    swarm = Swarm()
+    for name in ("one", "other"):
+        swarm.start(
+            name, lambda: torch.nn.Linear(4, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.01), train,
+            target_batch_size=124, batch_size_per_step=4,
+        )  # fmt: skip
+    swarm.run()
+    assert told
+    assert max(told.values()) == 1, told

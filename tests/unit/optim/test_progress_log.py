@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.optim.run.progress import Progress, ProgressLog
+from manyhands.optim.run.progress import (
+    STRANDED_PATIENCE_S,
+    STRANDED_PERIOD_S,
+    Progress,
+    ProgressLog,
+    StrandedNotice,
+)
 
 GROWS = Progress(64, 2, 8.0, 24.0)
 
@@ -45,3 +51,14 @@ def test_the_words_are_those_of_the_tutorials(caplog: pytest.LogCaptureFixture) 
         "Collaboration accumulated 64 samples from 1 peer; ETA 24.00 seconds (refresh in 0.50s.)",
         "Collaboration accumulated 1 sample from 2 peers; ETA 24.00 seconds (refresh in 0.50s.)",
     ]
+
+
+def test_who_can_dial_no_trainer_is_told_so_once_that_has_lasted_and_then_every_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notice, times = StrandedNotice("run"), []
+    for now in (0.0, 0.9 * STRANDED_PATIENCE_S, 5.0, 6.0, 5.0 + STRANDED_PERIOD_S):
+        caplog.clear()
+        notice.look(2, [], now)
+        times += [now] * len(caplog.records)
+    assert times == [5.0, 5.0 + STRANDED_PERIOD_S]

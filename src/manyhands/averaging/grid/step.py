@@ -174,7 +174,7 @@ class GridSteps:
         elsewhere: set[PeerId] = set()  # peers that are done with this round, perhaps without this peer
         outcome.reason = ""
         while (left_s := deadline - loop.time()) >= least_s:
-            expected = place.expected().keys()
+            position, expected = place.position(), place.expected().keys()
             if expected - elsewhere or place.called.is_set():
                 place.called.clear()
                 try:
@@ -206,6 +206,8 @@ class GridSteps:
             await wait_at_most(place.called, min(look_s, max(alone_until - loop.time(), LOOK_S)))
             look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
             await self.look()
+            if place.position() != position:
+                elsewhere.clear()
         return None
 
     def _patience_s(self) -> float:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Collection, Sequence
 
 import msgspec
 
-from manyhands.averaging.messages import readable_addresses
+from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
 TIMEOUT_S = 2.0
+ASK_PERIOD_S = 10.0
 DIAL_PERIOD_S = 5.0
 """So long after it has refused a dial, a live peer is connected or has published."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
@@ -59,6 +62,8 @@ class Contacts:
         self._endpoint = RunEndpoint(presence.endpoint, run_id)
         self._tracker = tracker
         self._tasks = tasks
+        self._told: tuple[Position, int] | None = None
+        self._silent_at = -math.inf  # loop time, when nobody answered
         self._looking: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._stranded = StrandedNotice(run_id)
@@ -70,10 +75,13 @@ class Contacts:
         self._endpoint.unhandle(TELL)
 
     def tell(self, peer_ids: Collection[PeerId]) -> None:
-        """Tell others in the background what this peer has accumulated."""
-        news = HereIAm(self._tracker.own)
+        """Tell others in the background what this peer has accumulated, once."""
+        record = self._tracker.own
+        if self._told == (record.position, record.samples):
+            return
+        self._told = record.position, record.samples
         for peer_id in peer_ids:
-            self._tasks.spawn(self._call(peer_id, TELL, news), name="telling a peer where this one is")
+            self._tasks.spawn(self._call(peer_id, TELL, HereIAm(record)), name="telling a peer where this one is")
 
     async def _call(self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT | None:
         try:
@@ -88,10 +96,18 @@ class Contacts:
         return TellResponse()
 
     async def anyone_answers(self) -> bool:
-        """Whether a peer of earlier rounds is still in the run; its answer counts as if the DHT had shown it."""
-        is_there = await self.any_answers(self._tracker.branches.belief.recently_met(MAX_ASKED))
-        if is_there:
+        """Whether a peer of earlier rounds that the DHT hides is still in the run; its answer counts as if it did not.
+
+        After silence nobody is asked for a while.
+        """
+        observed, now = self._tracker.observed(), asyncio.get_running_loop().time()
+        hidden = [peer for peer in self._tracker.branches.belief.recently_met(MAX_ASKED) if peer not in observed]
+        if not hidden or now < self._silent_at + ASK_PERIOD_S:
+            return False
+        if is_there := await self.any_answers(hidden):
             logger.warning("The DHT shows no other peer of the run, but some of the peers of its last rounds answer")
+        else:
+            self._silent_at = now
         return is_there
 
     async def any_answers(self, peer_ids: Sequence[PeerId]) -> bool:
@@ -133,11 +149,16 @@ class Contacts:
         tracker.judge()
 
     async def _refuses(self, addresses: list[str]) -> bool:
-        probes = [self._presence.endpoint.probe(address, TIMEOUT_S) for address in readable_addresses(addresses)]
-        found = await asyncio.gather(*probes, return_exceptions=True)
-        reasons = {failure.reason if isinstance(failure, DialFailed) else None for failure in found}
+        reasons = set(await asyncio.gather(*map(self._failure_at, readable_addresses(addresses))))
         reasons.discard(DialReason.HELD_BACK)
         return bool(reasons) and reasons.issubset(PROOFS_OF_DEATH)
+
+    async def _failure_at(self, address: Address) -> DialReason | None:
+        try:
+            await self._presence.endpoint.probe(address, TIMEOUT_S)
+        except ManyhandsError as failure:
+            return failure.reason if isinstance(failure, DialFailed) else None
+        return None
 
     # peers in client mode
 

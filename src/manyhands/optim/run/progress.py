@@ -287,7 +287,7 @@ class StrandedNotice:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._due_at = -math.inf
+        self._due_at = math.inf
 
     def look(self, num_trainers: int, addresses: Sequence[str], now: float) -> None:
         """Look whether to warn: ``num_trainers`` is that of all trainers if none can be dialled, else 0.
@@ -296,6 +296,8 @@ class StrandedNotice:
             addresses: of any peer through which another one can join.
         """
         if num_trainers < 2:
+            self._due_at = math.inf
+        elif self._due_at == math.inf:
             self._due_at = now + STRANDED_PATIENCE_S
         elif now >= self._due_at:
             self._due_at = now + STRANDED_PERIOD_S

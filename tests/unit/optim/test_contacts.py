@@ -1,0 +1,47 @@
+"""What failed dials prove about a peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyhands.base.errors import DialFailed, DialReason, Unavailable
+from manyhands.optim.run.contacts import Contacts
+from tests.averagers import sim_peers
+
+ADDRESSES = ["/ip4/10.0.0.1/tcp/4001", "/ip4/10.0.0.1/tcp/4002"]
+
+
+async def is_dead(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a peer is taken for dead, one of whose addresses refuses; the dial of the other one fails like this."""
+
+    async def probe(address: object, timeout_s: float) -> None:
+        raise DialFailed(str(address), DialReason.REFUSED) if str(address) == ADDRESSES[0] else failure
+
+    unused: Any = None
+    async with sim_peers(1) as (peer,):
+        monkeypatch.setattr(peer.presence.endpoint, "probe", probe)
+        return await Contacts(peer.presence, "run", unused, unused)._refuses(ADDRESSES)
+
+
+@pytest.mark.parametrize(
+    ("failure", "proves_it"),
+    [
+        (DialFailed("", DialReason.REFUSED), True),
+        (DialFailed("", DialReason.HELD_BACK), True),
+        (DialFailed("", DialReason.TIMED_OUT), False),
+        (Unavailable("this peer was closed"), False),
+    ],
+)
+async def test_a_peer_is_dead_if_no_dial_leaves_a_doubt(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch, *, proves_it: bool
+) -> None:
+    assert await is_dead(failure, monkeypatch) is proves_it
+
+
+async def test_an_error_of_the_program_says_nothing_about_a_peer_and_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await is_dead(ZeroDivisionError(), monkeypatch)
