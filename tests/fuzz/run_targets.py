@@ -114,7 +114,7 @@ def _joined(group: Group) -> None:
     group.rank_of(IDS[0])
     for member in group.members:
         readable_addresses(member.addresses)
-    bandwidths = group.bandwidths()
+    bandwidths = group.bandwidths(range(len(group.members)))
     if any(bandwidths) and len(bandwidths) < 10_000:
         spans = owned_spans(1000, bandwidths, group.min_span_numel, group.group_id)
         assert sum(span.stop - span.start for span in spans) == 1000

@@ -106,6 +106,28 @@ async def test_one_that_was_unused_for_long_is_dialled_again(monkeypatch: pytest
         assert not former & {stream for runner, _, _ in members for stream, _ in runner._streams._idle.values()}
 
 
+async def test_one_that_rests_is_closed_by_the_side_that_accepted_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "UNNAMED_S", 0.05)
+    async with averagers(2, config=CONFIG) as members:
+        await mean_of(members)
+        (kept,) = [stream for runner, _, _ in members for stream, _ in runner._streams._idle.values()]
+        async with time_limit(PATIENCE_S, "waiting for the other end to close it"):
+            await kept.wait_closed()
+        assert num_kept(members)[1] == 0
+        assert await mean_of(members) == [0.5] * 2
+
+
+async def test_a_peer_that_holds_as_many_as_it_may_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_UNNAMED", 0)
+    async with averagers(2, config=CONFIG) as members:
+        for _ in range(2):
+            assert await mean_of(members) == [0.5] * 2
+            (kept,) = [stream for runner, _, _ in members for stream, _ in runner._streams._idle.values()]
+            async with time_limit(PATIENCE_S, "waiting for the other end to close it"):
+                await kept.wait_closed()
+            assert num_kept(members)[1] == 0
+
+
 async def test_a_lost_control_connection_ends_them_at_both_ends() -> None:
     async with averagers(3, config=CONFIG) as members:
         await mean_of(members)
@@ -154,6 +176,25 @@ async def test_a_peer_has_one_stream_without_a_name_and_a_newer_one_replaces_it(
         assert not runner._streams._unnamed
         for stream in (first, second):
             one.release(stream)
+
+
+async def test_strangers_hold_no_streams_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for long, nor many at once. They need no record, and no control connection."""
+    header = msgspec.msgpack.encode(StreamHeader(b""))
+    async with averagers(3, config=CONFIG) as ((_, _, one), (_, _, other), (runner, _, called)):
+        monkeypatch.setattr(streams, "MAX_UNNAMED", 1)
+        first = await RunEndpoint(one, RUN_ID).open_bulk(called.peer_id, STREAM_KIND, header, 5.0)
+        await until(lambda: runner._streams._unnamed)
+        second = await RunEndpoint(other, RUN_ID).open_bulk(called.peer_id, STREAM_KIND, header, 5.0)
+        async with time_limit(PATIENCE_S, "waiting for the second to be refused"):
+            await second.wait_closed()
+        assert list(runner._streams._unnamed) == [one.peer_id]
+        monkeypatch.setattr(streams, "UNNAMED_S", 0.05)
+        third = await RunEndpoint(one, RUN_ID).open_bulk(called.peer_id, STREAM_KIND, header, 5.0)
+        async with time_limit(PATIENCE_S, "waiting for the third to be closed"):
+            await third.wait_closed()
+        for stream, endpoint in ((first, one), (second, other), (third, one)):
+            endpoint.release(stream)
 
 
 async def test_a_stream_that_comes_as_its_sender_is_given_up_breaks_no_rule() -> None:

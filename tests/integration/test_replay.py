@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer, framed
-from manyhands.base.errors import ProtocolViolation
+from manyhands.base.errors import ProtocolViolation, Timeout
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.state import replay as replay_module
 from manyhands.optim.state.replay import (
@@ -192,6 +193,29 @@ async def test_a_donor_that_lies_is_named(reason: str) -> None:
         liar.endpoint.accept_bulk(STREAM_KIND, lie)
         with pytest.raises(ProtocolViolation, match=reason):
             await fetched(newcomer, liar, START)
+
+
+async def test_a_donor_that_cuts_a_step_into_many_pieces_gains_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece comes before it counts as stalled."""
+    async with run("none") as (donors, newcomer):
+        donor = donors[0]
+        with donor.server.following(newcomer.peer_id):
+            await make_steps(donors, 1)
+        kept = msgspec.structs.replace(donor.keeper._steps[0][0], stops=[[NUMEL * i // 60] for i in range(1, 61)])
+
+        async def trickle(remote: object, header: bytes, stream: Stream) -> None:
+            await stream.send(framed(ReplayAnswer(1, is_current=True)), framed(kept))
+            for [start], [stop] in itertools.pairwise([[0], *kept.stops]):
+                await asyncio.sleep(0.05)
+                await stream.send(bytes(4 * (stop - start)))
+            await stream.wait_closed()
+
+        donor.endpoint.refuse_bulk(STREAM_KIND)
+        donor.endpoint.accept_bulk(STREAM_KIND, trickle)
+        monkeypatch.setattr(replay_module, "STALL_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(replay_module, "MIN_BYTES_PER_S", 10**6)
+        with pytest.raises(Timeout):
+            await fetched(newcomer, donor, START)
 
 
 async def test_a_step_that_was_averaged_again_arrives_too() -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from manyhands.averaging.commit import agreement
 from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
@@ -398,6 +399,29 @@ async def test_a_leader_that_leaves_right_after_its_round_tells_the_verdict_firs
         for other in await outcomes(tasks, 5.0):
             assert isinstance(other, CommittedRound), other
             assert other.manifest == result.manifest
+
+
+async def test_a_leader_that_leaves_does_not_wait_for_a_member_that_dies_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with averagers(4, config=PATIENT) as members:
+        leader, *others = by_id(members)
+        victim = others[0]
+
+        async def never_vote(*_: Any) -> Any:
+            await asyncio.Event().wait()
+
+        victim.averager._agreement.conclude = never_vote  # type: ignore[method-assign]
+        (leading,), tasks = start([leader]), start(others)
+        await leading
+        await outcomes(tasks[1:])
+        monkeypatch.setattr(agreement, "LATENCY_S", 1e6)
+        leaving = asyncio.ensure_future(leader.averager.close())
+        await until(lambda: leader.averager._agreement._last_led.news._tasks)  # type: ignore[union-attr]
+        await victim.kill()
+        async with time_limit(PATIENCE_S, "waiting for the leader to leave"):
+            await leaving
+        await end(tasks)
 
 
 async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -26,6 +26,8 @@ MAX_SUM_WEIGHT = 2.0**52
 """The same for the mean of many, in a grid of groups."""
 MAX_BANDWIDTH = 10**12
 """Bytes per second; far above any link."""
+BLAMED = 1
+"""Bytes per second that a member tells of itself after a round in which the others blamed it: no real link."""
 DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
@@ -99,11 +101,16 @@ class Group(msgspec.Struct, frozen=True):
         """The rank of a peer, or None when it is not a member."""
         return next((rank for rank, member in enumerate(self.members) if member.peer_id == peer_id), None)
 
-    def bandwidths(self) -> list[int]:
-        """Bytes per second, by rank: 0 for clients, which never reduce; the median where unknown."""
-        known = [member.bandwidth for member in self.members if member.bandwidth > 0 and not member.is_client]
+    def bandwidths(self, ranks: Collection[int]) -> list[int]:
+        """Bytes per second of the reducers among the members of these ranks; the median where unknown.
+
+        It is 0 for the others. Clients never reduce, and blamed members do only if nobody else can.
+        """
+        known = [member.bandwidth for member in self.members if member.bandwidth > BLAMED and not member.is_client]
         usual = statistics.median_low(known) if known else 1
-        return [0 if member.is_client else member.bandwidth or usual for member in self.members]
+        able = {rank for rank in ranks if not self.members[rank].is_client}
+        able = {rank for rank in able if self.members[rank].bandwidth != BLAMED} or able
+        return [member.bandwidth or usual if rank in able else 0 for rank, member in enumerate(self.members)]
 
     def manifest(self, digest: bytes, parts: Sequence[SpanResult] = ()) -> RoundManifest:
         """The manifest with which this group commits a vector."""
@@ -264,7 +271,10 @@ NOBODY = b""
 
 
 class VerdictQuery(msgspec.Struct):
-    """Asks how a round ended; the leader answers when it knows, or has lost more members, the others at once."""
+    """Asks how a round ended; the asked member answers when it knows.
+
+    Before that, the leader answers when it has lost more members, another member when it has lost the leader too.
+    """
 
     group_id: Digest
     num_lost: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0  # lost members known to the asking one

@@ -7,9 +7,11 @@ import math
 import pytest
 
 from manyhands.averaging.allreduce.bandwidth import UNTESTED, RoundBandwidth
+from manyhands.averaging.allreduce.straggler_monitor import PROBE_S, answer_time_s
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import MAX_BANDWIDTH
+from manyhands.averaging.messages import BLAMED, MAX_BANDWIDTH
 from manyhands.base.errors import ConfigError
+from tests.unit.averaging.groups import group_of
 
 MB = 10**6
 
@@ -88,7 +90,7 @@ def test_any_rate_can_be_told(rate: float) -> None:
 def test_who_was_blamed_reduces_nothing_until_a_round_shows_what_it_sends() -> None:
     bandwidth = after(10.0 * MB, 10.0 * MB)
     bandwidth.lose_round()
-    assert bandwidth.bandwidth == 1
+    assert bandwidth.bandwidth == BLAMED
     add_round(bandwidth, None, num_bytes=20 * MB, seconds=20.0)
     assert bandwidth.bandwidth == UNTESTED * MB
     bandwidth.lose_round()
@@ -97,6 +99,22 @@ def test_who_was_blamed_reduces_nothing_until_a_round_shows_what_it_sends() -> N
     bandwidth.lose_round()
     add_round(bandwidth, None, num_bytes=100)
     assert bandwidth.bandwidth == 0, "of a small vector it reduces its part again"
+
+
+def test_after_blame_what_the_user_declared_counts_again() -> None:
+    bandwidth = after(20.0 * MB, 20.0 * MB, declared=10.0 * MB)
+    for num_bytes in (100, 2 * MB):
+        bandwidth.lose_round()
+        assert bandwidth.bandwidth == BLAMED
+        add_round(bandwidth, None, num_bytes=num_bytes)
+        assert bandwidth.bandwidth == 10 * MB
+
+
+def test_blame_says_nothing_about_how_long_an_answer_takes() -> None:
+    group = group_of(3, bandwidths=[BLAMED, 10 * MB, 4096])
+    assert answer_time_s(group, 1, 0) == answer_time_s(group, 0, 1) == PROBE_S
+    assert answer_time_s(group, 2, 0) == 4.0
+    assert answer_time_s(group, 1, 0, 4096.0) == 4.0
 
 
 @pytest.mark.parametrize("mbit_s", [0.0, -1.0, math.nan, math.inf, 8e6 + 1])

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import (
+    BLAMED,
     JoinRequest,
     JoinResponse,
     Member,
@@ -62,12 +63,26 @@ def test_a_weight_that_would_spoil_the_mean_is_not_even_decoded(weight: object) 
 
 def test_a_bandwidth_is_0_for_clients_and_the_usual_one_for_who_does_not_know() -> None:
     group = group_of(6, clients=[5], bandwidths=[40, 0, 10, 0, 20, 10**12])
-    assert group.bandwidths() == [40, 20, 10, 20, 20, 0]
-    assert group_of(4, clients=[2]).bandwidths() == [1, 1, 0, 1], "all alike as long as nobody knows anything"
+    assert group.bandwidths(range(6)) == [40, 20, 10, 20, 20, 0]
+    assert group.bandwidths([0, 1, 5]) == [40, 20, 0, 0, 0, 0], "of those that take part"
+    assert group_of(4, clients=[2]).bandwidths(range(4)) == [1, 1, 0, 1], "all alike as long as nobody knows anything"
 
 
 def test_one_that_boasts_changes_nothing_for_who_does_not_know() -> None:
-    assert group_of(4, bandwidths=[10**12, 10, 10, 0]).bandwidths() == [10**12, 10, 10, 10]
+    assert group_of(4, bandwidths=[10**12, 10, 10, 0]).bandwidths(range(4)) == [10**12, 10, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks", "counts"),
+    [
+        ([BLAMED, 0, 0, 0], [0, 1, 2, 3], [0, 1, 1, 1]),
+        ([BLAMED, 0, 10**6, 0], [0, 1, 2, 3], [0, 10**6, 10**6, 10**6]),
+        ([BLAMED, BLAMED, BLAMED, 10], [0, 1, 2, 3], [0, 0, 0, 10]),
+        ([BLAMED, BLAMED, 10, 0], [0, 1], [BLAMED, BLAMED, 0, 0]),
+    ],
+)
+def test_a_blamed_member_reduces_only_if_nobody_else_can(told: list[int], ranks: list[int], counts: list[int]) -> None:
+    assert group_of(4, bandwidths=told).bandwidths(ranks) == counts
 
 
 def test_a_member_of_an_older_version_has_an_unknown_bandwidth() -> None:

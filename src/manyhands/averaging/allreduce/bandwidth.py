@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from manyhands.averaging.messages import MAX_BANDWIDTH
+from manyhands.averaging.messages import BLAMED, MAX_BANDWIDTH
 
 MIN_BYTES = 1 << 20
 """With less to send, a round says nothing: it took as long as its messages."""
@@ -21,8 +21,6 @@ UNTESTED = 1.5
 """Factor from the bytes that a peer sent, held up by others, to those that it is assumed able to send."""
 SHORTEST_S = 1e-6
 """Minimum duration of a round, also by a clock that did not move meanwhile."""
-BLAMED = 1.0
-"""Bytes per second of a peer that the others blamed, until the next round."""
 NUM_ROUNDS = 3
 """Rounds that count. Of two the better one: an estimate that is too high costs a round, one too low all later ones."""
 
@@ -35,7 +33,8 @@ class RoundBandwidth:
     """
 
     def __init__(self, declared: float | None) -> None:
-        self._latest = deque([declared] if declared is not None else [], maxlen=NUM_ROUNDS)
+        self._declared = [declared] if declared is not None else []
+        self._latest = deque(self._declared, maxlen=NUM_ROUNDS)
 
     @property
     def bandwidth(self) -> int:
@@ -53,16 +52,16 @@ class RoundBandwidth:
         least = UNTESTED * num_bytes / max(seconds, SHORTEST_S)
         if rate is not None:
             self._latest.append(rate)
-        elif num_bytes >= MIN_BYTES:
-            if least > self.bandwidth:
-                self._restart(least)
-        elif self.bandwidth == BLAMED:
-            self._latest.clear()
+            return
+        if self.bandwidth == BLAMED:
+            self._restart(*self._declared)
+        if num_bytes >= MIN_BYTES and least > self.bandwidth:
+            self._restart(least)
 
     def lose_round(self) -> None:
-        """End a round in which the others blamed this peer: it reduces nothing in the next one."""
+        """End a round in which the others blamed this peer: it reduces nothing in the next one, if others can."""
         self._restart(BLAMED)
 
-    def _restart(self, bytes_per_s: float) -> None:
+    def _restart(self, *rates: float) -> None:
         self._latest.clear()
-        self._latest.append(bytes_per_s)
+        self._latest.extend(rates)

@@ -64,9 +64,8 @@ class Partition:
         self.is_exact = plan.is_exact(region.start, region.stop) and not plan.passes_on
         numel = region.stop - region.start
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs
-        bandwidths = [bandwidth if rank in members else 0 for rank, bandwidth in enumerate(group.bandwidths())]
         least = 1 if plan.passes_on else LEAST_UNITS  # the largest of a part of a chunk are others
-        spans = owned_spans(numel, leveled(bandwidths), group.min_span_numel, group.group_id)
+        spans = owned_spans(numel, leveled(group.bandwidths(members)), group.min_span_numel, group.group_id)
         spans = in_whole_units(spans, unit, least)
         self.spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
         self.numel: list[int] = [span.stop - span.start for span in spans]

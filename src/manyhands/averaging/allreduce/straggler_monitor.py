@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
-from manyhands.averaging.messages import Count, Digest, Group, PeerIdText
+from manyhands.averaging.messages import BLAMED, Count, Digest, Group, PeerIdText
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.rpc import Method
 from manyhands.transport.api import Stream
@@ -63,7 +63,7 @@ ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
 def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0) -> float:
     """Timeout of an answer during a round, by the lowest known rate: what came, or the bandwidth of one of both."""
     rates = bytes_per_s, group.members[rank].bandwidth, group.members[other].bandwidth
-    slowest = min((rate for rate in rates if rate > 0), default=math.inf)
+    slowest = min((rate for rate in rates if rate not in (0, BLAMED)), default=math.inf)
     return min(max(PROBE_S, QUEUED_BYTES / slowest), MAX_PROBE_S)
 
 

@@ -8,8 +8,8 @@
     the round is done with it: keeps it                   keeps it, waits for a name
         sends the name of the next round          ──>     gives it to that round
 
-A dial takes several round trips and much CPU. A stream to a peer whose control connection broke is closed: it may not
-carry anything any more.
+A dial takes several round trips and much CPU. The accepting side closes a stream that stays unused. A stream to a peer
+whose control connection broke is closed too: it may not carry anything any more.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ MAX_KEPT = 16
 """Limit of the kept streams that a peer has dialled; the oldest is closed."""
 KEPT_S = 60.0
 """A stream that was unused for longer is not used again: a router on the way may have forgotten it."""
+UNNAMED_S = 120.0
+MAX_UNNAMED = 512
+"""Limits of the accepted streams that wait for a name, one for each peer: strangers may open them. A reducer may have
+hundreds of clients."""
 PROBE_AFTER_S = 0.3
 """After this time without a stream from a partner, check that the partner is alive."""
 REMEMBERED_ROUNDS = 16
@@ -166,7 +170,7 @@ class PartnerStreams:
 
     def _keep(self, stream: RoundStream) -> bool:
         if stream.kept is not None:  # the partner has dialled it
-            is_kept = not stream.kept.done()
+            is_kept = not stream.kept.done() and len(self._unnamed) < MAX_UNNAMED
             if is_kept:
                 stream.kept.set_result(None)
             return is_kept
@@ -217,10 +221,13 @@ class PartnerStreams:
         """Wait until the partner names the round that a stream is for; a newer stream replaces the one that waits."""
         if (former := self._unnamed.pop(remote, None)) is not None:
             former.abort()
+        if len(self._unnamed) >= MAX_UNNAMED:
+            raise ProtocolViolation(remote, "a stream without a round, and there are too many of them")
         self._unnamed[remote] = stream
         name = bytearray(NAME_BYTES)
         try:
-            await stream.receive_into(memoryview(name))
+            async with time_limit(UNNAMED_S, "learning what a stream is for"):
+                await stream.receive_into(memoryview(name))
             return bytes(name)
         finally:
             if self._unnamed.get(remote) is stream:

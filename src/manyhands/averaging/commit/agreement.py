@@ -371,3 +371,5 @@ class Agreement:
             rank = state.group.rank_of(peer_id)
             if rank is not None and (state.is_leader or rank != state.count.leader):  # a leader may be called again
                 state.lose(rank, f"{peer_id} was lost before it voted")
+        if self._last_led is not None:
+            self._last_led.news.wake()  # nobody waits any longer to tell that peer

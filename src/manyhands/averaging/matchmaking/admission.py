@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from manyhands.averaging.codecs import INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
 from manyhands.averaging.config import AUTO
 from manyhands.averaging.grid.seats import MAX_AXES
-from manyhands.averaging.messages import Group, JoinRequest, Member, Position
+from manyhands.averaging.messages import BLAMED, Group, JoinRequest, Member, Position
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
@@ -102,11 +102,11 @@ def chosen_codec(setting: str, bandwidths: Iterable[int], rtts_s: Iterable[float
 
     Args:
         setting: the user's; only ``auto`` leaves a choice.
-        bandwidths: bytes per second of the members; 0 if unknown.
+        bandwidths: bytes per second of the members, as they tell it.
         rtts_s: round trips between the leader and the others; infinite if unknown.
     """
     if setting != AUTO:
         return codec_named(setting)
-    is_slow = any(0 < bandwidth < SLOW_BYTES_PER_S for bandwidth in bandwidths)
+    is_slow = any(BLAMED < bandwidth < SLOW_BYTES_PER_S for bandwidth in bandwidths)
     is_far = any(WIDE_AREA_RTT_S < rtt_s < float("inf") for rtt_s in rtts_s)
     return INT8 if is_slow or is_far else NONE

@@ -20,7 +20,7 @@ import torch
 
 from manyhands.access.gate import RunGate
 from manyhands.averaging.allreduce.means import MAX_PIECES, Means, across_ballots, digest_of, digest_of_all
-from manyhands.averaging.codecs import BadEncoding, Plan
+from manyhands.averaging.codecs import NONE, BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest, read_header
 from manyhands.averaging.state.content import MAX_CONTRIBUTORS
@@ -173,12 +173,14 @@ async def fetch_step(
             answer = await receive_framed(receive_into, donor, ReplayAnswer, MAX_HEADER_BYTES, "its steps")
         if not answer.num_steps:
             return None, answer.is_current
-        kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
-        _check_manifest(donor, kept.manifest, position)
-        try:
-            mean_N = await _receive_mean(stream, kept, plan_of_code(kept.codec))
-        except BadEncoding as error:
-            raise ProtocolViolation(donor, f"sent an invalid step: {readable(str(error))}") from error
+        limit_s = STALL_TIMEOUT_S + 2 * 4 * plan_of_code(NONE.code).numel / MIN_BYTES_PER_S  # the donor cuts the pieces
+        async with time_limit(limit_s, f"the step that peer {donor} keeps"):
+            kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
+            _check_manifest(donor, kept.manifest, position)
+            try:
+                mean_N = await _receive_mean(stream, kept, plan_of_code(kept.codec))
+            except BadEncoding as error:
+                raise ProtocolViolation(donor, f"sent an invalid step: {readable(str(error))}") from error
         return MissedStep(kept.manifest, mean_N), answer.is_current
     finally:
         endpoint.release(stream)
