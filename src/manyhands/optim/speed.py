@@ -71,6 +71,19 @@ class Advice:
         )
 
 
+def describe_late_states(num_loads: int, download_s: float, computing_s: float, target_batch_size: int) -> str:
+    """The advice for a peer whose downloads take longer than steps, for which the run computes; 0 if unknown."""
+    if 0 < computing_s < download_s:
+        target = working_target(computing_s, download_s, target_batch_size)
+        larger = f"target_batch_size={target} instead of {target_batch_size}"
+    else:
+        larger = f"a target_batch_size above {target_batch_size}"
+    return (
+        f"{num_loads} downloaded states in a row were out of date on arrival: this peer cannot keep up with the run. "
+        f"The last download took {download_s:.3g} s. Use a faster link, or {larger} on all peers"
+    )
+
+
 def working_target(computing_s: float, longer_s: float, target_batch_size: int) -> int:
     """The target, rounded up to two digits, at which computing takes as long as an operation that now takes longer."""
     needed = target_batch_size * longer_s / max(computing_s, 1e-3)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.optim.speed import Advice, SpeedMeter, working_target
+from manyhands.optim.speed import Advice, SpeedMeter, describe_late_states, working_target
 
 
 def test_nothing_is_known_before_the_first_batch_was_timed() -> None:
@@ -67,6 +67,12 @@ def test_at_the_named_target_computing_takes_as_long_as_averaging(
     named = working_target(computing_s, averaging_s, target)
     assert named * computing_s / target >= averaging_s * (1 - 1e-9)
     assert named <= max(1.11 * target * averaging_s / computing_s + 1, 1)
+
+
+def test_who_comes_too_late_hears_of_a_target_that_works() -> None:
+    assert "target_batch_size=480 instead of 48 on all peers" in describe_late_states(4, 30.0, 3.0, 48)
+    for computing_s in (0.0, 40.0):  # not known; or it is something else that takes so long
+        assert "a target_batch_size above 48 on all peers" in describe_late_states(4, 30.0, computing_s, 48)
 
 
 def test_a_batch_that_is_larger_than_the_target_is_said_once() -> None:

@@ -35,6 +35,7 @@ from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
 from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_step
 from manyhands.peer import Presence
@@ -420,11 +421,10 @@ class Collaboration:
         self._num_vain_loads += 1
         self._state_donors = state.donors
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
-            logger.warning(
-                "%d downloaded states in a row were out of date on arrival: this peer cannot keep up with the run. The "
-                "last download took %.3g s. Use a faster link, or a target_batch_size above %d on all peers",
-                self._num_vain_loads, loop.time() - started, self.manifest.target_batch_size,
-            )  # fmt: skip
+            took_s, target = loop.time() - started, self.manifest.target_batch_size
+            speed = sum(record.samples_per_second for record in tracker.records().values())
+            computing_s = target / speed if speed > 0 else 0.0
+            logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
         return state
 
     async def _download_believable(self, donors: Sequence[PeerId], position: Position) -> State:
