@@ -209,6 +209,28 @@ def test_an_auxiliary_peer_helps_to_average_and_nobody_waits_for_it() -> None:
     assert helped == {"p0", "p1"}
 
 
+@pytest.mark.parametrize("joins_s", [0.0, 20.0])
+def test_an_auxiliary_peer_is_in_the_rounds_of_a_trainer_that_is_alone(joins_s: float) -> None:
+    """So that the state survives that trainer. Nobody's values but the trainer's are in the state."""
+    num_members: list[int] = []
+
+    def train(member: Member) -> None:
+        for step in range(1, 41):
+            train_until(member, step, 1.0)
+            manifest = member.optimizer.last_round
+            num_members.append(1 if manifest is None else len(manifest.members))
+
+    def help_out(member: Member) -> None:
+        while "trainer" not in swarm.done:
+            member.optimizer.step()
+
+    swarm = Swarm()
+    swarm.start("trainer", new_model, sgd, train, target_batch_size=8, batch_size_per_step=4)
+    swarm.start("helper", new_model, sgd, help_out, target_batch_size=8, auxiliary=True, begins_s=joins_s)
+    swarm.run()
+    assert num_members[-10:].count(2) >= 8, str(num_members)  # it misses one now and then
+
+
 def test_an_auxiliary_peer_that_freezes_holds_up_one_step_and_one_that_is_killed_none() -> None:
     """It has a place in the group that forms ahead, and is waited for as a trainer would be."""
     assert [wait_s > 1.0 for wait_s in waits_beside_a_helper("kill")] == [False] * 18

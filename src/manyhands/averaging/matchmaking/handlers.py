@@ -199,7 +199,8 @@ class MatchmakingHandlers:
             check_join(me, is_client, self.run_fingerprint, self._roster.position(), remote, request)
 
     def _call(self, remote: PeerId, *, is_early: bool) -> None:
-        if not self._is_trusted(remote):
+        """Call this peer to the round; one that is alone heeds anybody, as nobody expects an auxiliary peer."""
+        if self.candidates.expected() and not self._is_trusted(remote):
             return  # this peer comes once it has read that the step is due
         if not is_early:
             self._roster.call_to_round()
