@@ -80,7 +80,7 @@ class VotingState:
         self.untold = {member.peer_id for member in group.members} - {group.members[rank].peer_id}
         self.decided_at = 0.0
         self.news = Waker()
-        self.moved: Callable[[], int] = int
+        self.moved: Callable[[], int] = int  # 0 while this peer exchanges nothing
 
     def lose(self, rank: int, reason: str) -> None:
         """A member can no longer be reached."""

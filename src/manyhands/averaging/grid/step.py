@@ -36,7 +36,7 @@ GATHER_SHARE = 0.5
 ALONE_S = 1.0
 """The longest wait in a group in which no other peer is expected, or all others have gone on."""
 LOOK_S, LOOK_GROWTH, LAST_LOOK_S = 0.2, 1.5, 2.0
-"""The first wait between two looks at the others' records, and how waits grow."""
+"""The first wait between two looks at the others' records, the factor by which waits grow, and the longest one."""
 
 
 class GridPlace(Roster, Protocol):

@@ -131,13 +131,13 @@ class Drift:
     own_id: PeerId
     bound: float
     judges: Callable[[], Poll]
-    _position: Position | None = None  # after the last step; None once a state was loaded
-    _sketch: Sketch = field(default_factory=Sketch)
-    _is_in_grid: bool = False
-    _compared: tuple[int, Position] | None = None  # at which records, and where
-    _named: set[PeerId] = field(default_factory=set)
-    _has_reloaded: bool = False
-    _has_warned: bool = False  # that there is no majority
+    _position: Position | None = field(default=None, init=False)  # after the last step; None once a state was loaded
+    _sketch: Sketch = field(default_factory=Sketch, init=False)
+    _is_in_grid: bool = field(default=False, init=False)
+    _compared: tuple[int, Position] | None = field(default=None, init=False)  # at which records, and where
+    _named: set[PeerId] = field(default_factory=set, init=False)
+    _has_reloaded: bool = field(default=False, init=False)
+    _has_warned: bool = field(default=False, init=False)  # that there is no majority
 
     def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
         """This peer has made a step. In a grid groups differ by more than rounding, so no peer is judged."""

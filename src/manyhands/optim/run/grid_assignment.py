@@ -40,6 +40,8 @@ class GridAssignment:
 
     Args:
         max_group_size: larger runs form a grid.
+
+    Attributes:
         is_settled: as far as known, all peers have seats, and no two the same.
     """
 
@@ -47,13 +49,13 @@ class GridAssignment:
     own_id: PeerId
     max_group_size: int
     rng: random.Random
-    is_settled: bool = True
-    called: asyncio.Event = field(default_factory=asyncio.Event)
-    _step: Step | None = None
-    _basis: tuple[int, Position] | None = None  # what the step follows from
-    _number: int = 0
-    _stepping_from: Position | None = None
-    _num_left: int = 0
+    is_settled: bool = field(default=True, init=False)
+    called: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _step: Step | None = field(default=None, init=False)
+    _basis: tuple[int, Position] | None = field(default=None, init=False)  # what the step follows from
+    _number: int = field(default=0, init=False)
+    _stepping_from: Position | None = field(default=None, init=False)
+    _num_left: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.refresh, self.report_missing = self.tracker.refresh, self.tracker.report_missing

@@ -105,10 +105,10 @@ class LookAhead:
     tracker: ProgressTracker
     tasks: TaskOwner
     lead: int | None
-    _position: Position | None = None  # of the step whose group is looked for
-    _is_over: bool = False  # an attempt at that step has begun
-    _timer: asyncio.TimerHandle | None = None
-    _search: asyncio.Task[None] | None = None
+    _position: Position | None = field(default=None, init=False)  # of the step whose group is looked for
+    _is_over: bool = field(default=False, init=False)  # an attempt at that step has begun
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    _search: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.matchmaker.on_called_ahead.append(self._begin)

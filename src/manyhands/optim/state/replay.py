@@ -94,8 +94,8 @@ class StepKeeper:
     run_id: str
     server: StateServer
     position: Callable[[], Position]
-    _steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = field(default_factory=deque)
-    _serving: set[PeerId] = field(default_factory=set)
+    _steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = field(default_factory=deque, init=False)
+    _serving: set[PeerId] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self.endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(self.endpoint, self.run_id).check)
@@ -128,11 +128,13 @@ class StepKeeper:
         if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
             await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
             return
-        end, frames, is_last = request.position, list[bytes | memoryview](), False
-        for kept, pieces in self._steps:
-            if is_last := kept.manifest.position == request.position:
-                end = end.after(kept.manifest)
-                frames = [framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel())]
+        end, frames = request.position, list[bytes | memoryview]()
+        step = next((step for step in self._steps if step[0].manifest.position == request.position), None)
+        if step is not None:
+            kept, pieces = step
+            end = end.after(kept.manifest)
+            frames = [framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel())]
+        is_last = step is not None and step is self._steps[-1]
         answer = ReplayAnswer(int(bool(frames)), is_current=end == self.position())
         limit_s = STALL_TIMEOUT_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
