@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from manyhands.averaging import AveragingConfig, messages
+from manyhands.averaging.allreduce.straggler_monitor import ASK_MOVED, Moved
 from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
 from manyhands.averaging.messages import (
     INVITE,
@@ -144,7 +146,7 @@ class Stranger:
         self.fingerprint = next(iter(swarm.members.values())).optimizer._collaboration.manifest.fingerprint()
         self.honest = [member.peer.peer_id for member in swarm.members.values()]
         self.position = Position(0, b"")
-        self.is_leading = False
+        self.is_leading = self.is_claiming = False
 
     async def look(self) -> None:
         """Be where the others are."""
@@ -292,6 +294,15 @@ async def joins(stranger: Stranger) -> None:
     await stranger.hold_places(is_early=False)
 
 
+async def joins_and_answers(stranger: Stranger) -> None:
+    """It opens no stream, but claims each time that it gets on."""
+    if not stranger.is_claiming:
+        claims = itertools.count()
+        stranger.endpoint.handle(ASK_MOVED, lambda *_: Moved(next(claims)))
+        stranger.is_claiming = True
+    await joins(stranger)
+
+
 async def says_that_it_is_ahead(stranger: Stranger) -> None:
     """Some steps, so that the others should load its state."""
     await stranger.publish(ahead=50)
@@ -305,29 +316,31 @@ async def only_publishes(stranger: Stranger) -> None:
     await stranger.publish()
 
 
-HELD_UP_BY = (holds_places, joins)
-"""These still cost more steps than they should: 0.24 to 0.63 of them are left (docs/dev/next.md)."""
+LEAST_SHARE = {holds_places: 0.6, joins: 0.75, joins_and_answers: 0.45}
+"""Of the steps that are left by those that cost more than they should (docs/dev/next.md); 0.8 by all others."""
 
 
 @pytest.mark.parametrize(
     ("attack", "num_strangers"),
     few_of(
-        [(invites_as_a_member, 1), (joins, 1), (says_that_it_is_a_step_ahead, 1), (says_that_it_is_ahead, 1),
+        [(invites_as_a_member, 1), (joins, 1), (joins_and_answers, 1), (says_that_it_is_a_step_ahead, 1), (says_that_it_is_ahead, 1),
          (holds_places, 1), (only_publishes, 1), (only_publishes, 20), (invites, 1)],
-        3,
+        4,
     ),
-    ids=["a leader that never closes", "joins and is silent", "a step ahead", "50 steps ahead",
+    ids=["a leader that never closes", "joins and is silent", "joins and answers", "a step ahead", "50 steps ahead",
          "holds places", "records", "20 records", "invites"],
 )  # fmt: skip
 def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
     attack: Attack, num_strangers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, during, swarm = steps_under(attack, num_strangers)
-    assert (0.3 if attack in HELD_UP_BY else 0.8) * before <= during <= 1.2 * before
+    assert LEAST_SHARE.get(attack, 0.8) * before <= during <= 1.2 * before
     for member in swarm.members.values():
         counts = member.optimizer.statistics
         assert (counts.samples_dropped, counts.steps_alone) == (0, 0)
         assert counts.states_loaded <= 1, "who was held up while the others stepped catches up"
+        assert member.optimizer.last_round is not None
+        assert sum(member.optimizer.last_round.weights) >= 0.95 * 8 * TARGET, "no step on part of the samples"
     if attack is says_that_it_is_ahead:
         assert "but too few others do: it is not followed" in caplog.text
 

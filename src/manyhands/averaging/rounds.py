@@ -40,6 +40,10 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
+DOUBTED_S = 0.5, 2.0
+"""The least and the longest time that a member may take to open its stream if it was to blame twice in a row."""
+ROUND_TRIPS = 4
+"""That many of them are enough for a dial."""
 
 
 @dataclass
@@ -117,7 +121,8 @@ class RoundRunner:
             ) from error
         self._tasks = TaskOwner("rounds")
         self._streams = PartnerStreams(own, config, self._tasks)
-        self._agreement = Agreement(own, config, self._streams, self.matchmaker.follows)
+        follows, is_heeded = self.matchmaker.follows, self.matchmaker.candidates.is_heeded
+        self._agreement = Agreement(own, config, self._streams, follows=follows, is_heeded=is_heeded)
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
@@ -304,6 +309,13 @@ class RoundRunner:
             memory=self.memory, feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
         )  # fmt: skip
 
+    def _patience_s(self, peer_id: PeerId) -> float:
+        """How long to wait for a member's stream: a few round trips if it was to blame twice in a row."""
+        if self.matchmaker.candidates.is_heeded(peer_id):
+            return self._config.stream_timeout_s
+        least_s, longest_s = DOUBTED_S
+        return min(max(least_s, ROUND_TRIPS * self._endpoint.rtt_s(peer_id)), longest_s)
+
     def _left_s(self) -> float:
         return self._deadline - self._loop.time()
 
@@ -327,7 +339,10 @@ class RoundRunner:
 
         async def connect(other: int) -> Stream:
             num_bytes = butterfly.num_bytes_with(other)
-            stream = streams[other] = await self._streams.connect(group, rank, other, num_bytes, stream_id)
+            within_s = self._patience_s(group.members[other].peer_id)
+            ask = functools.partial(self._agreement.make_sure_of, group, other)
+            connecting = self._streams.connect(group, rank, other, num_bytes, stream_id, within_s, ask)
+            stream = streams[other] = await connecting
             share.add(stream.stream, num_bytes)
             watching.append(self._watchers.spawn(monitor.watch(other, stream), name=f"peer {stream.remote}"))
             if stream.remote in lost:

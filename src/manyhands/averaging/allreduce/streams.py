@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -39,7 +40,12 @@ MAX_UNNAMED = 512
 hundreds of clients."""
 PROBE_AFTER_S = 0.3
 """After this time without a stream from a partner, check that the partner is alive."""
+ASK_AFTER_S = 1.5
+"""After this time more, ask it whether it is in the round."""
 REMEMBERED_ROUNDS = 16
+
+Ask = Callable[[], Awaitable[object]]
+"""Asks a partner whether it is in the round; raises Unavailable or PeerError if it is not."""
 
 
 class RoundStream(PassingStream):
@@ -94,37 +100,43 @@ class PartnerStreams:
 
     # in a round
 
-    async def connect(self, group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> RoundStream:
+    async def connect(
+        self, group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes, within_s: float, ask: Ask
+    ) -> RoundStream:
         """Open or await the stream to a partner: a client dials, else the lower rank.
 
         Args:
             num_bytes: approximate bytes that it will carry in each direction.
             stream_id: names the round.
+            ask: called from time to time while the partner's stream does not come.
         Raises:
             RoundAborted: there is no stream to it.
         """
         member = group.members[other]
         try:
             if not (group.members[rank].is_client or (not member.is_client and rank < other)):
-                return await self._await_stream(member, stream_id)
-            await self._make_sure_of(member.peer_id)
+                return await self._await_stream(member, stream_id, within_s, ask)
+            await self._make_sure_of(member.peer_id, within_s)
             if (stream := await self._take_idle(member.peer_id, stream_id)) is None:
-                header, timeout_s = msgspec.msgpack.encode(StreamHeader(stream_id)), self._config.stream_timeout_s
-                opening = self._endpoint.open_bulk(member.peer_id, STREAM_KIND, header, timeout_s, size_bytes=num_bytes)
+                header = msgspec.msgpack.encode(StreamHeader(stream_id))
+                opening = self._endpoint.open_bulk(member.peer_id, STREAM_KIND, header, within_s, size_bytes=num_bytes)
                 stream = RoundStream(await opening)
         except (Unavailable, PeerError) as error:
             raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
         return stream
 
-    async def _await_stream(self, member: Member, stream_id: bytes) -> RoundStream:
+    async def _await_stream(self, member: Member, stream_id: bytes, within_s: float, ask: Ask) -> RoundStream:
         """Await a partner's stream; a partner that died first may never have had a connection."""
         key = (stream_id, member.peer_id)
         future = self._future(key)
         try:
-            async with time_limit(self._config.stream_timeout_s, f"waiting for the stream of peer {member.peer_id}"):
+            async with time_limit(within_s, f"waiting for the stream of peer {member.peer_id}"):
                 await asyncio.wait([future], timeout=PROBE_AFTER_S)
                 if not future.done() and not member.is_client:
-                    await self._make_sure_of(member.peer_id)
+                    await self._make_sure_of(member.peer_id, within_s)
+                while not (await asyncio.wait([future], timeout=ASK_AFTER_S))[0]:
+                    if self._endpoint.is_connected(member.peer_id):  # a client may still dial
+                        await ask()
                 return await future
         except BaseException:
             self._release_awaited(future)  # it may have come in the same moment
@@ -132,10 +144,10 @@ class PartnerStreams:
         finally:
             self._awaited.pop(key, None)
 
-    async def _make_sure_of(self, peer_id: PeerId) -> None:
+    async def _make_sure_of(self, peer_id: PeerId, within_s: float) -> None:
         """Open a control connection to a partner: its heartbeats show both ends whether the other is alive."""
         if not self._endpoint.is_connected(peer_id):
-            await self._endpoint.ping(peer_id, self._config.stream_timeout_s)
+            await self._endpoint.ping(peer_id, within_s)
 
     def lose(self, peer_id: PeerId) -> None:
         """Another member has lost a peer: without a connection to that peer, stop waiting for its stream."""

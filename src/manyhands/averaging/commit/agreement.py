@@ -41,7 +41,7 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Timeout, Unavailable
+from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
 from manyhands.rpc.frames import readable
@@ -58,7 +58,8 @@ MIN_VOTING_S = 1.0
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
 LAST_VOTE_S = 3.0
-"""How long a member that answers but sent nothing may take to vote after all others have voted."""
+"""How long a member that answers but sent nothing may take to vote after all others have voted; one that was to blame
+twice in a row gets no such time."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be dialled."""
 
@@ -115,13 +116,20 @@ class Agreement:
     """Votes, and counts votes, in the rounds of one run."""
 
     def __init__(
-        self, endpoint: RunEndpoint, config: AveragingConfig, streams: PartnerStreams, follows: Callable[[PeerId], bool]
+        self,
+        endpoint: RunEndpoint,
+        config: AveragingConfig,
+        streams: PartnerStreams,
+        *,
+        follows: Callable[[PeerId], bool],
+        is_heeded: Callable[[PeerId], bool],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._config = config
         self._streams = streams
         self._follows = follows
+        self._is_heeded = is_heeded
         self._rounds: dict[bytes, VotingState] = {}
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._last_led: VotingState | None = None
@@ -179,6 +187,11 @@ class Agreement:
         timeout_s = answer_time_s(group, self._rounds[group.group_id].rank, rank, bytes_per_s)
         query = MovedQuery(group.group_id, group.leader)
         return await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
+
+    async def make_sure_of(self, group: Group, rank: int) -> None:
+        """Raise Unavailable or PeerError unless a member is in this round, or still waits for the leader's answer."""
+        if (await self.ask_moved(group, rank)).is_gone:
+            raise PeerLost(group.members[rank].peer_id, "it is in another round, or in none")
 
     def has_lost(self, group: Group) -> bool:
         """Whether a member of an open round can no longer be reached."""
@@ -301,18 +314,18 @@ class Agreement:
             await asyncio.sleep(ASK_PERIOD_S)
             now, stalled, silent = self._loop.time(), count.only_stalled(), count.suspects()
             asked_at, stalled_at = asked_at if count.votes else now, stalled_at if stalled else now
-            if now - stalled_at >= LAST_VOTE_S:  # this leader may be one of them
-                for rank in stalled:
-                    state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
-            elif now - asked_at >= PROBE_S:  # no other member may need one that never came to this round
+            for rank in stalled:  # this leader may be one of them
+                peer_id = state.group.members[rank].peer_id
+                if now - stalled_at >= LAST_VOTE_S or not self._is_heeded(peer_id):
+                    state.lose(rank, f"{peer_id} answers, but does not vote")
+            if not stalled and now - asked_at >= PROBE_S:  # no other member may need one that never came to this round
                 silent, asked_at = count.missing(), now
             await asyncio.gather(*(self._miss(state, rank) for rank in silent - {state.rank}))
 
     async def _miss(self, state: VotingState, rank: int) -> None:
         peer_id = state.group.members[rank].peer_id
         try:
-            if (await self.ask_moved(state.group, rank)).is_gone:
-                state.lose(rank, f"{peer_id} is in another round, or in none")
+            await self.make_sure_of(state.group, rank)
         except (Unavailable, PeerError) as error:
             state.lose(rank, f"{peer_id} cannot be asked: {error}")
 

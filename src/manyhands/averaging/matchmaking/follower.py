@@ -265,11 +265,11 @@ class Matchmaker:
             except PeerError:
                 pass  # it answers
 
-        hosts = set(self._handlers.hosts()) - unreachable - {leader, self._endpoint.peer_id}
+        hosts = set(self._group_leader.hosts()) - unreachable - {leader, self._endpoint.peer_id}
         await asyncio.gather(*(reach(peer_id) for peer_id in sorted(hosts) if not self._endpoint.is_connected(peer_id)))
 
     def _choose_leader(self, unreachable: set[PeerId]) -> PeerId:
-        candidates = [peer_id for peer_id in self._handlers.hosts() if peer_id not in unreachable]
+        candidates = [peer_id for peer_id in self._group_leader.hosts() if peer_id not in unreachable]
         if candidates:
             return min(candidates, key=self.candidates.rank)
         if unreachable:

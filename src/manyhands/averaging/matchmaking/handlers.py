@@ -96,21 +96,11 @@ class MatchmakingHandlers:
             return None
         return inviter[0]
 
-    def hosts(self) -> list[PeerId]:
-        """This peer and the expected ones, as far as they can be dialled."""
-        own_ids = [] if self.endpoint.client_mode else [self.endpoint.peer_id]
-        return own_ids + [peer_id for peer_id, is_client in self.candidates.expected().items() if not is_client]
-
     def _is_led_by(self, inviter: PeerId) -> bool:
         """Whether this peer should follow its inviter rather than lead."""
         rank, expected = self.candidates.rank, self.candidates.expected()
         is_before = rank(inviter) < rank(self.endpoint.peer_id) or inviter not in expected
-        return (is_before or self.endpoint.client_mode) and self._is_trusted(inviter)
-
-    def _is_trusted(self, peer_id: PeerId) -> bool:
-        """Whether a peer's values are in the state here, or those of no peer that could lead."""
-        contributors = self._roster.contributors()
-        return peer_id in contributors or not any(host in contributors for host in self.hosts())
+        return (is_before or self.endpoint.client_mode) and self.group_leader.is_trusted(inviter)
 
     async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
         await self._catch_up(request.position)
@@ -128,7 +118,7 @@ class MatchmakingHandlers:
             raise Refused(
                 me, AVOIDED, "your peer failed this one twice in a row, so this one follows others for a while"
             )
-        if not self._is_trusted(remote):
+        if not self.group_leader.is_trusted(remote):
             raise Refused(me, AVOIDED, "a peer whose values are in the state leads")
         if self.busy_at == request.position:
             self._inviter = remote, request.position  # it joins if that round fails; else it is ahead soon
@@ -200,7 +190,7 @@ class MatchmakingHandlers:
 
     def _call(self, remote: PeerId, *, is_early: bool) -> None:
         """Call this peer to the round; one that is alone heeds anybody, as nobody expects an auxiliary peer."""
-        if self.candidates.expected() and not self._is_trusted(remote):
+        if self.candidates.expected() and not self.group_leader.is_trusted(remote):
             return  # this peer comes once it has read that the step is due
         if not is_early:
             self._roster.call_to_round()

@@ -67,8 +67,8 @@ class PendingGroup:
         reserved: peers that hold places until their values are there, and until when.
         absent: peers that said last that they are at a later round of the grid.
         elsewhere: peers that said last that they avoid this one, or follow a leader that this one avoids.
-        due_since: when the first member had its values; infinite before that.
-        deadline: when the group closes with the members it has; infinite until a member has its values.
+        due_since: when the first trusted member had its values; infinite before that.
+        deadline: when the group closes with the members it has; infinite until a trusted member has its values.
         leader_due: how long the most patient member waits for the leader itself; None if there is none.
         ends_at: end of the leader's time for the round.
         seen: clients that are connected to a member, by short id.
@@ -118,9 +118,10 @@ class PendingGroup:
         return True
 
     def begin(self, deadline: float) -> None:
-        """A member's values are there: set the deadline, and call the peers that hold places."""
+        """The values of a trusted member are there: set the deadline, and call the peers that hold places."""
         if self.deadline == math.inf:
             self.deadline, self.due_since = deadline, asyncio.get_running_loop().time()
+            self.leader_due = None  # however patient those are that came too early
             self.ask_again_at.clear()
 
     def left_s(self, leader: PeerId) -> float:
@@ -176,6 +177,16 @@ class GroupLeader:
     def __post_init__(self) -> None:
         self._roster = self.candidates.roster
 
+    def hosts(self) -> list[PeerId]:
+        """This peer and the expected ones, as far as they can be dialled."""
+        own_ids = [] if self.endpoint.client_mode else [self.endpoint.peer_id]
+        return own_ids + [peer_id for peer_id, is_client in self.candidates.expected().items() if not is_client]
+
+    def is_trusted(self, peer_id: PeerId) -> bool:
+        """Whether a peer's values are in the state here, or those of no peer that could lead."""
+        contributors = self._roster.contributors()
+        return peer_id in contributors or not any(host in contributors for host in self.hosts())
+
     async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:
         """Join the group that forms here as its leader; wait for the outcome.
 
@@ -193,20 +204,25 @@ class GroupLeader:
     async def take_in(self, request: JoinRequest) -> JoinResponse:
         """Give another peer a place; wait for the outcome."""
         now, member, position = asyncio.get_running_loop().time(), request.member, self._roster.position()
-        due, pending = math.inf, self.pending
+        due, pending, is_trusted = math.inf, self.pending, self.is_trusted(member.peer_id)
         if pending is None or self.endpoint.peer_id not in pending.joined:  # this peer has not come itself
-            if self._called is None or self._called[0] != position:
-                self._called = position, now  # all count from the first call: equally patient peers leave together
+            called_at = now
+            if is_trusted:  # all count from the first call: equally patient peers leave together
+                if self._called is None or self._called[0] != position:
+                    self._called = position, now
+                called_at = self._called[1]
             patience_s = min(max(LEADER_S, request.gather_s or math.inf), self.config.matchmaking_time_s)
-            due = self._called[1] + patience_s
+            due = called_at + patience_s
         if now >= due:
             raise self._not_here()
         pending = self.open()
         if member.peer_id not in pending.joined and self._is_full(pending):
             size = self.config.max_group_size
             raise Refused(self.endpoint.peer_id, FULL, f"the group has its {size} members; try the next round")
-        pending.begin(now + self.config.matchmaking_time_s)
-        pending.leader_due = max(due, pending.leader_due or due)
+        if is_trusted:
+            pending.begin(now + self.config.matchmaking_time_s)
+        if is_trusted or pending.deadline == math.inf:
+            pending.leader_due = max(due, pending.leader_due or due)
         self._note_hearsay(pending, request.expects)
         pending.seen |= split_ids(request.clients)
         return await pending.wait_with(member)
@@ -303,7 +319,7 @@ class GroupLeader:
         own_id = self.endpoint.peer_id
         if pending.position != self._roster.position():
             return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
-        if pending.deadline == math.inf:
+        if pending.deadline == math.inf and not pending.joined:
             return RoundAborted("all peers that held places have gone")
         if own_id not in pending.joined:
             return self._not_here()
