@@ -306,23 +306,31 @@ def as_a_member(change: Callable[[torch.Tensor, float], tuple[torch.Tensor, floa
     return attack
 
 
-def join_and_never_come(attacker: Attacker) -> None:
-    """It asks for a place in each group, and opens no stream."""
-    fingerprint = attacker.manifest().fingerprint()
+def join_and_never_come(is_member: bool) -> Attack:
+    """It asks for a place in each group, and opens no stream; with a record it is expected."""
 
-    async def act(presence: Presence) -> None:
-        runs = RunEndpoint(presence.endpoint, RUN_ID)
-        addresses = [str(address) for address in presence.endpoint.addresses]
-        records = await attacker.honest(presence)
-        me = Member(presence.peer_id, addresses, is_client=False, weight=480.0)
-        requests = [
-            runs.call(peer_id, JOIN, JoinRequest(fingerprint, record.position, me), CALL_S)  # type: ignore[arg-type]
-            for peer_id, record in records.items()
-            if peer_id != presence.peer_id and record.position.step
-        ]
-        await asyncio.gather(*requests, return_exceptions=True)
+    def attack(attacker: Attacker) -> None:
+        fingerprint = attacker.manifest().fingerprint()
 
-    attacker.forever(0.05, act)
+        async def act(presence: Presence) -> None:
+            runs = RunEndpoint(presence.endpoint, RUN_ID)
+            addresses = [str(address) for address in presence.endpoint.addresses]
+            records = await attacker.honest(presence)
+            records.pop(presence.peer_id, None)
+            if is_member and records:
+                record = max(records.values(), key=lambda record: record.position.step)
+                await attacker.publish(presence, position=record.position, lineage_samples=record.lineage_samples)
+            me = Member(presence.peer_id, addresses, is_client=False, weight=480.0)
+            requests = [
+                runs.call(peer_id, JOIN, JoinRequest(fingerprint, record.position, me), CALL_S)  # type: ignore[arg-type]
+                for peer_id, record in records.items()
+                if record.position.step
+            ]
+            await asyncio.gather(*requests, return_exceptions=True)
+
+        attacker.forever(0.05, act)
+
+    return attack
 
 
 def lead_and_never_close(is_member: bool) -> Attack:
@@ -508,7 +516,8 @@ ATTACKS: dict[str, Attack] = {
     "a huge weight": as_a_member(lambda mean_N, weight: (mean_N, 2.0**52)),
     "values of 3e38": as_a_member(lambda mean_N, weight: (mean_N.fill_(3e38), weight)),
     "-100 x gradient": as_a_member(lambda mean_N, weight: (mean_N.mul_(-100.0), weight)),
-    "a place and nobody comes": join_and_never_come,
+    "a place and nobody comes": join_and_never_come(is_member=False),
+    "a place with a record and nobody comes": join_and_never_come(is_member=True),
     "a leader that never closes": lead_and_never_close(is_member=False),
     "a leader with a record that never closes": lead_and_never_close(is_member=True),
     "20 false identities": false_identities,
