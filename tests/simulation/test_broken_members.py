@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from manyhands.averaging import AveragingConfig, messages
+from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.straggler_monitor import ASK_MOVED, Moved
 from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
 from manyhands.averaging.messages import (
     INVITE,
     JOIN,
+    Group,
     InviteRequest,
     JoinRequest,
     JoinResponse,
@@ -33,6 +35,7 @@ from manyhands.optim.run.progress import ProgressReader, ProgressRecord, progres
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
+from manyhands.transport.api import Stream
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.worlds import join
 from tests.sweeps import few_of
@@ -323,8 +326,8 @@ LEAST_SHARE = {holds_places: 0.6, joins: 0.75, joins_and_answers: 0.45}
 @pytest.mark.parametrize(
     ("attack", "num_strangers"),
     few_of(
-        [(invites_as_a_member, 1), (joins, 1), (joins_and_answers, 1), (says_that_it_is_a_step_ahead, 1), (says_that_it_is_ahead, 1),
-         (holds_places, 1), (only_publishes, 1), (only_publishes, 20), (invites, 1)],
+        [(invites_as_a_member, 1), (joins, 1), (joins_and_answers, 1), (says_that_it_is_a_step_ahead, 1),
+         (says_that_it_is_ahead, 1), (holds_places, 1), (only_publishes, 1), (only_publishes, 20), (invites, 1)],
         4,
     ),
     ids=["a leader that never closes", "joins and is silent", "joins and answers", "a step ahead", "50 steps ahead",
@@ -389,6 +392,54 @@ def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
     before = len([at for at in times if 5.0 < at < QUIET_S]) / (QUIET_S - 5.0)
     during = len([at for at in times if at >= QUIET_S]) / attack_s
     assert during >= (0.8 if goes_on else 0.7) * before, "a quarter of the samples was its own"
+
+
+def test_a_member_that_trickles_its_values_costs_few_rounds_half_of_their_time() -> None:
+    """It is in each group, and sends two bytes a second; that cost each round 20 s, where a step takes 4 s."""
+    swarm, times = Swarm(seed=4), []
+    names = sorted(["a", "b", "c", "d"], key=lambda name: swarm.world.identity(name).peer_id)
+    attack_s = 3 * ATTACK_S
+
+    def trickle_from(at_s: float, rounds: RoundRunner) -> None:
+        exchange = rounds._exchange
+
+        async def slowly(group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
+            async def send_to(other: int, stream: Stream) -> None:
+                for piece in butterfly._outgoing(other):
+                    if isinstance(piece, memoryview):
+                        for byte in piece.cast("B"):
+                            await stream.send(bytes([byte]))
+                            await asyncio.sleep(0.5)
+                    else:
+                        while not piece():
+                            await asyncio.sleep(0.5)
+
+            if swarm.world.loop.time() >= at_s:
+                butterfly._send_to = send_to  # type: ignore[method-assign]
+            return await exchange(group, rank, butterfly, stream_id)
+
+        rounds._exchange = slowly  # type: ignore[method-assign]
+
+    def train(member: Member) -> None:
+        together(len(names), member)
+        loop, number, seen, step = swarm.world.loop, names.index(member.name), 0, 0
+        if member.name == names[-1]:  # it does not lead
+            trickle_from(QUIET_S, rounds_of(member))
+        while loop.time() < QUIET_S + attack_s:
+            member.step(loss_of(member.model, 100 * step + number), 0.4 + 0.05 * number)
+            step += 1
+            if number == 0 and member.optimizer.global_step > seen:
+                seen = member.optimizer.global_step
+                times.append(loop.time())
+
+    for name in names:
+        swarm.start(name, new_model, sgd, train, target_batch_size=8 * TARGET, batch_size_per_step=BATCH)
+    swarm.run(2000.0)
+    before = len([at for at in times if 5.0 < at < QUIET_S]) / (QUIET_S - 5.0)
+    during = len([at for at in times if at >= QUIET_S]) / attack_s
+    assert during >= 0.5 * before, "0.75 at most: a quarter of the samples was its own"
+    for name in names[:-1]:
+        assert swarm.members[name].optimizer.statistics.samples_dropped == 0
 
 
 @pytest.mark.long

@@ -40,10 +40,8 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
-DOUBTED_S = 0.5, 2.0
-"""The least and the longest time that a member may take to open its stream if it was to blame twice in a row."""
-ROUND_TRIPS = 4
-"""That many of them are enough for a dial."""
+ROUND_TRIPS, LEAST_S, DOUBTED_S = 4, 0.5, 2.0
+"""How long a member that was to blame twice in a row may take to open its stream: so many round trips, within limits."""
 
 
 @dataclass
@@ -309,13 +307,6 @@ class RoundRunner:
             memory=self.memory, feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
         )  # fmt: skip
 
-    def _patience_s(self, peer_id: PeerId) -> float:
-        """How long to wait for a member's stream: a few round trips if it was to blame twice in a row."""
-        if self.matchmaker.candidates.is_heeded(peer_id):
-            return self._config.stream_timeout_s
-        least_s, longest_s = DOUBTED_S
-        return min(max(least_s, ROUND_TRIPS * self._endpoint.rtt_s(peer_id)), longest_s)
-
     def _left_s(self) -> float:
         return self._deadline - self._loop.time()
 
@@ -328,7 +319,9 @@ class RoundRunner:
         streams: dict[int, RoundStream] = {}
         lost: set[PeerId] = set()
         ask = functools.partial(self._agreement.ask_moved, group)
-        monitor = StragglerMonitor(group, rank, butterfly, streams, ask, self._ends_at)
+        is_heeded = self.matchmaker.candidates.is_heeded
+        doubted = {number for number, member in enumerate(group.members) if not is_heeded(member.peer_id)}
+        monitor = StragglerMonitor(group, rank, butterfly, streams, ask, self._ends_at, doubted)
         watching: list[asyncio.Task[None]] = []
 
         def on_lost(peer_id: PeerId) -> None:
@@ -339,7 +332,10 @@ class RoundRunner:
 
         async def connect(other: int) -> Stream:
             num_bytes = butterfly.num_bytes_with(other)
-            within_s = self._patience_s(group.members[other].peer_id)
+            within_s = self._config.stream_timeout_s
+            if other in doubted:
+                rtts_s = ROUND_TRIPS * self._endpoint.rtt_s(group.members[other].peer_id)
+                within_s = min(max(rtts_s, LEAST_S), DOUBTED_S)
             ask = functools.partial(self._agreement.make_sure_of, group, other)
             connecting = self._streams.connect(group, rank, other, num_bytes, stream_id, within_s, ask)
             stream = streams[other] = await connecting

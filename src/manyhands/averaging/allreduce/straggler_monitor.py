@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import msgspec
 
@@ -68,7 +68,12 @@ def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0)
 
 
 class StragglerMonitor:
-    """Gives up the members of one exchange, which ends at a loop time, that are silent, stuck or too slow."""
+    """Gives up the members of one exchange, which ends at a loop time, that are silent, stuck or too slow.
+
+    Args:
+        doubted: ranks of members that were to blame twice in a row. The others are done without such a member when it
+            is the last.
+    """
 
     def __init__(
         self,
@@ -78,12 +83,14 @@ class StragglerMonitor:
         streams: Mapping[int, Stream],
         ask: Callable[[int, float], Awaitable[Moved]],
         ends_at: float,
+        doubted: Collection[int] = (),
     ) -> None:
         self._group = group
         self._rank = rank
         self._butterfly = butterfly
         self._streams = streams
         self._ask = ask
+        self._doubted = doubted
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
         self._round_s = ends_at - self._since
@@ -93,6 +100,7 @@ class StragglerMonitor:
         began = before = since = moved_at = self._loop.time()
         amount, owed_s = -1, 0.0  # how far it is, and how long it owes values without being held up by others
         last: Wanted | None = None
+        was_last = False
         while True:
             await asyncio.sleep(LOOK_PERIOD_S)
             now, wanted = self._loop.time(), self._butterfly.wanted.get(rank)
@@ -101,6 +109,9 @@ class StragglerMonitor:
                 last, since, amount = wanted, now, -1
             if wanted is None:
                 continue
+            if was_last and self._is_last(rank, wanted):
+                return self._lose(rank, "is the last again, and was to blame twice in a row")
+            was_last = self._is_last(rank, wanted)
             silent_s, received = now - max(stream.last_received, since), stream.bytes_received
             if wanted is Wanted.VALUES:
                 owed_s += passed_s
@@ -125,6 +136,11 @@ class StragglerMonitor:
             if (still_s := self._loop.time() - moved_at) >= STILL_S[wanted]:
                 how = f"answers, but sends no {wanted.value}, and moved nothing for {still_s:.0f} s"
                 return self._lose(rank, how)
+
+    def _is_last(self, rank: int, wanted: Wanted) -> bool:
+        """Whether a member is doubted, and no other one still has to send what it has to."""
+        others = (kind for other, kind in self._butterfly.wanted.items() if other not in self._doubted)
+        return rank in self._doubted and wanted not in others
 
     def _too_slow(self, rank: int, received: int, owed_s: float) -> str:
         """How a member misses the end of the round at its pace; empty if it does not, or the pace is not known yet."""
