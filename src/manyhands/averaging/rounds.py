@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
 ROUND_TRIPS, LEAST_S, DOUBTED_S = 4, 0.5, 2.0
-"""How long a member that was to blame twice in a row may take to open its stream: so many round trips, within limits."""
+"""How long a member that was to blame twice in a row may take to open its stream: round trips, and limits."""
 
 
 @dataclass
