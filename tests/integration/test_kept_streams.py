@@ -26,6 +26,10 @@ NUMEL = 50
 Members = list[tuple[RoundRunner, FixedRoster, Endpoint]]
 
 
+async def never_asked() -> None:
+    raise AssertionError
+
+
 async def until(condition: Callable[[], Any]) -> None:
     async with time_limit(PATIENCE_S, "waiting for the others"):
         while not condition():
@@ -172,7 +176,7 @@ async def test_a_peer_has_one_stream_without_a_name_and_a_newer_one_replaces_it(
             await first.receive_into(memoryview(bytearray(1)))
         name = bytes(range(NAME_BYTES))
         await second.send(name)
-        assert (await runner._streams._await_stream(sender, name)).remote == one.peer_id
+        assert (await runner._streams._await_stream(sender, name, 10.0, never_asked)).remote == one.peer_id
         assert not runner._streams._unnamed
         for stream in (first, second):
             one.release(stream)
@@ -205,7 +209,7 @@ async def test_a_stream_that_comes_as_its_sender_is_given_up_breaks_no_rule() ->
         await until(lambda: runner._streams._unnamed)
         (stream,) = runner._streams._unnamed.values()
         header = msgspec.msgpack.encode(StreamHeader(name))
-        taking = asyncio.ensure_future(runner._streams._await_stream(sender, name))
+        taking = asyncio.ensure_future(runner._streams._await_stream(sender, name, 10.0, never_asked))
         await asyncio.sleep(0)
         runner._streams._on_lost(one.peer_id)
         with pytest.raises(PeerLost, match="after it was given up"):

@@ -118,8 +118,10 @@ def another_round(runner: RoundRunner) -> torch.Tensor:
     """It opens its streams for another round than the one it is in."""
     connect = runner._streams.connect
 
-    async def connect_elsewhere(group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> RoundStream:
-        return await connect(group, rank, other, num_bytes, b"another round")
+    async def connect_elsewhere(
+        group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes, *limits: Any
+    ) -> RoundStream:
+        return await connect(group, rank, other, num_bytes, b"another round", *limits)
 
     runner._streams.connect = connect_elsewhere  # type: ignore[method-assign]
     return values_of(7)

@@ -36,8 +36,14 @@ class Rounds:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
 
-def rounds_with_one_slow_peer(up_mbit_s: float, num_rounds: int, num_peers: int = NUM_PEERS) -> tuple[Rounds, PeerId]:
-    """One peer sends so much a second, the others have 100 Mbit/s; nobody knows its own bandwidth before."""
+def rounds_with_one_slow_peer(
+    up_mbit_s: float, num_rounds: int, num_peers: int = NUM_PEERS, *, is_doubted: bool = False
+) -> tuple[Rounds, PeerId]:
+    """One peer sends so much a second, the others have 100 Mbit/s; nobody knows its own bandwidth before.
+
+    Args:
+        is_doubted: by all others in the first round, as if it had been to blame in rounds before.
+    """
     logging.getLogger("manyhands").setLevel(logging.ERROR)
     world, rounds = World(1), Rounds()
     world.network.default_link.latency_s = 0.005
@@ -51,6 +57,8 @@ def rounds_with_one_slow_peer(up_mbit_s: float, num_rounds: int, num_peers: int 
         endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         roster = FixedRoster({peer_id: False for name, peer_id in ids.items() if name != host.name})
         runner = RoundRunner(endpoint, "run", b"", roster, CONFIG, world.rng(f"rounds of {host.name}"))
+        if is_doubted and host.name != slow:
+            runner.matchmaker.candidates._doubted.add(ids[slow])
         await endpoint.listen([Address.of(host.ip, 0)])
         addresses[endpoint.peer_id] = endpoint.addresses
         try:
@@ -118,3 +126,19 @@ def test_whose_own_values_are_too_much_for_a_round_is_told_so() -> None:
         assert needed is not None, result.reason
         assert 70 <= int(needed[1]) <= 165
         assert f"{slow} is too slow for the time that this round has" in result.reason
+
+
+@pytest.mark.parametrize("values_s", [2.0, 20.0])
+def test_one_that_was_to_blame_is_not_waited_for_where_it_is_far_slower_than_the_others(values_s: float) -> None:
+    """But where it is only a little slower it is, else it would be to blame again and again."""
+    rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / values_s, 2, is_doubted=True)
+    for name, (first, second) in rounds.results.items():
+        assert isinstance(first, CommittedRound)
+        assert isinstance(second, CommittedRound)
+        if values_s == 2.0:
+            assert first.blamed == (), (name, first.reason)
+        else:
+            assert first.blamed == (slow,)
+            assert "holds up the others" in first.reason
+            assert rounds.seconds[name][0] < 6.0, "else 15 s: half of the round"
+        assert second.blamed == (), "it is doubted no more, and reduces nothing"

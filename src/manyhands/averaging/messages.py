@@ -231,7 +231,7 @@ class Accusation(msgspec.Struct, frozen=True):
     accused: Rank
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)]
     is_violation: bool = False  # it sent forbidden data, rather than too little
-    is_stalled: bool = False  # it sent nothing although the connection stood; else the accuser may have been given up
+    is_stalled: bool = False  # it opened no stream, or sent nothing on it; else the accuser may have been given up
 
 
 class Vote(msgspec.Struct):

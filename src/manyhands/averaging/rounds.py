@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
 ROUND_TRIPS, LEAST_S, DOUBTED_S = 4, 0.5, 2.0
-"""How long a member that was to blame twice in a row may take to open its stream: round trips, and limits."""
+"""How long a doubted member may take to open its stream: round trips, and limits in seconds."""
 
 
 @dataclass
@@ -119,8 +119,8 @@ class RoundRunner:
             ) from error
         self._tasks = TaskOwner("rounds")
         self._streams = PartnerStreams(own, config, self._tasks)
-        follows, is_heeded = self.matchmaker.follows, self.matchmaker.candidates.is_heeded
-        self._agreement = Agreement(own, config, self._streams, follows=follows, is_heeded=is_heeded)
+        follows, doubted = self.matchmaker.follows, self.matchmaker.candidates.doubted
+        self._agreement = Agreement(own, config, self._streams, follows=follows, doubted=doubted)
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
@@ -319,8 +319,7 @@ class RoundRunner:
         streams: dict[int, RoundStream] = {}
         lost: set[PeerId] = set()
         ask = functools.partial(self._agreement.ask_moved, group)
-        is_heeded = self.matchmaker.candidates.is_heeded
-        doubted = {number for number, member in enumerate(group.members) if not is_heeded(member.peer_id)}
+        doubted = self.matchmaker.candidates.doubted(group)
         monitor = StragglerMonitor(group, rank, butterfly, streams, ask, self._ends_at, doubted)
         watching: list[asyncio.Task[None]] = []
 

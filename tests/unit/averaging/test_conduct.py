@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
 from manyhands.averaging.matchmaking.candidates import (
@@ -17,7 +18,7 @@ from manyhands.averaging.matchmaking.candidates import (
 )
 from manyhands.testing import VirtualLoop
 from tests.swarm import FixedRoster
-from tests.unit.averaging.groups import peer
+from tests.unit.averaging.groups import group_of, peer
 
 GOOD, BAD = peer(1), peer(2)
 WAIT_S = 10.0
@@ -51,6 +52,27 @@ def test_a_known_peer_may_be_late_once_and_is_then_waited_for_less_and_less() ->
         view.note_round([GOOD, BAD], [], is_committed=True)
         view.note_in_vain([BAD])
         assert view.is_heeded(BAD)
+
+    run(story())
+
+
+def test_only_one_that_was_to_blame_in_rounds_has_less_time_in_them_and_only_where_the_others_are_most() -> None:
+    """Waits in vain are not known to all members alike."""
+
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        group = group_of(3)
+        pair = msgspec.structs.replace(group, members=group.members[1:])
+        for _ in range(2):
+            view.note_in_vain([BAD])
+            assert view.doubted(group) == set()
+        for _ in range(2):
+            assert view.doubted(group) == set()
+            view.note_round([GOOD, BAD], [BAD], is_committed=True)
+        assert view.doubted(group) == {group.rank_of(BAD)}
+        assert view.doubted(pair) == set()
+        await asyncio.sleep(WAIT_S)
+        assert view.doubted(group) == set()
 
     run(story())
 

@@ -34,7 +34,7 @@ from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReduc
 from manyhands.averaging.codecs import ABSENT, BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
-from manyhands.base.errors import PeerLost, RoundAborted, Timeout
+from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.runtime.waker import Waker
 from manyhands.transport.api import Stream
 
@@ -239,8 +239,8 @@ class Butterfly:
         except BadEncoding as error:
             self._spoil(rank, f"cannot be decoded: {error}")
         except RoundAborted as error:
-            is_stalled = isinstance(error.__cause__, Timeout)  # it opened no stream
-            self.lose(rank, error.reason, is_violation=isinstance(error, InvalidContribution), is_stalled=is_stalled)
+            is_violation = isinstance(error, InvalidContribution)  # else there is no stream, which both ends say
+            self.lose(rank, error.reason, is_violation=is_violation, is_stalled=not is_violation)
         finally:
             self.wanted.pop(rank, None)
 

@@ -39,6 +39,8 @@ that would miss the end is given up, so that time is left to go on without it.""
 LAST_SHARE = 0.65
 """After this share of a round's time a reducer that sends no means is given up, whatever it reports, if another one has
 had all values for some time."""
+LAST_S = 5.0
+"""How long the others wait for a doubted member that is the last, by its pace."""
 MARGIN = 1.5
 """How much longer than another reducer one may take, in proportion to the size of its span, as a factor."""
 
@@ -71,8 +73,8 @@ class StragglerMonitor:
     """Gives up the members of one exchange, which ends at a loop time, that are silent, stuck or too slow.
 
     Args:
-        doubted: ranks of members that were to blame twice in a row. The others are done without such a member when it
-            is the last.
+        doubted: ranks of members that get less time, see
+            :meth:`~manyhands.averaging.matchmaking.candidates.Candidates.doubted`.
     """
 
     def __init__(
@@ -109,10 +111,10 @@ class StragglerMonitor:
                 last, since, amount = wanted, now, -1
             if wanted is None:
                 continue
-            if was_last and self._is_last(rank, wanted):
-                return self._lose(rank, "is the last again, and was to blame twice in a row")
-            was_last = self._is_last(rank, wanted)
             silent_s, received = now - max(stream.last_received, since), stream.bytes_received
+            is_last, was_last = was_last, self._is_last(rank, wanted, received)
+            if is_last and was_last:
+                return self._lose(rank, "holds up the others, and was to blame twice in a row")
             if wanted is Wanted.VALUES:
                 owed_s += passed_s
                 if how := self._too_slow(rank, received, owed_s):
@@ -137,10 +139,16 @@ class StragglerMonitor:
                 how = f"answers, but sends no {wanted.value}, and moved nothing for {still_s:.0f} s"
                 return self._lose(rank, how)
 
-    def _is_last(self, rank: int, wanted: Wanted) -> bool:
-        """Whether a member is doubted, and no other one still has to send what it has to."""
-        others = (kind for other, kind in self._butterfly.wanted.items() if other not in self._doubted)
-        return rank in self._doubted and wanted not in others
+    def _is_last(self, rank: int, wanted: Wanted, received: int) -> bool:
+        """Whether a doubted member would take longer than ``LAST_S`` when all others have sent what it still has to."""
+        if rank not in self._doubted:
+            return False
+        butterfly = self._butterfly
+        others = set(butterfly.partners) - butterfly.done_with - butterfly.faults.keys() - set(self._doubted)
+        if any(other not in self._streams or butterfly.wanted.get(other) is wanted for other in others):
+            return False
+        left, passed_s = butterfly.num_bytes_with(rank) - received, self._loop.time() - self._since
+        return left * passed_s > LAST_S * received
 
     def _too_slow(self, rank: int, received: int, owed_s: float) -> str:
         """How a member misses the end of the round at its pace; empty if it does not, or the pace is not known yet."""

@@ -135,8 +135,12 @@ class PartnerStreams:
                 if not future.done() and not member.is_client:
                     await self._make_sure_of(member.peer_id, within_s)
                 while not (await asyncio.wait([future], timeout=ASK_AFTER_S))[0]:
-                    if self._endpoint.is_connected(member.peer_id):  # a client may still dial
-                        await ask()
+                    try:
+                        if self._endpoint.is_connected(member.peer_id):  # a client may still dial
+                            await ask()
+                    except (Unavailable, PeerError):
+                        if not future.done():
+                            raise
                 return await future
         except BaseException:
             self._release_awaited(future)  # it may have come in the same moment

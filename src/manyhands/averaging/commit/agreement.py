@@ -58,8 +58,8 @@ MIN_VOTING_S = 1.0
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
 LAST_VOTE_S = 3.0
-"""How long a member that answers but sent nothing may take to vote after all others have voted; one that was to blame
-twice in a row gets no such time."""
+"""How long a member that answers but sent nothing may take to vote after all others have voted; a doubted one gets no
+such time."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be dialled."""
 
@@ -122,14 +122,14 @@ class Agreement:
         streams: PartnerStreams,
         *,
         follows: Callable[[PeerId], bool],
-        is_heeded: Callable[[PeerId], bool],
+        doubted: Callable[[Group], set[int]],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._config = config
         self._streams = streams
         self._follows = follows
-        self._is_heeded = is_heeded
+        self._doubted = doubted
         self._rounds: dict[bytes, VotingState] = {}
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._last_led: VotingState | None = None
@@ -310,14 +310,13 @@ class Agreement:
     async def _watch(self, state: VotingState) -> None:
         """Once others have voted, find the members that will not: those that are gone, and those that only answer."""
         count, asked_at, stalled_at = state.count, self._loop.time(), self._loop.time()
+        doubted = self._doubted(state.group)
         while not state.verdict.done():
             await asyncio.sleep(ASK_PERIOD_S)
             now, stalled, silent = self._loop.time(), count.only_stalled(), count.suspects()
             asked_at, stalled_at = asked_at if count.votes else now, stalled_at if stalled else now
-            for rank in stalled:  # this leader may be one of them
-                peer_id = state.group.members[rank].peer_id
-                if now - stalled_at >= LAST_VOTE_S or not self._is_heeded(peer_id):
-                    state.lose(rank, f"{peer_id} answers, but does not vote")
+            for rank in stalled if now - stalled_at >= LAST_VOTE_S else stalled & doubted:  # perhaps this leader
+                state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
             if not stalled and now - asked_at >= PROBE_S:  # no other member may need one that never came to this round
                 silent, asked_at = count.missing(), now
             await asyncio.gather(*(self._miss(state, rank) for rank in silent - {state.rank}))

@@ -7,6 +7,7 @@ it was to blame in a committed round, or did not come within   the second time i
 the longest wait                                               calls are ignored, for the longest wait, then four
                                                                times that, ... 10 min
 its group did not close within the longest wait                likewise, counted on its own
+it was to blame in two committed rounds in a row               likewise, and in a round it gets less time
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ... a day
 =============================================================  ======================================================
 
@@ -32,7 +33,7 @@ from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from manyhands.averaging.messages import SHORT_ID_BYTES, Position, short_id
+from manyhands.averaging.messages import SHORT_ID_BYTES, Group, Position, short_id
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
@@ -102,6 +103,7 @@ class Candidates:
         self.refusals: dict[PeerId, str] = {}
         self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._not_followed = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
+        self._doubted = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S, factor=2.0, lapses=False)
         self._penalties = self._avoided, self._not_followed, self._refused
         self._strikes: dict[PeerId, float] = {}
@@ -136,6 +138,15 @@ class Candidates:
         """Whether this peer waits for another one, and follows its calls."""
         return not any(penalty.is_on(peer_id) for penalty in self._penalties)
 
+    def doubted(self, group: Group) -> set[int]:
+        """The ranks of members that were to blame in rounds twice in a row, if the others are more than half.
+
+        All members of those rounds know that, and doubt a member for the same time. If only some did, it would be to
+        blame again and again for the little time that these give it.
+        """
+        doubted = {rank for rank, member in enumerate(group.members) if self._doubted.is_on(member.peer_id)}
+        return doubted if 2 * len(doubted) < len(group.members) else set()
+
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer does not come; others may still expect it."""
         self._met.add(short_id(peer_id))
@@ -167,8 +178,10 @@ class Candidates:
                 continue
             if peer_id in blamed:
                 self._avoided.add(peer_id, num_free=1)
+                self._doubted.add(peer_id, num_free=1)
                 continue
             self._avoided.known.pop(peer_id, None)
+            self._doubted.known.pop(peer_id, None)
             if peer_id == leader:
                 self._not_followed.known.pop(peer_id, None)
             if peer_id in self._strikes:
@@ -190,6 +203,7 @@ class Candidates:
     def forgive(self) -> None:
         """This peer itself was cut off: the others did not keep it waiting."""
         self._avoided.known.clear()
+        self._doubted.known.clear()
         self._not_followed.known.clear()
 
     def strike(self, peer_id: PeerId) -> float:

@@ -206,13 +206,11 @@ class GroupLeader:
         now, member, position = asyncio.get_running_loop().time(), request.member, self._roster.position()
         due, pending, is_trusted = math.inf, self.pending, self.is_trusted(member.peer_id)
         if pending is None or self.endpoint.peer_id not in pending.joined:  # this peer has not come itself
-            called_at = now
-            if is_trusted:  # all count from the first call: equally patient peers leave together
-                if self._called is None or self._called[0] != position:
-                    self._called = position, now
-                called_at = self._called[1]
-            patience_s = min(max(LEADER_S, request.gather_s or math.inf), self.config.matchmaking_time_s)
-            due = called_at + patience_s
+            is_first = self._called is None or self._called[0] != position
+            called = (position, now) if self._called is None or is_first else self._called
+            if is_trusted:  # all count from its first call: equally patient peers leave together
+                self._called = called
+            due = called[1] + min(max(LEADER_S, request.gather_s or math.inf), self.config.matchmaking_time_s)
         if now >= due:
             raise self._not_here()
         pending = self.open()
