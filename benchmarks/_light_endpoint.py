@@ -95,7 +95,7 @@ class LightNetwork:
     def add(self, identity: Identity, rng: random.Random) -> LightEndpoint:
         """A new peer."""
         number = len(self._all)
-        host = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
+        host = f"{11 + (number >> 16)}.{number >> 8 & 255}.{number & 255}.2"  # each in a network of its own
         endpoint = LightEndpoint(self, number, identity, Address.of(host, 31337, identity.peer_id), rng)
         self._all.append(endpoint)
         self._by_place[host, 31337] = self._by_id[identity.peer_id] = self.endpoints[identity.peer_id] = endpoint
@@ -172,6 +172,7 @@ class LightEndpoint:
         self.peer_id = identity.peer_id
         self.addresses = [address]
         self.on_lost: list[Callable[[PeerId], None]] = []
+        self.on_moved: list[Callable[[PeerId], None]] = []  # nobody moves
         self.is_alive = True
         self.is_vanished = False
         self.num_served = 0
@@ -211,6 +212,9 @@ class LightEndpoint:
 
     def is_client(self, peer_id: PeerId) -> bool:
         return False
+
+    def reached_at(self, peer_id: PeerId) -> list[Address]:
+        return self.addresses_of(peer_id) if self.has_reached(peer_id) else []
 
     def has_reached(self, peer_id: PeerId) -> bool:
         return peer_id in self._reached

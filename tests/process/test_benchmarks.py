@@ -139,7 +139,7 @@ def test_dht(tmp_path: Path) -> None:
         assert result[name] >= 0, name
 
 
-@pytest.mark.sweep
+@pytest.mark.long
 def test_dht_sim(tmp_path: Path) -> None:
     [result], _ = results_of("dht_sim.py", tmp_path, "--nodes", "24", "--minutes", "1")
     assert result["nodes"] == 24

@@ -176,7 +176,7 @@ def test_a_peer_that_names_nearer_ones_where_nobody_answers_hides_nothing() -> N
     def lie(remote: PeerId, request: FindRequest) -> FindResponse:
         target = id_from_bytes(request.target)
         nearest = sorted(fakes, key=lambda peer_id: distance(node_id(peer_id), target))[:20]
-        return FindResponse([Contact(peer_id, [str(Address.of(world.host("hole").ip, 99))]) for peer_id in nearest])
+        return FindResponse([Contact(peer_id, [str(Address.of(world.host("hole").ip, 31337))]) for peer_id in nearest])
 
     async def peer(host: Host) -> None:
         endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))

@@ -8,9 +8,10 @@ announces this node to its neighbours wants ``k``.
 A slow contact is left out until it answers, and others are asked in its place, as long as only a minority of the
 nearest is slow. If most are slow, the cause is this peer or its link, and the lookup waits for all of them.
 
-A malicious peer may name peers that do not exist, nearer to the point than all others. So when at least ``NUM_BAD``,
-and most, of the contacts that only one peer named were slow or failed, its remaining ones are asked only if there are
-too few others.
+Malicious peers may name peers that do not exist, nearer to the point than all others. So contacts that only *suspects*
+named are asked only if there are too few others. A suspect has named at least ``NUM_BAD`` contacts that were slow or
+failed, and fewer that answered. Contacts that this peer knew itself do not count as bad. Contacts that others than
+suspects named do not count as good: anybody can name what everybody knows.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.3.
 """
@@ -86,9 +87,7 @@ class Lookup:
         self._states = {node_id(own_id) ^ target: _State.OWN}  # by distance, which is unique to a peer
         self._contacts: dict[int, Contact] = {}  # likewise
         self._hopeful: list[int] = []  # distances of those that did not fail, nearest first
-        self._named_by: dict[int, int | None] = dict.fromkeys(self._states)  # both distances; None if several did
-        self._num_bad: Counter[int] = Counter()  # by the peer that named them
-        self._num_good: Counter[int] = Counter()  # likewise
+        self._namers: dict[int, set[int | None]] = {}  # of each contact; all by distance; None for a seed
         if self._own_distance is not None:
             self._locate(Contact(own_id, []))
         self._learn(seeds, None)
@@ -131,7 +130,6 @@ class Lookup:
             self._states[distance] = _State.SLOW
             self._num_asked -= 1
             self._num_slow += 1
-            self._note(self._num_bad, distance, 1)
 
     def is_slow(self, peer_id: PeerId) -> bool:
         """Whether a peer is marked as slow and has not answered since."""
@@ -142,13 +140,11 @@ class Lookup:
         distance = self._end(peer_id, _State.ANSWERED)
         self._has_answer = True
         self._locate(self._contacts[distance])  # its network is known now that it was reached
-        self._note(self._num_good, distance, 1)
         self._learn(contacts, distance)
 
     def failed(self, peer_id: PeerId) -> None:
         """Mark an asked peer as failed."""
         distance = self._end(peer_id, _State.FAILED)
-        self._note(self._num_bad, distance, 1)
         del self._hopeful[bisect.bisect_left(self._hopeful, distance)]
 
     def nearest(self) -> list[Contact]:
@@ -163,18 +159,11 @@ class Lookup:
             self._num_asked -= 1
         else:
             self._num_slow -= 1
-            self._note(self._num_bad, distance, -1)
         self._states[distance] = state
         return distance
 
-    def _note(self, counts: Counter[int], distance: int, num: int) -> None:
-        """Count the outcome of a contact that only one peer named for that peer."""
-        named_by = self._named_by[distance]
-        if named_by is not None:
-            counts[named_by] += num
-
     def _learn(self, contacts: Iterable[Contact], named_by: int | None) -> None:
-        states, target, names = self._states, self._target, self._named_by
+        states, target = self._states, self._target
         named = list(contacts)
         if len(named) > self._k:
             named = heapq.nsmallest(self._k, named, key=lambda contact: node_id(contact.peer_id) ^ target)
@@ -182,16 +171,17 @@ class Lookup:
             distance = node_id(contact.peer_id) ^ target
             if distance not in states:
                 states[distance] = _State.KNOWN
-                names[distance] = named_by
+                self._namers[distance] = set()
                 self._contacts[distance] = contact
                 self._locate(contact)
                 bisect.insort(self._hopeful, distance)
-            elif names[distance] is not None and names[distance] != named_by and states[distance] is _State.KNOWN:
-                names[distance] = None
+            if states[distance] not in (_State.OWN, _State.FAILED):  # an honest peer may not know yet
+                self._namers[distance].add(named_by)
 
     def _shortlist(self) -> list[int]:
         """Return the distances of the contacts that must answer."""
-        hopeful = self._trusted() if self._num_bad else self._hopeful
+        num_bad = self._num_slow + len(self._contacts) - len(self._hopeful)
+        hopeful = self._trusted() if num_bad >= NUM_BAD else self._hopeful
         nearest = self._first(hopeful)
         if not self._num_slow:
             return nearest
@@ -214,9 +204,16 @@ class Lookup:
 
     def _trusted(self) -> list[int]:
         """Return contacts that did not fail, without those named only by suspects if there are enough others."""
-        liars = {peer for peer, num_bad in self._num_bad.items() if num_bad >= max(NUM_BAD, self._num_good[peer] + 1)}
-        if not liars:
-            return self._hopeful
-        named_by, states = self._named_by, self._states
-        trusted = [one for one in self._hopeful if named_by[one] not in liars or states[one] is _State.ANSWERED]
+        states, namers = self._states, self._namers
+        num_bad = Counter[int | None]()  # by the peer that named them
+        num_good = Counter[int | None]()  # likewise
+        for one, named_by in namers.items():
+            if states[one] in (_State.SLOW, _State.FAILED) and None not in named_by:
+                num_bad.update(named_by)
+        suspects: set[int | None] = {peer for peer, num in num_bad.items() if num >= NUM_BAD}
+        for one, named_by in namers.items():
+            if states[one] is _State.ANSWERED and named_by <= suspects | {None}:
+                num_good.update(named_by)
+        suspects = {peer for peer in suspects if num_bad[peer] > num_good[peer]}
+        trusted = [one for one in self._hopeful if states[one] is _State.ANSWERED or not namers[one] <= suspects]
         return trusted if len(trusted) >= self._num else self._hopeful
