@@ -58,6 +58,8 @@ async def tell_addresses() -> None:
     await asyncio.to_thread(subprocess.run, ["sh", "-ec", MOVE], check=True)
     while "203.0.113.77" not in {one.host for one in other.addresses_to_tell(moving.peer_id)}:
         await asyncio.sleep(0.01)
+    while moving.addresses[0].host != "203.0.113.77":  # it may have looked before the default route had moved
+        await asyncio.sleep(0.01)
     print(*(address.host for address in moving.addresses))
     await moving.close()
     await other.close()
