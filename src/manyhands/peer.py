@@ -126,6 +126,11 @@ class Presence:
         if self._state_dir is not None:
             self._tasks.spawn(self._save_now_and_then(self._state_dir), name="writing the known peers down")
 
+    @property
+    def knew_others(self) -> bool:
+        """Whether this peer was given initial peers, or knew others from an earlier start."""
+        return bool(self._named) or self._knows_others
+
     async def _listen(self, listen: Sequence[Address], announce: Sequence[Address]) -> None:
         """Listen; the first address, if any free port will do, on the port of the last start: others may dial it."""
         if self._state_dir is None or not listen or listen[0].port:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 
+from manyhands.base.address import Address
 from manyhands.optim.step.replica import Replica
 from tests.simulation.newcomers import NEWCOMER, joined
+from tests.simulation.swarm_of_trainers import Member, Swarm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,3 +42,50 @@ def test_without_kept_steps_it_loads_the_state_again_and_again(monkeypatch: pyte
     run = joined("int8", 5.0)
     assert run.contributed_at_s is None
     assert run.swarm.members[NEWCOMER].optimizer.statistics.states_loaded >= 3
+
+
+def test_a_newcomer_whose_link_drops_right_after_it_has_joined_begins_no_branch() -> None:
+    """It finds no record then; it waits for its link, and loads the state of the others."""
+    swarm, trainers, end_s = Swarm(seed=1), ("a", "b"), 60.0
+    swarm.start_coordinator()
+    network = swarm.world.network
+    others = [*trainers, "coordinator"]
+
+    def cut() -> torch.nn.Module:
+        for other in others:
+            network.block(NEWCOMER, other)
+            network.block(other, NEWCOMER)
+        swarm.world.loop.call_outside(swarm.world.loop.time() + 20.0, mend)
+        return new_model()
+
+    def mend() -> None:
+        for other in others:
+            network.unblock(NEWCOMER, other)
+            network.unblock(other, NEWCOMER)
+
+    def train(member: Member) -> None:
+        if member.name == NEWCOMER:
+            member.peer.presence._named = [Address.of("10.0.0.1", 1)]
+        step = 0
+        while swarm.world.loop.time() < end_s:
+            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            member.step(member.model(inputs).square().mean(), 0.5)
+            step += 1
+        member.wait_for(max(one.optimizer.global_step for one in swarm.members.values()))
+
+    def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    for name in trainers:
+        swarm.start(name, new_model, sgd, train, target_batch_size=16, batch_size_per_step=4)
+    swarm.start(NEWCOMER, cut, sgd, train, begins_s=20.0, target_batch_size=16, batch_size_per_step=4)
+    swarm.run()
+    counts = swarm.members[NEWCOMER].optimizer.statistics
+    assert counts.steps_alone == 0
+    assert counts.states_loaded == 1
+    assert counts.rounds_committed > 5
+
+
+def new_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Linear(3, 3)

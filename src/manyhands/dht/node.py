@@ -18,7 +18,7 @@ from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.issuing import Issuer, check_key
 from manyhands.dht.joining import InitialPeers
 from manyhands.dht.known_peers import KnownPeers
-from manyhands.dht.messages import TOPICS, TopicsRequest
+from manyhands.dht.messages import PING, TOPICS, PingRequest, TopicsRequest
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.read_result import StoredValue
 from manyhands.dht.reader import Reader
@@ -38,7 +38,9 @@ Filter = Callable[[str, dict[str, StoredValue]], Awaitable[dict[str, StoredValue
 """Takes a key and the values found under it; returns those that are valid."""
 
 NUM_ASKED = 16
-"""Peers that are asked for their topics."""
+"""Peers that are asked for their topics, or whether they are there."""
+ANSWER_S = 2.0
+"""Time for an answer of a peer that is there."""
 
 
 class DhtNode:
@@ -115,6 +117,18 @@ class DhtNode:
     def num_records(self) -> int:
         """Records that this node holds, including those that have just expired."""
         return len(self._storage)
+
+    async def anyone_answers(self) -> bool:
+        """Whether one of some peers in the routing table answers."""
+
+        async def answers(contact: Contact) -> bool:
+            try:
+                await self._endpoint.call(contact.peer_id, PING, PingRequest(), ANSWER_S)
+            except (Unavailable, PeerError):
+                return False
+            return True
+
+        return any(await asyncio.gather(*map(answers, self.contacts()[:NUM_ASKED])))
 
     def contacts(self) -> list[Contact]:
         """Return the peers in the routing table."""

@@ -93,6 +93,7 @@ class Collaboration:
     def __post_init__(self) -> None:
         self._num_vain_loads = 0  # since this peer took part in a step
         self._state_donors: Sequence[PeerId] = ()  # of the last state
+        self._has_stepped = False
         self._has_parted = False  # this peer's parameters were once not those of the majority
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
@@ -288,6 +289,8 @@ class Collaboration:
             return Decision.ACCUMULATE
         if not samples or self._begin_wait_for_newcomers(is_alone=True) or await self._contacts.anyone_answers():
             return Decision.ACCUMULATE
+        if await self._may_be_cut_off():
+            return Decision.ACCUMULATE  # it would begin a branch of its own
         return Decision.GO_ALONE
 
     async def rest(self, seconds: float) -> None:
@@ -347,11 +350,19 @@ class Collaboration:
         self._awaited |= followers
         return bool(followers)
 
+    async def _may_be_cut_off(self) -> bool:
+        """Whether none of the peers that this one knew answers before its first step; it waits for one round's time."""
+        waited_s = asyncio.get_running_loop().time() - self._due_since
+        if self._has_stepped or not self.presence.knew_others or waited_s >= self.averaging.averaging_timeout_s:
+            return False
+        return not await self.presence.dht.anyone_answers()
+
     # from position to position
 
     def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
         """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
         self.presence.own_mode.listen_if_possible()
+        self._has_stepped = True
         if outcome.members:
             self._num_vain_loads = 0
         if self._awaited and self._awaited.isdisjoint(outcome.members):
