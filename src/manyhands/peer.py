@@ -120,7 +120,7 @@ class Presence:
         await self._listen(listen, announce)
         if before_joining is not None:
             await before_joining(self)
-        if finds_mode and (initial_peers or self._knows_others):
+        if finds_mode and self.knew_others:
             self.own_mode.start()
         await self.dht.join(initial_peers, must_join=must_join)
         if self._state_dir is not None:

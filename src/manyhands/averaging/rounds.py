@@ -335,7 +335,7 @@ class RoundRunner:
             if other in doubted:
                 rtts_s = ROUND_TRIPS * self._endpoint.rtt_s(group.members[other].peer_id)
                 within_s = min(max(rtts_s, LEAST_S), DOUBTED_S)
-            ask = functools.partial(self._agreement.make_sure_of, group, other)
+            ask = functools.partial(self._agreement.check_in_round, group, other)
             connecting = self._streams.connect(group, rank, other, num_bytes, stream_id, within_s, ask)
             stream = streams[other] = await connecting
             share.add(stream.stream, num_bytes)

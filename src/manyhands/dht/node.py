@@ -18,7 +18,7 @@ from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.issuing import Issuer, check_key
 from manyhands.dht.joining import InitialPeers
 from manyhands.dht.known_peers import KnownPeers
-from manyhands.dht.messages import PING, TOPICS, PingRequest, TopicsRequest
+from manyhands.dht.messages import TOPICS, TopicsRequest
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.read_result import StoredValue
 from manyhands.dht.reader import Reader
@@ -39,8 +39,6 @@ Filter = Callable[[str, dict[str, StoredValue]], Awaitable[dict[str, StoredValue
 
 NUM_ASKED = 16
 """Peers that are asked for their topics, or whether they are there."""
-ANSWER_S = 2.0
-"""Time for an answer of a peer that is there."""
 
 
 class DhtNode:
@@ -120,15 +118,8 @@ class DhtNode:
 
     async def anyone_answers(self) -> bool:
         """Whether one of some peers in the routing table answers."""
-
-        async def answers(contact: Contact) -> bool:
-            try:
-                await self._endpoint.call(contact.peer_id, PING, PingRequest(), ANSWER_S)
-            except (Unavailable, PeerError):
-                return False
-            return True
-
-        return any(await asyncio.gather(*map(answers, self.contacts()[:NUM_ASKED])))
+        asked = (contact.peer_id for contact in self.contacts()[:NUM_ASKED])
+        return any(await asyncio.gather(*map(self._overlay.ping, asked)))
 
     def contacts(self) -> list[Contact]:
         """Return the peers in the routing table."""

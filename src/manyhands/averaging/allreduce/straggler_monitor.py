@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -85,7 +85,7 @@ class StragglerMonitor:
         streams: Mapping[int, Stream],
         ask: Callable[[int, float], Awaitable[Moved]],
         ends_at: float,
-        doubted: Collection[int] = (),
+        doubted: set[int],
     ) -> None:
         self._group = group
         self._rank = rank
@@ -144,7 +144,7 @@ class StragglerMonitor:
         if rank not in self._doubted:
             return False
         butterfly = self._butterfly
-        others = set(butterfly.partners) - butterfly.done_with - butterfly.faults.keys() - set(self._doubted)
+        others = set(butterfly.partners) - butterfly.done_with - butterfly.faults.keys() - self._doubted
         if any(other not in self._streams or butterfly.wanted.get(other) is wanted for other in others):
             return False
         left, passed_s = butterfly.num_bytes_with(rank) - received, self._loop.time() - self._since

@@ -108,6 +108,7 @@ class PartnerStreams:
         Args:
             num_bytes: approximate bytes that it will carry in each direction.
             stream_id: names the round.
+            within_s: limit of the wait.
             ask: called from time to time while the partner's stream does not come.
         Raises:
             RoundAborted: there is no stream to it.

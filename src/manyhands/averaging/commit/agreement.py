@@ -188,7 +188,7 @@ class Agreement:
         query = MovedQuery(group.group_id, group.leader)
         return await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
 
-    async def make_sure_of(self, group: Group, rank: int) -> None:
+    async def check_in_round(self, group: Group, rank: int) -> None:
         """Raise Unavailable or PeerError unless a member is in this round, or still waits for the leader's answer."""
         if (await self.ask_moved(group, rank)).is_gone:
             raise PeerLost(group.members[rank].peer_id, "it is in another round, or in none")
@@ -324,7 +324,7 @@ class Agreement:
     async def _miss(self, state: VotingState, rank: int) -> None:
         peer_id = state.group.members[rank].peer_id
         try:
-            await self.make_sure_of(state.group, rank)
+            await self.check_in_round(state.group, rank)
         except (Unavailable, PeerError) as error:
             state.lose(rank, f"{peer_id} cannot be asked: {error}")
 

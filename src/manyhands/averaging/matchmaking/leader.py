@@ -206,8 +206,7 @@ class GroupLeader:
         now, member, position = asyncio.get_running_loop().time(), request.member, self._roster.position()
         due, pending, is_trusted = math.inf, self.pending, self.is_trusted(member.peer_id)
         if pending is None or self.endpoint.peer_id not in pending.joined:  # this peer has not come itself
-            is_first = self._called is None or self._called[0] != position
-            called = (position, now) if self._called is None or is_first else self._called
+            called = self._called if self._called is not None and self._called[0] == position else (position, now)
             if is_trusted:  # all count from its first call: equally patient peers leave together
                 self._called = called
             due = called[1] + min(max(LEADER_S, request.gather_s or math.inf), self.config.matchmaking_time_s)
