@@ -44,6 +44,11 @@ def test_without_kept_steps_it_loads_the_state_again_and_again(monkeypatch: pyte
     assert run.swarm.members[NEWCOMER].optimizer.statistics.states_loaded >= 3
 
 
+def new_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Linear(3, 3)
+
+
 def test_a_newcomer_whose_link_drops_right_after_it_has_joined_begins_no_branch() -> None:
     """It finds no record then; it waits for its link, and loads the state of the others."""
     swarm, trainers, end_s = Swarm(seed=1), ("a", "b"), 60.0
@@ -84,8 +89,3 @@ def test_a_newcomer_whose_link_drops_right_after_it_has_joined_begins_no_branch(
     assert counts.steps_alone == 0
     assert counts.states_loaded == 1
     assert counts.rounds_committed > 5
-
-
-def new_model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Linear(3, 3)
