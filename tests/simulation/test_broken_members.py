@@ -324,7 +324,7 @@ async def only_publishes(stranger: Stranger) -> None:
     await stranger.publish()
 
 
-LEAST_SHARE = {holds_places: 0.6, joins: 0.75, joins_and_answers: 0.45}
+LEAST_SHARE = {holds_places: 0.6, joins_and_answers: 0.5}
 """The share of the steps that an attack must leave: less than 0.8 for these (docs/dev/next.md)."""
 
 
@@ -440,7 +440,7 @@ def test_a_member_that_trickles_its_values_costs_few_rounds_half_of_their_time()
         swarm.start(name, new_model, sgd, train, target_batch_size=8 * TARGET, batch_size_per_step=BATCH)
     swarm.run(2000.0)
     before, during = rates(times, attack_s)
-    assert during >= 0.5 * before, "0.75 at most: a quarter of the samples was its own"
+    assert during >= 0.6 * before, "0.75 at most: a quarter of the samples was its own"
     for name in names[:-1]:
         assert swarm.members[name].optimizer.statistics.samples_dropped == 0
 

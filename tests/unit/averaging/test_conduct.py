@@ -77,6 +77,32 @@ def test_only_one_that_was_to_blame_in_rounds_has_less_time_in_them_and_only_whe
     run(story())
 
 
+def test_one_that_was_to_blame_in_two_rounds_in_a_row_gets_a_place_only_now_and_then_until_a_good_round() -> None:
+    """So it costs little if it is hostile, and gets on soon after a fault is over."""
+
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        view.note_round([GOOD, BAD], [BAD], is_committed=True)
+        assert view.pause_s(BAD) == 0.0
+        view.note_round([GOOD, BAD], [BAD], is_committed=True)
+        assert view.pause_s(BAD) == WAIT_S
+        await asyncio.sleep(WAIT_S)
+        assert view.pause_s(BAD) == 0.0
+        for _ in range(3):  # in the second penalty, which is four times as long
+            view.note_round([GOOD, BAD], [BAD], is_committed=True)
+            assert view.pause_s(BAD) == WAIT_S
+            await asyncio.sleep(WAIT_S)
+            assert view.pause_s(BAD) == 0.0
+        view.note_round([GOOD, BAD], [BAD], is_committed=True)
+        view.note_round([GOOD, BAD], [], is_committed=True)
+        assert view.pause_s(BAD) == 0.0
+        assert not view.is_to_blame
+        view.note_round([GOOD], [peer(3)], is_committed=True)
+        assert view.is_to_blame, "this peer itself"
+
+    run(story())
+
+
 def test_a_leader_that_did_not_close_its_group_is_followed_less_and_less_until_it_has_led_a_round() -> None:
     async def story() -> None:
         view, _ = after_a_good_round()

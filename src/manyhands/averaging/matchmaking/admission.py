@@ -18,6 +18,7 @@ OTHER_MANIFEST = "other_manifest"  # the asking peer has another model or other 
 OTHER_POSITION = "other_position"  # the asking peer is at another position in the run
 UNKNOWN = "unknown"  # there is no record of the asking peer
 REFUSED = "refused"  # the values of the asking peer were too large in three rounds
+PAUSED = "paused"  # the asking peer was to blame in its last two rounds
 AVOIDED = "avoided"  # of an invitation: the inviting peer failed the asked one twice in a row, or is not to lead
 BUSY = "busy"  # the asked peer would lead, but its training loop did not come to the round
 FULL = "full"  # all places of the group are taken

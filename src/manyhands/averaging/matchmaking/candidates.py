@@ -7,13 +7,14 @@ it was to blame in a committed round, or did not come within   the second time i
 the longest wait                                               calls are ignored, for the longest wait, then four
                                                                times that, ... 10 min
 its group did not close within the longest wait                likewise, counted on its own
-it was to blame in two committed rounds in a row               likewise, and in a round it gets less time
+it was to blame in two committed rounds in a row               likewise, it gets no place for the longest wait after
+                                                               each of them, and in a round it gets less time
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ... a day
 =============================================================  ======================================================
 
-A peer that is not waited for still gets a place if it comes by itself. A round without blame ends the first penalty,
-and one that the peer led ends the second: else a peer could come to one round and then hold up two, again and again.
-Ten rounds without blame cancel one round with values that were too large.
+A peer that is only not waited for still gets a place if it comes by itself. A round without blame ends the first
+penalty, and one that the peer led ends the second: else a peer could come to one round and then hold up two, again and
+again. Ten rounds without blame cancel one round with values that were too large.
 
 A leader does not wait for a peer that refuses its call because it avoids the leader, nor for one that follows a leader
 which this one avoids. It blames such a peer only if the answer comes late. So honest peers do not avoid each other in
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -96,16 +98,20 @@ class Candidates:
 
     Attributes:
         refusals: peers that refused to average with this one in the current search, and why.
+        is_to_blame: whether this peer itself was, in its last committed round.
     """
 
     def __init__(self, roster: Roster, longest_wait_s: float) -> None:
         self.roster = roster
         self.refusals: dict[PeerId, str] = {}
+        self.is_to_blame = False
         self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._not_followed = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._doubted = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S, factor=2.0, lapses=False)
         self._penalties = self._avoided, self._not_followed, self._refused
+        self._longest_wait_s = longest_wait_s
+        self._blamed_at: dict[PeerId, float] = {}  # in the last committed round with it (loop time)
         self._strikes: dict[PeerId, float] = {}
         self._ahead: dict[PeerId, tuple[Position, float]] = {}  # where it said that, and when (loop time)
         self._met: set[bytes] = set()
@@ -131,8 +137,14 @@ class Candidates:
         return peer_id not in self.roster.contributors(), peer_id
 
     def is_refused(self, peer_id: PeerId) -> bool:
-        """Whether a peer gets no place."""
+        """Whether a peer gets no place because its values were too large."""
         return self._refused.is_on(peer_id)
+
+    def pause_s(self, peer_id: PeerId) -> float:
+        """For how many seconds a peer gets no place because it was to blame in the last rounds."""
+        if not self._doubted.is_on(peer_id):
+            return 0.0
+        return max(0.0, self._blamed_at.get(peer_id, -math.inf) + self._longest_wait_s - asyncio.get_running_loop().time())
 
     def is_heeded(self, peer_id: PeerId) -> bool:
         """Whether this peer waits for another one, and follows its calls."""
@@ -167,8 +179,11 @@ class Candidates:
 
         Args:
             members: the others.
+            blamed: members of the round, perhaps this peer too.
             struck: those to blame whose values were too large.
         """
+        if is_committed:
+            self.is_to_blame = not set(blamed) <= set(members)
         for peer_id in members:
             if peer_id in blamed:
                 self.report_missing(peer_id)
@@ -179,6 +194,7 @@ class Candidates:
             if peer_id in blamed:
                 self._avoided.add(peer_id, num_free=1)
                 self._doubted.add(peer_id, num_free=1)
+                _set(self._blamed_at, peer_id, asyncio.get_running_loop().time())
                 continue
             self._avoided.known.pop(peer_id, None)
             self._doubted.known.pop(peer_id, None)

@@ -27,7 +27,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking.admission import BEHIND, BUSY, FULL, OTHER_MANIFEST, TOLD_BEHIND, fault_of
+from manyhands.averaging.matchmaking.admission import (
+    BEHIND,
+    BUSY,
+    FULL,
+    OTHER_MANIFEST,
+    PAUSED,
+    TOLD_BEHIND,
+    fault_of,
+)
 from manyhands.averaging.matchmaking.candidates import Candidates, Roster, short_ids
 from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers
 from manyhands.averaging.matchmaking.leader import HOLD_S, GroupLeader
@@ -243,7 +251,9 @@ class Matchmaker:
             self.candidates.note_refusal(leader, refusal)
         elif refusal.code == BUSY:
             self.candidates.report_missing(leader)
-        elif refusal.code == FULL:
+        elif (refusal.code == FULL and self._roster.position().group_key) or (
+            refusal.code == PAUSED and self.candidates.is_to_blame  # else the leader lies: others may lead
+        ):
             raise RoundAborted(refusal.message) from refusal
         elif refusal.code == BEHIND and leader != self._endpoint.peer_id:
             if self._roster.position().group_key:

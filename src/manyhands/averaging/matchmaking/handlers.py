@@ -10,6 +10,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
     AVOIDED,
     OTHER_MANIFEST,
+    PAUSED,
     REFUSED,
     UNKNOWN,
     check_ahead,
@@ -168,6 +169,9 @@ class MatchmakingHandlers:
                 del self._coming[remote]
         if self.following is not None:
             return self.group_leader.redirect(self.following)
+        if pause_s := self.candidates.pause_s(remote):
+            reason = f"your peer was to blame in its last two rounds; it gets a place again in {pause_s:.0f} s"
+            raise Refused(self.endpoint.peer_id, PAUSED, reason)
         self.endpoint.learn(remote, readable_addresses(request.member.addresses))
         self._call(remote, is_early=request.is_early)
         if request.is_early:

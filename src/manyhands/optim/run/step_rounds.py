@@ -217,8 +217,6 @@ class StepRounds:
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
                     averaged = self._averaged_in_one_group(committed, position, weight)
-                if averaged.mean_N is None:
-                    raise RoundAborted("the group averaged its tensors, but this peer lost the result")
         except BaseException as error:
             self.look_ahead.resume()
             self.assignment.end_step()
@@ -236,6 +234,9 @@ class StepRounds:
         return averaged
 
     def _averaged_in_one_group(self, committed: CommittedRound, position: Position, weight: float) -> Averaged:
+        if committed.averaged_N is None:
+            why = f": {committed.reason}" if self.own_id in committed.blamed else ""
+            raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")
         manifest, shares = committed.manifest, committed.manifest.contributors()
         return Averaged(
             committed.averaged_N,
