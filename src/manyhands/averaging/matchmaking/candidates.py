@@ -144,7 +144,9 @@ class Candidates:
         """For how many seconds a peer gets no place because it was to blame in the last rounds."""
         if not self._doubted.is_on(peer_id):
             return 0.0
-        return max(0.0, self._blamed_at.get(peer_id, -math.inf) + self._longest_wait_s - asyncio.get_running_loop().time())
+        return max(
+            0.0, self._blamed_at.get(peer_id, -math.inf) + self._longest_wait_s - asyncio.get_running_loop().time()
+        )
 
     def is_heeded(self, peer_id: PeerId) -> bool:
         """Whether this peer waits for another one, and follows its calls."""
