@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 import msgspec
 
@@ -38,10 +39,8 @@ UNNAMED_S = 120.0
 MAX_UNNAMED = 512
 """Limits of the accepted streams that wait for a name, one for each peer: strangers may open them. A reducer may have
 hundreds of clients."""
-PROBE_AFTER_S = 0.3
-"""After this time without a stream from a partner, check that the partner is alive."""
-ASK_AFTER_S = 1.5
-"""After this time more, ask it whether it is in the round."""
+ASK_AFTER_S = 0.3
+"""After this time without a stream from a partner, ask it whether it is in the round; after twice that again, ..."""
 REMEMBERED_ROUNDS = 16
 
 Ask = Callable[[], Awaitable[object]]
@@ -130,24 +129,29 @@ class PartnerStreams:
         """Await a partner's stream; a partner that died first may never have had a connection."""
         key = (stream_id, member.peer_id)
         future = self._future(key)
+        asking = self._loop.create_task(self._ask_again_and_again(member, within_s, ask))
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # the stream may have come as well
         try:
             async with time_limit(within_s, f"waiting for the stream of peer {member.peer_id}"):
-                await asyncio.wait([future], timeout=PROBE_AFTER_S)
-                if not future.done() and not member.is_client:
-                    await self._make_sure_of(member.peer_id, within_s)
-                while not (await asyncio.wait([future], timeout=ASK_AFTER_S))[0]:
-                    try:
-                        if self._endpoint.is_connected(member.peer_id):  # a client may still dial
-                            await ask()
-                    except (Unavailable, PeerError):
-                        if not future.done():
-                            raise
-                return await future
+                await asyncio.wait([future, asking], return_when=asyncio.FIRST_COMPLETED)
+                return await (future if future.done() else asking)
         except BaseException:
             self._release_awaited(future)  # it may have come in the same moment
             raise
         finally:
             self._awaited.pop(key, None)
+            asking.cancel()
+
+    async def _ask_again_and_again(self, member: Member, within_s: float, ask: Ask) -> NoReturn:
+        """Raise Unavailable or PeerError once a partner is not in the round any more."""
+        wait_s = ASK_AFTER_S
+        while True:
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+            if not member.is_client:
+                await self._make_sure_of(member.peer_id, within_s)
+            if self._endpoint.is_connected(member.peer_id):  # a client may still dial
+                await ask()
 
     async def _make_sure_of(self, peer_id: PeerId, within_s: float) -> None:
         """Open a control connection to a partner: its heartbeats show both ends whether the other is alive."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -84,7 +84,7 @@ class ProgressTracker(ProgressReader):
         self.on_outlook: Callable[[], None] | None = None
         self.is_called = self.is_moving = self.is_busy = False
         self.num_together = 0
-        self.contributors: Container[PeerId] = ()
+        self.contributors: Collection[PeerId] = ()
         self.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._run_id = run_id
         self._config = config
@@ -153,7 +153,7 @@ class ProgressTracker(ProgressReader):
         lineage_samples: int,
         together_with: Sequence[PeerId],
         sketch: bytes = b"",
-        contributors: Container[PeerId] = (),
+        contributors: Collection[PeerId] = (),
     ) -> None:
         """This peer has made a step with the members of a round, also itself; with none after a step alone."""
         self.num_together, self.contributors = 0 if self.own.seat.layout.sides else len(together_with), contributors
@@ -165,7 +165,7 @@ class ProgressTracker(ProgressReader):
         position: Position,
         lineage_samples: int,
         donor: PeerId | None = None,
-        contributors: Container[PeerId] = (),
+        contributors: Collection[PeerId] = (),
     ) -> None:
         """This peer has loaded the state of ``position`` from a donor, or begins there."""
         self.num_together, self._donor, self.contributors = 0, donor, contributors
@@ -329,12 +329,16 @@ class ProgressTracker(ProgressReader):
         return self.outlook.eta_s <= 2 * longest_s
 
     def is_arriving(self) -> bool:
-        """Whether the target is near, and reached once each of the others has finished its current batch."""
+        """Whether the target is near, and reached once each of the others has finished its current batch.
+
+        A stranger may claim to compute; so where it is known whose samples are in the last step, only these count.
+        """
         if not self.is_near():
             return False
         now, samples = asyncio.get_running_loop().time(), 0.0 if self.own.is_auxiliary else self.own.samples
-        for seen in self.view.awaited.values():
-            samples += samples_with_batch(seen.record, now - seen.since)
+        for peer_id, seen in self.view.awaited.items():
+            is_proven = not self.contributors or peer_id in self.contributors
+            samples += samples_with_batch(seen.record, now - seen.since) if is_proven else seen.record.samples
         return round(samples) >= self.target_batch_size
 
     def seconds_until(self, samples: int) -> float:
