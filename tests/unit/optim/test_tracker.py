@@ -283,6 +283,20 @@ async def test_batches_that_are_being_computed_complete_the_target() -> None:
         assert not run.tracker.is_due(), "a step begins by what was counted"
 
 
+async def test_only_peers_whose_samples_are_in_the_last_step_are_waited_for_where_they_are_known() -> None:
+    async with run_of_one(target_batch_size=16) as run:
+        here, me = run.tracker.own.position, run.endpoint.peer_id
+        for contributors, is_waited_for in [((), True), ((me,), False), ((me, BOB), True)]:
+            run.tracker.load(here, 0, contributors=contributors)
+            await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
+            run.tracker.report(8, 4.0, 1.0)
+            assert run.tracker.is_arriving() == is_waited_for
+        run.tracker.load(here, 0, contributors=(me,))
+        await run.hears(BOB, samples=8, samples_per_second=4.0, batch_s=1.0)
+        run.tracker.report(8, 4.0, 1.0)
+        assert run.tracker.is_due(), "what it has published counts"
+
+
 async def test_in_a_crowd_no_batches_are_waited_for() -> None:
     async with run_of_one(target_batch_size=CROWD * 8) as run:
         run.tracker.report(8, 4.0, 1.0)
