@@ -15,7 +15,7 @@ from manyhands.averaging.messages import Position
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import ENOUGH_VOTES, Records, believed_by_a_newcomer
-from manyhands.optim.run.canvass import AGAIN_S, BATCH, BATCH_S, DIAL_TIMEOUT_S, Canvass
+from manyhands.optim.run.canvass import AGAIN_S, AT_ONCE, DIAL_TIMEOUT_S, Canvass
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.rpc import Endpoint
 from manyhands.rpc.backoff import TooEarly
@@ -86,7 +86,7 @@ FALSE = {PeerId(f"false {number}"): f"46.{number // 250}.{number % 250}.2" for n
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_a_thousand_false_identities_are_dialled_once_and_delay_the_honest_for_twenty_seconds(
+def test_a_thousand_false_identities_are_dialled_once_and_delay_the_honest_for_less_than_two_minutes(
     is_answered: bool,
 ) -> None:
     """None of them answers, or all do on one machine."""
@@ -99,13 +99,13 @@ def test_a_thousand_false_identities_are_dialled_once_and_delay_the_honest_for_t
         assert canvass.poll(records).num_open
         began = now()
         await ended(canvass)
-        assert now() < began + (10.0 if is_answered else 25.0)
+        assert now() < began + (10.0 if is_answered else 100.0)
         voters, num_open = canvass.poll(records)
         assert not num_open
         assert voters.keys() >= HONEST.keys()
         assert len(set(voters.values())) == len(HONEST) + is_answered
         assert dials.of == dict.fromkeys(records, 1)
-        assert dials.most_at_once <= BATCH * DIAL_TIMEOUT_S / BATCH_S
+        assert dials.most_at_once <= AT_ONCE
         await canvass.close()
 
     in_virtual_time(check)
@@ -119,7 +119,7 @@ def test_in_a_large_run_few_peers_are_dialled() -> None:
         await ended(canvass)
         voters, num_open = canvass.poll(records_of(FALSE))
         assert (len(voters), num_open) == (ENOUGH_VOTES, 0)
-        assert sum(dials.of.values()) <= ENOUGH_VOTES + BATCH
+        assert sum(dials.of.values()) <= ENOUGH_VOTES + AT_ONCE
         await canvass.close()
 
     in_virtual_time(check)

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from manyhands.averaging.messages import Group, Position
+from manyhands.averaging.messages import JOIN, Group, JoinRequest, JoinResponse, Position
+from manyhands.base.errors import Refused
+from manyhands.base.identity import PeerId
 from manyhands.testing import World, at, between
 from tests.simulation.groups import AT_ONCE_S, CONFIG, ROUND_S, START, Search, Seeker, everybody, search
 from tests.simulation.rounds import start_rounds
@@ -280,6 +282,53 @@ def test_a_peer_that_avoids_the_leader_and_says_so_is_neither_waited_for_nor_avo
         matchmaker = world[name].matchmaker
         assert matchmaker is not None
         assert not matchmaker.candidates._avoided.known
+
+
+def blame(world: Search, name: str, blamed: str) -> None:
+    """Let a peer have been in two committed rounds in which another one, or itself, was to blame."""
+    matchmaker = world[name].matchmaker
+    assert matchmaker is not None
+    others = [peer_id for other, peer_id in world.ids.items() if other != name]
+    for _ in range(2):
+        matchmaker.candidates.note_round(others, [world.ids[blamed]], is_committed=True)
+
+
+@pytest.mark.parametrize("knows_it", [True, False])
+@pytest.mark.parametrize("name", ["a", "d"])
+def test_a_peer_that_was_to_blame_twice_in_a_row_gets_no_place_and_reads_why(name: str, *, knows_it: bool) -> None:
+    world = search(everybody("abcd"))
+    others = set("abcd") - {name}
+    for other in "abcd" if knows_it else others:
+        world.world.loop.call_at(0.8, blame, world, other, name)
+    world.run(10.0)
+    for other in others:
+        assert world.members(other) == others, world[other].reasons
+        assert world[other].took_s < AT_ONCE_S
+    assert world.members(name) == set()
+    if name == "d":
+        assert any("to blame twice in a row; it gets no place" in reason for reason in world[name].reasons), world[
+            name
+        ].reasons
+
+
+@pytest.mark.parametrize("code", ["paused", "full"])
+def test_a_leader_that_refuses_everybody_is_not_followed(code: str) -> None:
+    """a has the lowest id; neither was anybody to blame nor is its group full."""
+    world = search(everybody("abcd"))
+
+    def refuse() -> None:
+        async def refused(remote: PeerId, request: JoinRequest) -> JoinResponse:
+            raise Refused(world.ids["a"], code, "no place")
+
+        matchmaker = world["a"].matchmaker
+        assert matchmaker is not None
+        matchmaker._endpoint.unhandle(JOIN)
+        matchmaker._endpoint.handle(JOIN, refused)
+
+    world.world.loop.call_at(0.8, refuse)
+    world.run()
+    for name in "bcd":
+        assert world.members(name) == set("bcd"), world[name].reasons
 
 
 @pytest.mark.parametrize(("says_so_s", "num_in_vain"), [(5.0, 0), (10.0, 1)])

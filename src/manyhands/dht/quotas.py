@@ -17,10 +17,6 @@ SOURCE_SHARE = 0.75
 little. Above ``OPEN_SHARE``, so that unsigned records of a network leave capacity for the signed ones of its peers."""
 
 
-FIRST_OF_NETWORK = 3
-"""Signed records of a network that find room even in a full key: one of the network with the most there gives way."""
-
-
 @dataclass
 class _Usage:
     num_records: int = 0
@@ -80,9 +76,9 @@ def _room(config: DhtConfig, share: float) -> tuple[int, int]:
 def _scopes_of(record: Record, source: str) -> list[tuple[str, str]]:
     """Return the scopes that a record counts in."""
     scopes = [("total", ""), ("key", record.key), ("owner", record.owner) if record.owner else ("open", record.key)]
-    return [*scopes, ("source", source), ("share", f"{network_of_source(source)} {record.key}")] if source else scopes
+    return [*scopes, ("source", source), ("share", f"{_network_of(source)} {record.key}")] if source else scopes
 
 
-def network_of_source(source: str) -> str:
+def _network_of(source: str) -> str:
     """Return the network of a source, which is an IP address or an IPv6 network."""
     return network_of(source.partition("/")[0])

@@ -6,8 +6,7 @@ Rules:
       much. So the order of arrival does not matter;
     * each record expires at an instant of this node's monotonic clock;
     * records and bytes are limited in total, per key, per owner and per source, which is the machine that sent them;
-      a record beyond a limit is refused. In a full key the first signed records of a network displace records of the
-      network with the most: a few machines cannot keep the others out;
+      a record beyond a limit is refused;
     * a record that does not match the schema declared for its key is refused.
 """
 
@@ -15,13 +14,12 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from manyhands.dht.config import MAX_FOUND_BYTES, MAX_FOUND_RECORDS, DhtConfig
-from manyhands.dht.quotas import FIRST_OF_NETWORK, Quotas, network_of_source
+from manyhands.dht.quotas import Quotas
 from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s, sum_of
 from manyhands.dht.schema import Schema, examined_under
 
@@ -162,8 +160,6 @@ class Storage:
         if held is not None:
             self._quotas.add(held.record, held.source, -1)
         refusal = self._quotas.bound_broken_by(record, source)
-        if refusal is Reason.KEY_FULL and record.owner:
-            refusal = self._make_room(record, source)
         if refusal is not None:
             if held is not None:
                 self._quotas.add(held.record, held.source)
@@ -174,20 +170,6 @@ class Storage:
             self._in_order.pop(record.key, None)
         self._write(Held(record, expires_at, source, record.num_bytes), expires_at)
         return Reason.ACCEPTED
-
-    def _make_room(self, record: Record, source: str) -> Reason | None:
-        """Drop the latest records of the network with the most in a full key; returns which limit is still broken."""
-        by_network: defaultdict[str, list[tuple[str, Held]]] = defaultdict(list)
-        for subkey, held in self._held[record.key].items():
-            if held.source and subkey != record.subkey:
-                by_network[network_of_source(held.source)].append((subkey, held))
-        most = max(by_network.values(), key=len, default=[])
-        refusal: Reason | None = Reason.KEY_FULL
-        if len(by_network[network_of_source(source)]) < FIRST_OF_NETWORK:
-            while refusal is Reason.KEY_FULL and len(most) > FIRST_OF_NETWORK:
-                self._drop(record.key, *most.pop())
-                refusal = self._quotas.bound_broken_by(record, source)
-        return refusal
 
     def recheck(self, key: str) -> None:
         """Drop the records of a key that do not match its newly declared schema."""

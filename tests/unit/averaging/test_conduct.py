@@ -83,22 +83,32 @@ def test_one_that_was_to_blame_in_two_rounds_in_a_row_gets_a_place_only_now_and_
     async def story() -> None:
         view, _ = after_a_good_round()
         view.note_round([GOOD, BAD], [BAD], is_committed=True)
-        assert view.pause_s(BAD) == 0.0
+        assert not view.is_paused(BAD)
         view.note_round([GOOD, BAD], [BAD], is_committed=True)
-        assert view.pause_s(BAD) == WAIT_S
-        await asyncio.sleep(WAIT_S)
-        assert view.pause_s(BAD) == 0.0
-        for _ in range(3):  # in the second penalty, which is four times as long
-            view.note_round([GOOD, BAD], [BAD], is_committed=True)
-            assert view.pause_s(BAD) == WAIT_S
+        for _ in range(4):  # the second penalty is four times as long
+            assert view.is_paused(BAD)
             await asyncio.sleep(WAIT_S)
-            assert view.pause_s(BAD) == 0.0
-        view.note_round([GOOD, BAD], [BAD], is_committed=True)
+            assert not view.is_paused(BAD)
+            view.note_round([GOOD, BAD], [BAD], is_committed=True)
+        assert view.is_paused(BAD)
         view.note_round([GOOD, BAD], [], is_committed=True)
-        assert view.pause_s(BAD) == 0.0
-        assert not view.is_to_blame
-        view.note_round([GOOD], [peer(3)], is_committed=True)
-        assert view.is_to_blame, "this peer itself"
+        assert not view.is_paused(BAD)
+
+    run(story())
+
+
+def test_a_peer_that_was_to_blame_itself_knows_it_for_as_long_as_the_others_may_refuse_it() -> None:
+    async def story() -> None:
+        view, _ = after_a_good_round()
+        view.note_round([GOOD], [GOOD, BAD], is_committed=False)
+        assert not view.is_to_blame()
+        view.note_round([GOOD], [BAD], is_committed=True)
+        assert view.is_to_blame()
+        await asyncio.sleep(WAIT_S)
+        assert not view.is_to_blame()
+        view.note_round([GOOD], [BAD], is_committed=True)
+        view.note_round([GOOD], [GOOD], is_committed=True)
+        assert not view.is_to_blame()
 
     run(story())
 

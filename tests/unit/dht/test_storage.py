@@ -182,28 +182,6 @@ def test_one_network_does_not_keep_others_out_of_a_key_whatever_key_pairs_it_has
     assert storage.put(owned_record(owner=owners[0], key="other"), NOW + 60, NOW, "10.0.0.1") is Reason.ACCEPTED
 
 
-def test_the_first_signed_records_of_a_network_displace_those_of_the_network_with_the_most_in_a_full_key() -> None:
-    """So two machines cannot fill a key, and a laboratory behind one address keeps its place while there is room."""
-    storage = Storage(DhtConfig(max_records_per_key=8))
-    owners = [Identity.from_seed(bytes([number]) * 32) for number in range(14)]
-    records = [owned_record(owner=owner, issued_at=NOW) for owner in owners]
-
-    def put(number: int, source: str) -> Reason:
-        return storage.put(records[number], NOW + 60, NOW, source)
-
-    assert {put(number, f"10.0.0.{number}") for number in range(6)} == {Reason.ACCEPTED}
-    assert {put(number, f"10.0.1.{number}") for number in (6, 7)} == {Reason.ACCEPTED}
-    assert put(8, "10.0.0.8") is Reason.KEY_FULL, "this network has more than three"
-    assert storage.put(open_record(), NOW + 60, NOW, "10.0.2.1") is Reason.KEY_FULL, "it is not signed"
-    assert {put(number, f"10.0.2.{number}") for number in (9, 10, 11)} == {Reason.ACCEPTED}
-    assert put(12, "10.0.2.12") is Reason.KEY_FULL, "this network has three"
-    assert put(12, "10.0.3.12") is Reason.KEY_FULL, "no network has more than three"
-    held = {held.record.owner for held in storage.get("key", NOW)}
-    assert held == {owners[number].peer_id for number in (0, 1, 2, 6, 7, 9, 10, 11)}, (
-        "the latest of the first have gone"
-    )
-
-
 def test_a_full_storage_still_takes_new_values_of_what_it_holds() -> None:
     storage = Storage(DhtConfig(max_records=1))
     storage.put(open_record(sequence=1), NOW + 60, NOW)

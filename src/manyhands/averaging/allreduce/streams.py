@@ -40,7 +40,8 @@ MAX_UNNAMED = 512
 """Limits of the accepted streams that wait for a name, one for each peer: strangers may open them. A reducer may have
 hundreds of clients."""
 ASK_AFTER_S = 0.3
-"""After this time without a stream from a partner, ask it whether it is in the round; after twice that again, ..."""
+ASK_AGAIN_S = 1.5
+"""After these times without a stream from a partner, ask it whether it is in the round."""
 REMEMBERED_ROUNDS = 16
 
 Ask = Callable[[], Awaitable[object]]
@@ -147,7 +148,7 @@ class PartnerStreams:
         wait_s = ASK_AFTER_S
         while True:
             await asyncio.sleep(wait_s)
-            wait_s *= 2
+            wait_s = ASK_AGAIN_S
             if not member.is_client:
                 await self._make_sure_of(member.peer_id, within_s)
             if self._endpoint.is_connected(member.peer_id):  # a client may still dial

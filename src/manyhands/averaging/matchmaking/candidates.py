@@ -6,7 +6,8 @@ what another peer did                                          what follows here
 it was to blame in a committed round, or did not come within   the second time in a row: it is not waited for, and its
 the longest wait                                               calls are ignored, for the longest wait, then four
                                                                times that, ... 10 min
-its group did not close within the longest wait                likewise, counted on its own
+its group did not close within the longest wait, or it called  likewise, counted on its own
+this peer to its group and then refused it
 it was to blame in two committed rounds in a row               likewise, it gets no place for the longest wait after
                                                                each of them, and in a round it gets less time
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ... a day
@@ -93,24 +94,21 @@ class Roster(Protocol):
 class Candidates:
     """The peers that should come to the next round, as this peer knows them.
 
-    Args:
-        longest_wait_s: how long this peer waits for a peer that does not come.
-
     Attributes:
+        longest_wait_s: how long this peer waits for a peer that does not come.
         refusals: peers that refused to average with this one in the current search, and why.
-        is_to_blame: whether this peer itself was, in its last committed round.
     """
 
     def __init__(self, roster: Roster, longest_wait_s: float) -> None:
         self.roster = roster
         self.refusals: dict[PeerId, str] = {}
-        self.is_to_blame = False
+        self._to_blame_until = -math.inf  # loop time; this peer itself
         self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._not_followed = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._doubted = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S, factor=2.0, lapses=False)
         self._penalties = self._avoided, self._not_followed, self._refused
-        self._longest_wait_s = longest_wait_s
+        self.longest_wait_s = longest_wait_s
         self._blamed_at: dict[PeerId, float] = {}  # in the last committed round with it (loop time)
         self._strikes: dict[PeerId, float] = {}
         self._ahead: dict[PeerId, tuple[Position, float]] = {}  # where it said that, and when (loop time)
@@ -140,13 +138,14 @@ class Candidates:
         """Whether a peer gets no place because its values were too large."""
         return self._refused.is_on(peer_id)
 
-    def pause_s(self, peer_id: PeerId) -> float:
-        """For how many seconds a peer gets no place because it was to blame in the last rounds."""
-        if not self._doubted.is_on(peer_id):
-            return 0.0
-        return max(
-            0.0, self._blamed_at.get(peer_id, -math.inf) + self._longest_wait_s - asyncio.get_running_loop().time()
-        )
+    def is_paused(self, peer_id: PeerId) -> bool:
+        """Whether a peer gets no place because it was to blame a moment ago, in rounds twice in a row."""
+        until = self._blamed_at.get(peer_id, -math.inf) + self.longest_wait_s
+        return self._doubted.is_on(peer_id) and asyncio.get_running_loop().time() < until
+
+    def is_to_blame(self) -> bool:
+        """Whether this peer itself was to blame a moment ago, so that another one may refuse it a place."""
+        return asyncio.get_running_loop().time() < self._to_blame_until
 
     def is_heeded(self, peer_id: PeerId) -> bool:
         """Whether this peer waits for another one, and follows its calls."""
@@ -184,8 +183,9 @@ class Candidates:
             blamed: members of the round, perhaps this peer too.
             struck: those to blame whose values were too large.
         """
+        now = asyncio.get_running_loop().time()
         if is_committed:
-            self.is_to_blame = not set(blamed) <= set(members)
+            self._to_blame_until = -math.inf if set(blamed) <= set(members) else now + self.longest_wait_s
         for peer_id in members:
             if peer_id in blamed:
                 self.report_missing(peer_id)
@@ -196,7 +196,7 @@ class Candidates:
             if peer_id in blamed:
                 self._avoided.add(peer_id, num_free=1)
                 self._doubted.add(peer_id, num_free=1)
-                _set(self._blamed_at, peer_id, asyncio.get_running_loop().time())
+                _set(self._blamed_at, peer_id, now)
                 continue
             self._avoided.known.pop(peer_id, None)
             self._doubted.known.pop(peer_id, None)
@@ -214,8 +214,8 @@ class Candidates:
             self._avoided.add(peer_id, num_free=1)
 
     def note_unclosed(self, leader: PeerId) -> None:
-        """A leader's group did not close within the longest wait."""
-        logger.info("peer %s did not close its group in time", leader)
+        """A leader's group did not close within the longest wait, or the leader called this peer and refused it."""
+        logger.info("peer %s did not lead this peer to a round", leader)
         self._not_followed.add(leader, num_free=1)
 
     def forgive(self) -> None:

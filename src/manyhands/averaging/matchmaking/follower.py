@@ -22,6 +22,7 @@ import asyncio
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -101,6 +102,7 @@ class Matchmaker:
         self._gather_s = config.matchmaking_time_s
         self._ends_at = math.inf
         self._is_closed = False
+        self._refusals: Counter[PeerId] = Counter()  # of this peer, by leader, in the current search
         self._held: tuple[PeerId, Position] | None = None  # the last leader that held a place for this peer
         self.on_called_ahead = self._handlers.on_called_ahead
         endpoint.on_lost.append(self._on_lost)
@@ -188,6 +190,7 @@ class Matchmaker:
         unreachable: set[PeerId] = set()
         self._group_leader.shunned = unreachable
         self.candidates.refusals.clear()
+        self._refusals.clear()
         held, self._held = self._held, None
         leader = self._handlers.invitation()
         if held is not None and held[1] == self._roster.position():
@@ -232,8 +235,11 @@ class Matchmaker:
             logger.info("peer %s cannot lead this round: %s", leader, reason)
             unreachable.add(leader)
             patience_s = self._config.matchmaking_time_s
-            if leader != own.peer_id and not is_early and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
-                self.candidates.note_unclosed(leader)
+            if leader != own.peer_id and not is_early:
+                has_waited = self._gather_s >= patience_s <= 2 * (loop.time() - asked_at)
+                self._refusals[leader] += isinstance(error, Refused)
+                if has_waited or self._refusals[leader] > 1:  # it has called this peer again, and refused it again
+                    self.candidates.note_unclosed(leader)
             if isinstance(error, Refused):
                 self._refused(leader, error)
             elif is_gone:
@@ -251,10 +257,12 @@ class Matchmaker:
             self.candidates.note_refusal(leader, refusal)
         elif refusal.code == BUSY:
             self.candidates.report_missing(leader)
-        elif (refusal.code == FULL and self._roster.position().group_key) or (
-            refusal.code == PAUSED and self.candidates.is_to_blame  # else the leader lies: others may lead
-        ):
+        elif refusal.code == FULL and self._roster.position().group_key:
             raise RoundAborted(refusal.message) from refusal
+        elif refusal.code == PAUSED:
+            if self.candidates.is_to_blame():
+                raise RoundAborted(refusal.message) from refusal
+            self.candidates.refusals[leader] = refusal.message  # it may lie: others may lead
         elif refusal.code == BEHIND and leader != self._endpoint.peer_id:
             if self._roster.position().group_key:
                 return  # its group is done with this round of the grid; others may not be

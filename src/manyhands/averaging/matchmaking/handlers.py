@@ -169,8 +169,9 @@ class MatchmakingHandlers:
                 del self._coming[remote]
         if self.following is not None:
             return self.group_leader.redirect(self.following)
-        if pause_s := self.candidates.pause_s(remote):
-            reason = f"your peer was to blame in its last two rounds; it gets a place again in {pause_s:.0f} s"
+        if self.candidates.is_paused(remote):
+            wait_s = self.candidates.longest_wait_s
+            reason = f"your peer was to blame twice in a row; it gets no place for {wait_s:.0f} s"
             raise Refused(self.endpoint.peer_id, PAUSED, reason)
         self.endpoint.learn(remote, readable_addresses(request.member.addresses))
         self._call(remote, is_early=request.is_early)

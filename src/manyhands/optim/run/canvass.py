@@ -25,10 +25,8 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S = 5.0
-BATCH = 64
-BATCH_S = 1.0
-"""The next peers are dialled when all of a batch have answered, or after this time: a thousand silent addresses then
-cost 20 s, and no more than 320 dials are open."""
+AT_ONCE = 64
+"""Dials at a time: those of a thousand false identities must end within two minutes."""
 FAILED_S = 600.0
 """A peer that was dialled in vain has no vote for so long, unless it connects to this one meanwhile."""
 AGAIN_S = 10.0
@@ -100,19 +98,11 @@ class Canvass:
         return self._ranks.setdefault(peer_id, self._rng.random())
 
     async def _dial(self) -> None:
-        dialled: dict[PeerId, asyncio.Task[None]] = {}
         try:
-            while self._undialled:
-                batch = [peer_id for peer_id in self._undialled if peer_id not in dialled][:BATCH]
-                dialled |= {
-                    peer_id: self._tasks.spawn(self._reach(peer_id), name="dialling a peer") for peer_id in batch
-                }
-                await asyncio.wait(dialled.values(), timeout=BATCH_S)
-                dialled = {peer_id: dial for peer_id, dial in dialled.items() if not dial.done()}
+            while batch := self._undialled[:AT_ONCE]:
+                await asyncio.gather(*map(self._reach, batch))
                 self.poll(self._records)
         finally:
-            for dial in dialled.values():
-                self._tasks.cancel(dial)
             self._dialling = None
             self._has_news.set()
 
