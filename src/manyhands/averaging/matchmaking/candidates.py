@@ -242,7 +242,7 @@ class Candidates:
 
     def with_refusals(self, reason: str) -> str:
         """Why there is no group, with the refusals of other peers."""
-        return "; ".join([reason, *list(self.refusals.values())[:MAX_SHOWN_REFUSALS]])
+        return "; ".join([reason, *list(dict.fromkeys(self.refusals.values()))[:MAX_SHOWN_REFUSALS]])
 
     def note_ahead(self, peer_id: PeerId) -> None:
         """A peer says that the run went on. Its first claim counts until this peer moves."""

@@ -171,7 +171,7 @@ class MatchmakingHandlers:
             return self.group_leader.redirect(self.following)
         if self.candidates.is_paused(remote):
             wait_s = self.candidates.longest_wait_s
-            reason = f"your peer was to blame twice in a row; it gets no place for {wait_s:.0f} s"
+            reason = f"your peer was to blame twice in a row; it gets no place for {wait_s:g} s"
             raise Refused(self.endpoint.peer_id, PAUSED, reason)
         self.endpoint.learn(remote, readable_addresses(request.member.addresses))
         self._call(remote, is_early=request.is_early)
