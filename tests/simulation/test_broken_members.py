@@ -398,13 +398,17 @@ def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
     assert during >= (0.8 if goes_on else 0.7) * before, "a quarter of the samples was its own"
 
 
-def test_a_member_that_trickles_its_values_costs_few_rounds_half_of_their_time() -> None:
-    """It is in each group, and sends two bytes a second; that cost each round 20 s, where a step takes 4 s."""
-    swarm, times = Swarm(seed=4), []
-    names = sorted(["a", "b", "c", "d"], key=lambda name: swarm.world.identity(name).peer_id)
-    attack_s = 3 * ATTACK_S
+def steps_beside_a_trickling_member(slow_s: float, end_s: float) -> list[tuple[float, bool]]:
+    """When steps were made, and whether it was in them; for ``slow_s`` after ``QUIET_S`` it sends two bytes a second.
 
-    def trickle_from(at_s: float, rounds: RoundRunner) -> None:
+    It does not lead.
+    """
+    swarm, slow_until = Swarm(seed=4), QUIET_S + slow_s
+    steps: list[tuple[float, bool]] = []
+    names = sorted(["a", "b", "c", "d"], key=lambda name: swarm.world.identity(name).peer_id)
+    clock = swarm.world.loop
+
+    def trickle(rounds: RoundRunner) -> None:
         exchange = rounds._exchange
 
         async def slowly(group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
@@ -413,12 +417,12 @@ def test_a_member_that_trickles_its_values_costs_few_rounds_half_of_their_time()
                     if isinstance(piece, memoryview):
                         for byte in piece.cast("B"):
                             await stream.send(bytes([byte]))
-                            await asyncio.sleep(0.5)
+                            await asyncio.sleep(0.5 if clock.time() < slow_until else 0.0)
                     else:
                         while not piece():
                             await asyncio.sleep(0.5)
 
-            if swarm.world.loop.time() >= at_s:
+            if QUIET_S <= clock.time() < slow_until:
                 butterfly._send_to = send_to  # type: ignore[method-assign]
             return await exchange(group, rank, butterfly, stream_id)
 
@@ -426,23 +430,42 @@ def test_a_member_that_trickles_its_values_costs_few_rounds_half_of_their_time()
 
     def train(member: Member) -> None:
         together(len(names), member)
-        loop, number, seen, step = swarm.world.loop, names.index(member.name), 0, 0
-        if member.name == names[-1]:  # it does not lead
-            trickle_from(QUIET_S, rounds_of(member))
-        while loop.time() < QUIET_S + attack_s:
+        number, seen, step = names.index(member.name), 0, 0
+        if member.name == names[-1]:
+            trickle(rounds_of(member))
+        while clock.time() < end_s:
             member.step(loss_of(member.model, 100 * step + number), 0.4 + 0.05 * number)
             step += 1
             if number == 0 and member.optimizer.global_step > seen:
                 seen = member.optimizer.global_step
-                times.append(loop.time())
+                manifest = member.optimizer.last_round
+                assert manifest is not None
+                steps.append((clock.time(), swarm.members[names[-1]].peer.peer_id in manifest.contributors()))
 
     for name in names:
         swarm.start(name, new_model, sgd, train, target_batch_size=8 * TARGET, batch_size_per_step=BATCH)
     swarm.run(2000.0)
-    before, during = rates(times, attack_s)
-    assert during >= 0.6 * before, "0.75 at most: a quarter of the samples was its own"
     for name in names[:-1]:
         assert swarm.members[name].optimizer.statistics.samples_dropped == 0
+    return steps
+
+
+def test_a_member_that_trickles_its_values_costs_few_rounds_half_of_their_time() -> None:
+    """It cost each round 20 s, where a step takes 4 s."""
+    attack_s = 3 * ATTACK_S
+    steps = steps_beside_a_trickling_member(attack_s, QUIET_S + attack_s)
+    before, during = rates([at for at, _ in steps], attack_s)
+    assert during >= 0.6 * before, "0.75 at most: a quarter of the samples was its own"
+
+
+@pytest.mark.parametrize("slow_s", [20.0, 60.0, 120.0])
+def test_a_member_that_was_too_slow_for_a_while_is_in_the_steps_again_soon_after(slow_s: float) -> None:
+    """However long the others have avoided it."""
+    recovered_s = QUIET_S + slow_s + 15.0
+    steps = steps_beside_a_trickling_member(slow_s, recovered_s + 30.0)
+    after = [is_in for at, is_in in steps if at >= recovered_s]
+    assert len(after) >= 6
+    assert all(after)
 
 
 @pytest.mark.long

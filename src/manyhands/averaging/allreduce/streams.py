@@ -40,8 +40,9 @@ MAX_UNNAMED = 512
 """Limits of the accepted streams that wait for a name, one for each peer: strangers may open them. A reducer may have
 hundreds of clients."""
 ASK_AFTER_S = 0.3
+"""After this time without a stream from a partner, ask it whether it is in the round."""
 ASK_AGAIN_S = 1.5
-"""After these times without a stream from a partner, ask it whether it is in the round."""
+"""Pause after each answer, before it is asked again."""
 REMEMBERED_ROUNDS = 16
 
 Ask = Callable[[], Awaitable[object]]
@@ -130,7 +131,7 @@ class PartnerStreams:
         """Await a partner's stream; a partner that died first may never have had a connection."""
         key = (stream_id, member.peer_id)
         future = self._future(key)
-        asking = self._loop.create_task(self._ask_again_and_again(member, within_s, ask))
+        asking = self._loop.create_task(self._keep_asking(member, within_s, ask))
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # the stream may have come as well
         try:
             async with time_limit(within_s, f"waiting for the stream of peer {member.peer_id}"):
@@ -143,8 +144,8 @@ class PartnerStreams:
             self._awaited.pop(key, None)
             asking.cancel()
 
-    async def _ask_again_and_again(self, member: Member, within_s: float, ask: Ask) -> NoReturn:
-        """Raise Unavailable or PeerError once a partner is not in the round any more."""
+    async def _keep_asking(self, member: Member, within_s: float, ask: Ask) -> NoReturn:
+        """Raise Unavailable or PeerError once a partner is no longer in the round; never returns."""
         wait_s = ASK_AFTER_S
         while True:
             await asyncio.sleep(wait_s)

@@ -8,8 +8,8 @@ the longest wait                                               calls are ignored
                                                                times that, ... 10 min
 its group did not close within the longest wait, or it called  likewise, counted on its own
 this peer to its group and then refused it
-it was to blame in two committed rounds in a row               likewise, it gets no place for the longest wait after
-                                                               each of them, and in a round it gets less time
+it was to blame in two committed rounds in a row               likewise; meanwhile it gets no place for the longest
+                                                               wait after each such round, and less time in a round
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ... a day
 =============================================================  ======================================================
 
@@ -101,14 +101,14 @@ class Candidates:
 
     def __init__(self, roster: Roster, longest_wait_s: float) -> None:
         self.roster = roster
+        self.longest_wait_s = longest_wait_s
         self.refusals: dict[PeerId, str] = {}
-        self._to_blame_until = -math.inf  # loop time; this peer itself
         self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._not_followed = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._doubted = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0, lapses=True)
         self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S, factor=2.0, lapses=False)
         self._penalties = self._avoided, self._not_followed, self._refused
-        self.longest_wait_s = longest_wait_s
+        self._to_blame_until = -math.inf  # loop time; this peer itself
         self._blamed_at: dict[PeerId, float] = {}  # in the last committed round with it (loop time)
         self._strikes: dict[PeerId, float] = {}
         self._ahead: dict[PeerId, tuple[Position, float]] = {}  # where it said that, and when (loop time)

@@ -102,7 +102,7 @@ class Matchmaker:
         self._gather_s = config.matchmaking_time_s
         self._ends_at = math.inf
         self._is_closed = False
-        self._refusals: Counter[PeerId] = Counter()  # of this peer, by leader, in the current search
+        self._num_refused: Counter[PeerId] = Counter()  # how often each leader refused this peer in the current search
         self._held: tuple[PeerId, Position] | None = None  # the last leader that held a place for this peer
         self.on_called_ahead = self._handlers.on_called_ahead
         endpoint.on_lost.append(self._on_lost)
@@ -190,7 +190,7 @@ class Matchmaker:
         unreachable: set[PeerId] = set()
         self._group_leader.shunned = unreachable
         self.candidates.refusals.clear()
-        self._refusals.clear()
+        self._num_refused.clear()
         held, self._held = self._held, None
         leader = self._handlers.invitation()
         if held is not None and held[1] == self._roster.position():
@@ -237,8 +237,8 @@ class Matchmaker:
             patience_s = self._config.matchmaking_time_s
             if leader != own.peer_id and not is_early:
                 has_waited = self._gather_s >= patience_s <= 2 * (loop.time() - asked_at)
-                self._refusals[leader] += isinstance(error, Refused)
-                if has_waited or self._refusals[leader] > 1:  # it has called this peer again, and refused it again
+                self._num_refused[leader] += isinstance(error, Refused)
+                if has_waited or self._num_refused[leader] > 1:  # it has called this peer again, and refused it again
                     self.candidates.note_unclosed(leader)
             if isinstance(error, Refused):
                 self._refused(leader, error)
@@ -257,7 +257,7 @@ class Matchmaker:
             self.candidates.note_refusal(leader, refusal)
         elif refusal.code == BUSY:
             self.candidates.report_missing(leader)
-        elif refusal.code == FULL and self._roster.position().group_key:
+        elif refusal.code == FULL and self._roster.position().group_key:  # only groups of a grid are ever full
             raise RoundAborted(refusal.message) from refusal
         elif refusal.code == PAUSED:
             if self.candidates.is_to_blame():
