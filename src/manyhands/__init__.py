@@ -30,6 +30,7 @@ from manyhands.base.errors import (
     RoundAborted,
     RunNotFound,
     Timeout,
+    TooSlow,
     Unavailable,
 )
 from manyhands.version import __version__
@@ -77,6 +78,7 @@ __all__ = [
     "RunNotFound",
     "Sparse",
     "Timeout",
+    "TooSlow",
     "Unavailable",
     "__version__",
     "load_state_from_peers",

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
-from manyhands.base.errors import RoundAborted
+from manyhands.base.errors import RoundAborted, TooSlow
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, links, stream
@@ -34,6 +35,58 @@ class Rounds:
 
     results: dict[str, list[CommittedRound | RoundAborted]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+
+
+def rounds_of_slow_peers(mbit_s: float, numel: int, num_rounds: int, **settings: Any) -> list[list[str]]:
+    """Four peers on equal lines with a short round trip; returns what each round was for each peer, in words.
+
+    Args:
+        settings: of the rounds.
+    """
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    world = World(1)
+    world.network.default_link.latency_s = 0.0005
+    config = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=20.0, **settings)
+    names = [f"p{number}" for number in range(4)]
+    ids = {name: world.identity(name).peer_id for name in names}
+    addresses: dict[PeerId, list[Address]] = {}
+    latest = [Position(0, b"start")]
+    outcomes: list[list[str]] = [[] for _ in range(num_rounds)]
+
+    async def peer(host: Host) -> None:
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
+        roster = FixedRoster({peer_id: False for name, peer_id in ids.items() if name != host.name})
+        runner = RoundRunner(endpoint, "run", b"", roster, config, world.rng(f"rounds of {host.name}"))
+        await endpoint.listen([Address.of(host.ip, 0)])
+        addresses[endpoint.peer_id] = endpoint.addresses
+        try:
+            for number in range(num_rounds):
+                await asyncio.sleep(number * PERIOD_S + 1.0 - world.loop.time())
+                for other, where in addresses.items():
+                    endpoint.learn(other, where)
+                roster.at = max(latest, key=lambda at: at.step)
+                roster.missing.clear()
+                outcomes[number].append(await take_part(runner))
+        finally:
+            await runner.close()
+            await endpoint.close()
+
+    async def take_part(runner: RoundRunner) -> str:
+        try:
+            result = await runner.average(torch.ones(numel), 1.0, shapes=[(numel // 1000, 1000)])
+        except TooSlow as error:
+            return error.reason
+        latest.append(result.manifest.position.after(result.manifest))
+        assert result.averaged_N is not None
+        assert result.averaged_N[0] == pytest.approx(1.0, rel=0.01)
+        return "committed"
+
+    for name in names:
+        world.host(name)
+        world.network.set_bandwidth(name, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
+        world.start(name, peer)
+    world.run(num_rounds * PERIOD_S + 1.0)
+    return outcomes
 
 
 def rounds_with_one_slow_peer(
@@ -142,3 +195,32 @@ def test_one_that_was_to_blame_is_not_waited_for_where_it_is_far_slower_than_the
             assert "holds up the others" in first.reason
             assert rounds.seconds[name][0] < 6.0, "else 15 s: half of the round"
         assert second.blamed == (), "it is doubted no more, and reduces nothing"
+
+
+NUMEL_OF_SLOW = 3_000_000
+"""Of a vector that takes four peers 24 s at 6 Mbit/s, of the 20 s that a round has; 6 s with 8 bits."""
+
+
+def test_a_round_that_was_too_slow_for_the_lines_makes_the_next_one_take_8_bits() -> None:
+    """On short links nobody knew before how slow they are."""
+    first, *others = rounds_of_slow_peers(6.0, NUMEL_OF_SLOW, 3)
+    assert first, "nobody knows the lines yet"
+    for said in first:
+        assert re.search(r"12 MB among 4 peers with codec 'none' takes 2\d s at the [56]\.?\d* Mbit/s", said), said
+        assert "the next one takes codec 'int8': about 6 s" in said or "about 7 s" in said
+    assert others == [["committed"] * 4] * 2
+
+
+@pytest.mark.parametrize(("codec", "options"), [
+    ("none", ["codec='int8'", "codec='int4'", "averaging_timeout_s=", "local steps"]),
+    ("auto", ["codec='int4'", "averaging_timeout_s=", "local steps"]),
+])  # fmt: skip
+def test_a_round_that_cannot_fit_says_the_size_the_rate_the_time_and_what_to_change(
+    codec: str, options: list[str]
+) -> None:
+    numel = NUMEL_OF_SLOW if codec == "none" else 4 * NUMEL_OF_SLOW
+    outcomes = rounds_of_slow_peers(6.0, numel, 2, codec=codec)
+    for said in outcomes[-1]:
+        given = said.partition("give all peers of the run one of these: ")[2]
+        assert [option for option in options if option in given] == options, said
+        assert "codec='none'" not in given

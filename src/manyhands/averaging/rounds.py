@@ -10,27 +10,28 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from manyhands.averaging.allreduce.bandwidth import RoundBandwidth
+from manyhands.averaging.allreduce.bandwidth import RoundBandwidth, describe_slow_round, needed_s
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.means import Means
-from manyhands.averaging.allreduce.straggler_monitor import StragglerMonitor
+from manyhands.averaging.allreduce.straggler_monitor import PACE_KNOWN_SHARE, SILENT_S, StragglerMonitor
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
-from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
+from manyhands.averaging.codecs import INT4, INT8, Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.commit.limits import MemberLimits, limited
 from manyhands.averaging.commit.recovery import Fetching, Recovery, Refill
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking.admission import chosen_codec
 from manyhands.averaging.matchmaking.candidates import Roster
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict, Vote
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
+from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout, TooSlow
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -38,6 +39,8 @@ from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
+
+Shapes: TypeAlias = Sequence[Sequence[int]]
 
 BYTES_PER_MBIT = 125_000
 ROUND_TRIPS, LEAST_S, DOUBTED_S = 4, 0.5, 2.0
@@ -125,6 +128,7 @@ class RoundRunner:
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
         self._rate: float | None = None  # of the current round, and so are these:
+        self._was_moving = False  # whether values still came when its exchange ended
         self._meter = RoundMeter()
         self._deadline = 0.0
         self._ends_at = 0.0  # for this peer or for the leader
@@ -150,7 +154,7 @@ class RoundRunner:
         flat_N: torch.Tensor,
         weight: float,
         *,
-        shapes: Sequence[Sequence[int]] | None = None,
+        shapes: Shapes | None = None,
         timeout_s: float = math.inf,
         gather_s: float | None = None,
         meter: RoundMeter | None = None,
@@ -176,14 +180,18 @@ class RoundRunner:
         Raises:
             RoundAborted: no value was changed; the vector counts in the next attempt.
             NothingToAverage: likewise, because all members gave a weight of 0.
+            TooSlow: likewise, because the lines are too slow; the reason says what to change, if the next one does not.
             ConfigError: the weight breaks its rule.
         """
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
         self._meter = meter if meter is not None else RoundMeter()
         self._deadline = self._loop.time() + min(timeout_s, self._config.averaging_timeout_s)
+        shapes = shapes if shapes is not None else [flat_N.shape]
         group = await self._find_group(weight, gather_s)
-        formed_at, sent_before, self._rate = self._loop.time(), self._meter.num_bytes_sent, None
+        formed_at, self._rate = self._loop.time(), None
+        sent_before, received_before = self._meter.num_bytes_sent, self._meter.num_bytes_received
+        self._was_moving = False
         recovery = self._new_recovery(group, flat_N, shapes, refill, part, norm_before)
         try:
             committed = await self._commit(recovery, formed_at)
@@ -191,6 +199,13 @@ class RoundRunner:
                 is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
                 await run_to_end(functools.partial(recovery.feedbacks.commit, is_left_out=is_left_out))
         except RoundAborted as error:
+            seconds, available_s = self._loop.time() - formed_at, self._ends_at - formed_at
+            num_sent = self._meter.num_bytes_sent - sent_before
+            if self._was_moving and seconds >= PACE_KNOWN_SHARE * available_s and not recovery.plan.passes_on:
+                num_received = self._meter.num_bytes_received - received_before
+                rate = self._bandwidth.end_slow_round(min(num_sent, num_received), seconds)
+                if rate is not None:
+                    raise TooSlow(self._slow_round(group, flat_N, shapes, rate, available_s)) from error
             if self._endpoint.peer_id in error.blamed:
                 self._bandwidth.lose_round()
             raise
@@ -203,6 +218,24 @@ class RoundRunner:
             num_sent = self._meter.num_bytes_sent - sent_before
             self._bandwidth.end_round(num_sent, committed.averaging_s, self._rate)
         return committed
+
+    def _slow_round(self, group: Group, flat_N: torch.Tensor, shapes: Shapes, rate: float, available_s: float) -> str:
+        """Say that the lines are too slow for a round, and what the next one takes or what to change."""
+        num_peers, setting, numel = len(group.members), self._config.codec, flat_N.numel()
+        codec = codec_of_code(group.codec, setting)
+        by_codec_s = {
+            one.name: needed_s(plan_of(shapes, one, dtype=flat_N.dtype).num_bytes(0, numel), num_peers, rate)
+            for one in (codec, INT8, INT4)
+        }
+        return describe_slow_round(
+            num_bytes=numel * flat_N.element_size(),
+            num_peers=num_peers,
+            rate=rate,
+            available_s=available_s,
+            codec=codec.name,
+            next_codec=chosen_codec(setting, [round(rate)], []).name,
+            by_codec_s=by_codec_s,
+        )
 
     async def _find_group(self, weight: float, gather_s: float | None) -> Group:
         started, timeout_s = self._loop.time(), self._left_s()
@@ -285,14 +318,13 @@ class RoundRunner:
         self,
         group: Group,
         flat_N: torch.Tensor,
-        shapes: Sequence[Sequence[int]] | None,
+        shapes: Shapes,
         refill: Refill | None,
         part: int,
         norm_before: float | None,
     ) -> Recovery:
         rank = group.rank_of(self._endpoint.peer_id)
         assert rank is not None
-        shapes = shapes if shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec, self._config.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
         feedbacks = None
@@ -358,6 +390,8 @@ class RoundRunner:
                     self._rate = share.backlog.rate
                 return averaged_N
         finally:
+            last_received = max((stream.last_received for stream in streams.values()), default=-math.inf)
+            self._was_moving = self._loop.time() - last_received < SILENT_S
             for task in watching:
                 self._watchers.cancel(task)
             self._endpoint.on_lost.remove(on_lost)

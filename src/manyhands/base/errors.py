@@ -18,7 +18,8 @@
     │   └── Refused            it understood the request and refused it
     ├── RoundAborted           carries the reason and the members blamed
     │   ├── NothingToAverage   all members gave a weight of 0
-    │   └── NobodyThere        all expected peers are gone, or at another round
+    │   ├── NobodyThere        all expected peers are gone, or at another round
+    │   └── TooSlow            the members' lines cannot carry the round in its time
     └── RankLost               another process of this peer's job is gone or failed: end this one too
 """
 
@@ -184,6 +185,10 @@ class NothingToAverage(RoundAborted):
 
 class NobodyThere(RoundAborted):
     """All expected peers are gone, or at another round."""
+
+
+class TooSlow(RoundAborted):
+    """The members' lines cannot carry the round in its time; the reason has the figures, and what to change."""
 
 
 class RankLost(ManyhandsError):

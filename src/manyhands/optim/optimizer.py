@@ -14,7 +14,7 @@ from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.state.content import sealed
 from manyhands.base.arguments import check_flags, made_by
-from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, TooSlow, Unavailable
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import GradientAccumulator
@@ -505,6 +505,8 @@ class Optimizer(OptimizerWrapper):
         if self._num_failures == 1:
             self._failing_since = now
         has_lasted = now - self._failing_since >= REPEAT_S
+        if isinstance(error, TooSlow):
+            return  # its reason says what to do
         if self._num_failures in ADVISED_FAILURES and (has_lasted or self._allow_solo):
             logger.warning(
                 "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s. "

@@ -10,8 +10,10 @@ the same time, so the spans stay as they are. But next to peers that were measur
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 
 from manyhands.averaging.messages import BLAMED, MAX_BANDWIDTH
 
@@ -23,6 +25,39 @@ SHORTEST_S = 1e-6
 """Minimum duration of a round, also by a clock that did not move meanwhile."""
 NUM_ROUNDS = 3
 """Rounds that count. Of two the better one: an estimate that is too high costs a round, one too low all later ones."""
+
+
+def needed_s(num_bytes: float, num_peers: int, rate: float) -> float:
+    """Seconds for the butterfly of an encoded vector, if each member sends so many bytes a second."""
+    return 2 * (num_peers - 1) / num_peers * num_bytes / rate
+
+
+def describe_slow_round(
+    *, num_bytes: int, num_peers: int, rate: float, available_s: float, codec: str, next_codec: str,
+    by_codec_s: Mapping[str, float],
+) -> str:  # fmt: skip
+    """Say that the lines are too slow for a round, and what happens next or what to change.
+
+    Args:
+        num_bytes: of the vector before it is encoded.
+        rate: bytes per second that this peer sent.
+        available_s: the time that the round had.
+        codec, next_codec: of this round, and of the next one.
+        by_codec_s: seconds that the round takes with each codec; at least with these two.
+    """
+    why = (
+        f"the lines are too slow for this round: to average {num_bytes / 1e6:.0f} MB among {num_peers} peers with "
+        f"codec {codec!r} takes {by_codec_s[codec]:.0f} s at the {rate / 125_000:.3g} Mbit/s that this peer could "
+        f"send, and the round had {available_s:.0f} s"
+    )
+    if next_codec != codec and by_codec_s[next_codec] <= available_s:
+        return f"{why}; the next one takes codec {next_codec!r}: about {by_codec_s[next_codec]:.0f} s"
+    options = [
+        f"codec={name!r} ({seconds:.0f} s)" for name, seconds in by_codec_s.items() if seconds < by_codec_s[next_codec]
+    ]
+    more_s = math.ceil(2 * by_codec_s[next_codec] / 10) * 10
+    options += [f"averaging_timeout_s={more_s}", "local steps, which average less often"]
+    return f"{why}; give all peers of the run one of these: {', '.join(options)}"
 
 
 class RoundBandwidth:
@@ -57,6 +92,22 @@ class RoundBandwidth:
             self._restart(*self._declared)
         if num_bytes >= MIN_BYTES and least > self.bandwidth:
             self._restart(least)
+
+    def end_slow_round(self, num_bytes: int, seconds: float) -> float | None:
+        """End a round that was aborted although its exchange still went on: the lines are too slow for it.
+
+        Args:
+            num_bytes: that this peer sent, or received if these are fewer: what it sent may still wait in the system's
+                buffers.
+
+        Returns:
+            bytes per second, which count as measured; None if there were too few bytes to tell.
+        """
+        if num_bytes < MIN_BYTES:
+            return None
+        rate = num_bytes / max(seconds, SHORTEST_S)
+        self._restart(rate)
+        return rate
 
     def lose_round(self) -> None:
         """End a round in which the others blamed this peer: it reduces nothing in the next one, if others can."""
