@@ -26,6 +26,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.base.ticket import Ticket, split_tickets
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.reach import OwnMode, Reach
+from manyhands.reach.clocks import check_clock
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.runtime import LoopThread, TaskOwner
 from manyhands.state_dir import StateDir
@@ -91,7 +92,9 @@ class Presence:
         self._state_dir = state_dir
         known_peers = state_dir.load_peers() if state_dir is not None else None
         self._knows_others = known_peers is not None and len(known_peers) > 0
-        self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), self.rng, wall_clock, known_peers)
+        dht_config = dht_config or DhtConfig()
+        self.dht = DhtNode(self.endpoint, dht_config, self.rng, wall_clock, known_peers)
+        self._max_clock_skew_s = dht_config.max_clock_skew_s
         self.reach = Reach(self.endpoint, self.dht, wall_clock)
         self.own_mode = OwnMode(self.endpoint, self.dht)
         self.on_close.append(self.own_mode.close)
@@ -176,11 +179,14 @@ class Presence:
         return named
 
     async def check_run(self, run_id: str) -> None:
-        """Check, before this peer takes part in a run, that it does not do so outside of the gate by mistake.
+        """Check, before this peer takes part in a run, its clock, and that it is not outside of the gate by mistake.
 
         Raises:
-            ConfigError: its ticket is for another run, or as for :meth:`learn_charter`.
+            ConfigError: the others would refuse its records because of its clock, its ticket is for another run, or as
+                for :meth:`learn_charter`.
         """
+        contacts = [contact.peer_id for contact in self.dht.contacts()]
+        await check_clock(self.endpoint, self.wall_clock, contacts, self._max_clock_skew_s)
         told = [name for name in self.members if name not in self._learnt]
         if told and run_id not in self.members:
             raise ConfigError(f"the ticket is for run {told[0]!r}, and run_id is {run_id!r}; use run_id={told[0]!r}")

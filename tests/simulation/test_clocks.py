@@ -1,4 +1,4 @@
-"""A trainer whose clock is so wrong that it can read no record of the others."""
+"""A trainer whose clock is so wrong that it and the others cannot read each other's records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,37 @@ import logging
 
 import pytest
 
+from manyhands.testing import at
 from tests.simulation.test_twins import Machines
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "words"), [(3600.0, "3600 s ahead of"), (75.0, "75 s ahead of"), (-90.0, "90 s behind")]
+)
+def test_a_trainer_is_refused_at_its_start_from_the_difference_on_from_which_its_records_are(
+    ahead_s: float, words: str
+) -> None:
+    machines = Machines()
+    machines.start("other", 0.0)
+    machines.start("late", 1.0)
+    machines.world.host("late").skew_s = ahead_s
+    machines.world.run(60.0)
+    ended_at, why = machines.ended["late"]
+    assert ended_at < 10.0
+    assert f"the clock of this machine is about {words} those of the peers here, and 60 s are allowed" in why
+    assert "timedatectl set-ntp true" in why
+    assert machines.optimizers["other"].global_step > 0
+
+
+@pytest.mark.parametrize("ahead_s", [45.0, -45.0])
+def test_a_clock_that_is_less_wrong_than_that_costs_nothing(ahead_s: float) -> None:
+    machines = Machines()
+    machines.start("other", 0.0)
+    machines.start("late", 1.0)
+    machines.world.host("late").skew_s = ahead_s
+    machines.world.run(60.0)
+    assert not machines.ended
+    assert machines.optimizers["late"].statistics.samples_used > 0
 
 
 @pytest.mark.parametrize(("ahead_s", "words"), [(3600.0, "3600 s ahead of"), (-90.0, "90 s behind")])
@@ -16,7 +46,7 @@ def test_a_trainer_that_sees_nobody_because_of_its_clock_is_told(
     machines = Machines()
     machines.start("other", 0.0)
     machines.start("late", 1.0)
-    machines.world.host("late").skew_s = ahead_s
+    machines.world.schedule(at(10.0).clock("late", ahead_s))
     caplog.set_level(logging.WARNING)
     machines.world.run(60.0)
     assert f"the clock of this machine is {words} those of other peers" in caplog.text

@@ -57,7 +57,11 @@ class Machines:
         model = torch.nn.Linear(2, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         options: dict[str, Any] = {"target_batch_size": 256, "batch_size_per_step": 8, "averaging": PLAIN}
-        optimizer = self.optimizers[name] = Optimizer(inner, peer=peer, run_id="run", **options)
+        try:
+            optimizer = self.optimizers[name] = Optimizer(inner, peer=peer, run_id="run", **options)
+        except ConfigError as error:
+            self.ended[name] = peer.time(), str(error)
+            return
         try:
             while True:
                 peer.sleep(BATCH_S)

@@ -73,8 +73,8 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         ok: whether no check failed and a peer can join.
-        can_join: whether at least one of the initial peers passes all steps (one is enough), the run is there, and the
-            port is free.
+        can_join: whether at least one of the initial peers passes all steps and agrees on the time (one is enough), the
+            run is there, and the port is free.
         peer_id: the identity that this machine used.
         seconds: how long all checks took.
     """
@@ -99,4 +99,4 @@ def report_of(checks: Sequence[Check], peer_id: str, seconds: float) -> Report:
 
 def _passes(checks: Sequence[Check]) -> bool:
     of_kind = {check.check: check.ok for check in checks}
-    return of_kind.get("dht") is True and all(of_kind.get(step) is not False for step in STEPS)
+    return of_kind.get("dht") is True and all(of_kind.get(step) is not False for step in (*STEPS, "clock"))

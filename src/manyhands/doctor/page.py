@@ -36,6 +36,7 @@ def verdict(report: Report) -> str:
     failed = {0: "", 1: "1 check failed. "}.get(num_failed, f"{num_failed} checks failed. ")
     if report.can_join:
         return f"{failed}A peer with these options can join all the same, since one initial peer is enough."
-    missing = [NAMES[check.check] for check in report.checks if check.ok is False and check.check in NEEDED]
+    obstacles = [check.check for check in report.checks if check.ok is False and check.check in (*NEEDED, "clock")]
+    missing = [NAMES[kind] for kind in dict.fromkeys(obstacles)]
     why = f"see {' and '.join(missing)} above" if missing else "no initial peer can be used"
     return f"{failed}A peer with these options cannot join: {why}."

@@ -40,6 +40,14 @@ def test_without_the_run_or_the_port_no_peer_can_join(kind: Kind, name: str) -> 
     assert report_of([*steps(A), check(kind, None, None)], "me", 0.5).can_join
 
 
+def test_a_peer_joins_only_where_its_clock_agrees() -> None:
+    report = report_of([*steps(A), check("clock", False, A)], "me", 0.5)
+    assert not report.can_join
+    assert verdict(report) == "1 check failed. A peer with these options cannot join: see clock above."
+    report = report_of([*steps(A), check("clock", False, A), *steps(B), check("clock", True, B)], "me", 0.5)
+    assert report.can_join, "the other one agrees with this machine"
+
+
 def test_a_peer_with_another_identity_is_not_the_one_to_join() -> None:
     checks = [check(c.check, c.check != "identity") for c in steps(A)]
     assert not report_of(checks, "me", 0.5).can_join
