@@ -308,6 +308,17 @@ def test_a_peer_that_found_no_address_says_what_would_help(
     assert ("pip install 'manyhands[upnp]'" in caplog.text) is is_named
 
 
+def test_an_ipv6_address_is_named_as_the_command_line_reads_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(public_address, "infer", lambda *_, **__: None)
+    with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as peer:
+        monkeypatch.setattr(Peer, "addresses", [str(Address.of("fd77::1", PORT))])
+        announce_public(peer, maps_port=False, asks_service=False)
+    assert f"cannot join at [fd77::1]:{PORT}. " in caplog.text
+    assert Address.parse(f"[fd77::1]:{PORT}").host == "fd77::1"
+
+
 def test_a_peer_on_the_loopback_interface_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_address, "infer", lambda *_, **__: pytest.fail("nobody is to be asked"))
     with Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer:

@@ -41,7 +41,7 @@ def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> Publi
         return None
     logger.info("No address specified. Attempting to infer address ...")
     found = public_address.infer(ip4[0].port, maps_port=maps_port, asks_service=asks_service)
-    where = ", ".join(f"{address.host}:{address.port}" for address in local)
+    where = ", ".join(address.host_port for address in local)
     if found is None:
         upnp = "; with pip install 'manyhands[upnp]' this peer asks the router to open one by UPnP"
         logger.warning(
@@ -51,12 +51,12 @@ def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> Publi
         )  # fmt: skip
         peer.run(_ask_peers(peer), START_TIMEOUT_S, "beginning to ask peers for this one's address")
         return None
-    logger.info("Public address: %s:%d, says %s. In the local network: %s", found.host, found.port, found.how, where)
+    place = Address.of(found.host, found.port).host_port
+    logger.info("Public address: %s, says %s. In the local network: %s", place, found.how, where)
     if not found.is_open:
         logger.warning(
             "Whether port %d of %s leads to this machine is not known: forward it in the router, and check it with "
-            "manyhands doctor --initial-peers %s:%d on a machine elsewhere", found.port, found.host, found.host,
-            found.port,
+            "manyhands doctor --initial-peers %s on a machine elsewhere", found.port, found.host, place,
         )  # fmt: skip
     peer.run(_announce_beside_local(peer, Address.of(found.host, found.port)), START_TIMEOUT_S, "announcing an address")
     return found

@@ -195,6 +195,7 @@ class _Examiner:
             list(zip(addresses, response.outcomes, strict=False)),
             are_announced=bool(self._examination.announce),
             port_was_chosen=all(address.port for address in self._examination.listen),
+            listens_with={address.protocol for address in bound},
         )
         self._note("dial_back", finding, peer, began)
 

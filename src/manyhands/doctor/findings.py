@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused, Unavailable
@@ -225,8 +225,15 @@ _PHRASES = {
 NO_LISTENING = "or pass --client-mode: a peer then dials out only"
 
 
+_IP_NAMES = {"ip4": "IPv4", "ip6": "IPv6"}
+
+
 def dialled_back(
-    outcomes: Sequence[tuple[Address, DialOutcome]], *, are_announced: bool, port_was_chosen: bool
+    outcomes: Sequence[tuple[Address, DialOutcome]],
+    *,
+    are_announced: bool,
+    port_was_chosen: bool,
+    listens_with: Collection[str] = ("ip4", "ip6"),
 ) -> Finding:
     """Interpret the outcomes of a dial-back.
 
@@ -234,6 +241,7 @@ def dialled_back(
         outcomes: for each address.
         are_announced: the user gave the addresses, so all must work. Else one is enough.
         port_was_chosen: the user gave the port; else any free one was taken.
+        listens_with: the IP versions that this machine listens with.
     """
     worked = ", ".join(str(address) for address, outcome in outcomes if not outcome.code)
     failed = [(address, outcome) for address, outcome in outcomes if outcome.code]
@@ -245,7 +253,7 @@ def dialled_back(
         return Finding(True, f"it reached this machine at {worked}")
     if not failed:
         return not_tried("it did not report the outcome")
-    advice = _how_to_be_dialled(failed, are_announced, port_was_chosen)
+    advice = _how_to_be_dialled(failed, are_announced, port_was_chosen, listens_with)
     return Finding(False, f"it cannot dial this machine ({failures})", f"{advice}; {NO_LISTENING}")
 
 
@@ -256,16 +264,25 @@ def _phrase(outcome: DialOutcome) -> str:
 
 
 def _how_to_be_dialled(
-    failed: Sequence[tuple[Address, DialOutcome]], are_announced: bool, port_was_chosen: bool
+    failed: Sequence[tuple[Address, DialOutcome]],
+    are_announced: bool,
+    port_was_chosen: bool,
+    listens_with: Collection[str],
 ) -> str:
     if are_announced:
         return "check that --announce names an address and a port that lead here, and that the port is open"
+    port = failed[0][0].port
+    if not {address.protocol for address, _ in failed} & set(listens_with):
+        number = str(port) if port_was_chosen else "PORT"
+        return (
+            f"it sees this machine at an {_IP_NAMES[failed[0][0].protocol]} address, with which this machine does not "
+            f"listen: --listen {number} listens with IPv4 and IPv6"
+        )
     if not port_was_chosen:
         return (
             "a free port was used, and firewalls seldom let those through: try again with a port that is open, "
-            "--listen /ip4/0.0.0.0/tcp/PORT"
+            "--listen PORT"
         )
-    port = failed[0][0].port
     if {outcome.code for _, outcome in failed} & {"wrong_identity", "not_manyhands", "refused"}:
         return (
             "packets reach a router or another machine, which does not forward them to this one: forward TCP port "
@@ -281,7 +298,7 @@ def nothing_to_dial(bound: Sequence[Address]) -> Finding:
     return Finding(
         False,
         "this machine listens on its loopback address only, where no other machine can dial it",
-        f"--listen /ip4/0.0.0.0/tcp/{bound[0].port} listens on all of its addresses; {NO_LISTENING}",
+        f"--listen {bound[0].port} listens on all of its addresses; {NO_LISTENING}",
     )
 
 
