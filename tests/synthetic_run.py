@@ -77,6 +77,11 @@ class SyntheticRun:
             self._pass(seconds)
             self._picture = self._look()
 
+    def change(self, **numbers: object) -> None:
+        """Replace some numbers of the picture, until time passes."""
+        with self._lock:
+            self._picture = msgspec.structs.replace(self._picture, **numbers)
+
     def add_peer(self, name: str) -> str:
         """A newcomer; returns its id."""
         with self._lock:

@@ -108,6 +108,22 @@ def store_progress(peer: Peer, step: int, lineage: bytes = b"x") -> None:
     peer.store(progress_key("run"), plain, ttl_s=60, subkey=peer.peer_id)
 
 
+def test_a_run_without_a_manifest_has_no_target_and_no_countdown() -> None:
+    """As after a restart of the monitor beside trainers in client mode, who publish it once a minute."""
+    events: list[MonitorEvent] = []
+    with Peer(listen=[LOOPBACK]) as here, Peer(here.addresses, listen=[LOOPBACK]) as trainer:
+        monitor = RunMonitor(here, "run", events.append, refresh_s=0.5)
+        here.run(monitor.start(), 5.0, "starting")
+        record = ProgressRecord(Position(3, b"x"), 8, 2.5, 64, True, [], 60.0)
+        plain = msgspec.to_builtins(record, builtin_types=(bytes,))
+        trainer.store(progress_key("run"), plain, ttl_s=60, subkey=trainer.peer_id)
+        wait_until(lambda: monitor.picture is not None and monitor.picture.num_peers == 1)
+        picture = monitor.picture
+        assert picture is not None
+        assert (picture.samples, picture.target_batch_size, picture.eta_s) == (8, 0, None)
+        assert {(event.target_batch_size, event.eta_s) for event in told(events, ProgressMade)} == {(0, None)}
+
+
 def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_when_it_goes() -> None:
     events: list[MonitorEvent] = []
     with (

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from manyhands.averaging.messages import Position
@@ -218,9 +219,11 @@ class RunMonitor:
         self._is_watched = True
         self._tell_stranded()
         leading = held_by_most(trainers, self._peer.presence.vouched(self._run_id))
-        target = await self._target_batch_size()
+        target = await self._target_batch_size() or self._target
         now = asyncio.get_running_loop().time()
         progress = View(_all_at(leading, present, now), leading).progress(None, target, now)
+        if not target:  # no manifest has been read yet, as after a restart beside trainers in client mode
+            progress = replace(progress, eta_s=math.inf)
         delay_s = next_refresh_s(progress, self._config)
         self._progress, self._target = progress, target
         if (leading.step, progress) != self._last_progress:

@@ -87,6 +87,8 @@ class Painter:
         self.heldout: dict[int, float] = {}
         self.told: list[Told] = []
         self.began_at = math.inf
+        self._first_step: int | None = None  # of the history; None until it is looked up
+        self._first_time: float | None = None  # of that step, unless it is the first of the run
         self.first_step = 0
         self.silence_due_s = math.inf
 
@@ -109,6 +111,7 @@ class Painter:
 
     def _add_told(self, told: Told) -> None:
         self._history.add_points(told.points, told.origin)
+        self._first_step = None  # it may begin earlier now
         missed = [event for event in told.events if event.time > self._known_until]  # others are in the history already
         self._history.add_events(missed, told.origin)
         self._history.add_credit(self._credit.add_told(told.steps))
@@ -150,10 +153,18 @@ class Painter:
         self._history.add_points(points)
         if self.first_step == 0 and points:
             self.first_step = min(point.step for point in points)
+        if points and self._first_step is None:
+            self._note_first_point()
         self.silence_due_s = self._table.silence_due_s(look.now)
         return self._picture(look), [
             Happened(event.kind, event.text, event.step, event.peer_id, event.name) for event in events
         ]
+
+    def _note_first_point(self) -> None:
+        """Note with which step the history begins, and when that was."""
+        first = next(iter(self._history.points_after(0, since=0.0, limit=1)), None)
+        self._first_step = first.step if first is not None else None
+        self._first_time = first.time if first is not None and first.step > 1 else None
 
     def _note_refused(self, look: Look) -> None:
         more = look.num_refused - self._num_refused
@@ -218,6 +229,7 @@ class Painter:
             samples_per_second=progress.samples_per_second if progress is not None else 0.0,
             eta_s=eta_s if math.isfinite(eta_s) else None,
             committed_samples=credit.num_samples,
+            committed_since=self._first_time,
             unit=self._unit,
             last=self._points[max(self._points)] if self._points else None,
             peers=self._table.rows(credit, is_averaging=is_averaging),

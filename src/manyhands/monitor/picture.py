@@ -118,10 +118,12 @@ class RunPicture(msgspec.Struct, frozen=True, kw_only=True):
         time: seconds since 1970.
         step: number of committed global steps.
         samples: accumulated for the next one, by all peers.
-        eta_s: seconds until the next one, counted from ``time``; None while no peer computes.
+        target_batch_size: samples that the next one needs; 0 while no manifest of the run has been read.
+        eta_s: seconds until the next one, counted from ``time``; None while no peer computes, or without a target.
         num_peers: peers that train now.
         samples_per_second: of all.
         committed_samples: in all global steps that this coordinator knows of; the sum over all leaders.
+        committed_since: the time of the first of these, in seconds since 1970; None if they begin with the run.
         unit: of that, and of ``samples`` of peers, leaders and points. Other counts are always samples.
         last: the last committed step; None before the first.
         peers: also those that have left in the last hour; those that train first, by samples.
@@ -139,6 +141,7 @@ class RunPicture(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float = 0.0
     eta_s: float | None = None
     committed_samples: int = 0
+    committed_since: float | None = None
     unit: Unit = "samples"
     last: Point | None = None
     peers: list[PeerRow] = []

@@ -12,7 +12,7 @@ from manyhands.monitor.events import StepMade
 from manyhands.monitor.exchange import Told, ToldPoint
 from manyhands.monitor.history import History, open_history
 from manyhands.monitor.painter import Look, Painter
-from manyhands.monitor.picture import RunEvent
+from manyhands.monitor.picture import Point, RunEvent
 from manyhands.monitor.steps import sum_up
 from manyhands.optim.metrics import AccountRecord, MetricsRecord
 from manyhands.optim.run.progress import Progress
@@ -59,6 +59,21 @@ def test_a_monitor_that_was_down_takes_only_the_events_of_that_time_from_others(
     painter.paint(look(0.0))
     history.flush()
     assert [found.text for found in history.events()] == ["while it was down", "seen by both", "long before"]
+    history.close()
+
+
+def test_a_history_that_begins_within_the_run_says_since_when_it_counts() -> None:
+    history = History("run")
+    painter = Painter("run", history)
+    assert painter.paint(look(0.0, step=6))[0].committed_since is None, "nothing is counted yet"
+    for step in (7, 8):
+        painter.made.append(StepMade(step, 1.0, 1, 64, 1.0))
+        assert painter.paint(look(float(step), step=step))[0].committed_since == WALL_S + 7.0
+    points = [Point(time=WALL_S - 100.0, step=1), Point(time=WALL_S - 50.0, step=2)]
+    painter.told.append(Told(points=points))
+    assert painter.paint(look(9.0, step=8))[0].committed_since == WALL_S + 7.0
+    painter.made.append(StepMade(9, 1.0, 1, 64, 1.0))
+    assert painter.paint(look(9.0, step=9))[0].committed_since is None, "others have told of the first step"
     history.close()
 
 

@@ -103,11 +103,18 @@ def test_curve_grows_outlives_a_reload_and_a_lost_connection(shown: Shown) -> No
     assert shown.problems == []
     shown.server.close()
     expect(page.locator("#connection")).to_have_text("connection lost, trying again")
+    assert page.evaluate("document.documentElement.className") == "stale"
+    stands = page.locator("#countdown").inner_text(), page.locator("#samples").inner_text()
+    here_for = page.locator("#peers tbody td:nth-child(7)").all_inner_texts()
+    page.wait_for_timeout(2100)  # durations move each second otherwise
+    assert (page.locator("#countdown").inner_text(), page.locator("#samples").inner_text()) == stands
+    assert page.locator("#peers tbody td:nth-child(7)").all_inner_texts() == here_for
     shown.run.advance(STEP_S)
     shown.run.advance(STEP_S)
     shown.serve()
     expect(page.locator("#connection")).to_have_text("live")
     expect(page.locator("#step")).to_have_text("63")
+    assert page.evaluate("document.documentElement.className") == ""
     has_curve(page, 1, 63)
 
 
@@ -335,6 +342,42 @@ def test_table_is_sorted_and_filtered_by_keyboard(shown: Shown) -> None:
     expect(page.locator("#peers-empty")).to_have_text("No peer has this text.")
 
 
+def test_a_run_whose_target_is_not_known_yet_is_not_called_empty(shown: Shown) -> None:
+    """As after a restart of the monitor, until a trainer has published the manifest again."""
+    shown.run.change(target_batch_size=0, eta_s=None, committed_since=1_790_000_000.0)
+    page = shown.open()
+    expect(page.locator("#samples")).to_have_text("How many samples a step needs is not known here yet.")
+    expect(page.locator("#countdown")).to_have_text("waiting")
+    expect(page.locator("#committed-since")).to_have_text(re.compile("^since Sep 2[012]$"))
+
+
+def test_on_a_phone_nothing_is_too_small_to_hit_and_the_example_is_whole(browser: Browser) -> None:
+    shown = Shown(browser, SyntheticRun(2, time.time(), past_steps=3), viewport=PHONE)
+    page = shown.open()
+    small = page.evaluate(
+        """() => [...document.querySelectorAll("main a, main button, main input, footer a, header button")]
+          .map((one) => [one.outerHTML, one.getBoundingClientRect()])
+          .filter(([, box]) => box.width && (box.width < 24 || box.height < 24)).map(([html]) => html)"""
+    )
+    assert small == []
+    assert page.evaluate("(input => input.scrollWidth <= input.clientWidth)(document.getElementById('fill-text'))")
+    expect(page.locator(".sideways")).to_be_visible()
+    for card in page.locator(".two > .card").all():
+        box = card.bounding_box()
+        assert box is not None
+        assert box["height"] < 300, "a small run needs no large cards"
+    shown.close()
+
+
+def test_without_javascript_the_page_says_where_the_numbers_are(browser: Browser) -> None:
+    shown = Shown(browser, SyntheticRun(2, time.time(), past_steps=3), java_script_enabled=False)
+    try:
+        shown.page.goto(shown.server.url)
+        expect(shown.page.locator(".noscript")).to_contain_text("This page needs JavaScript")
+    finally:
+        shown.close()
+
+
 def test_model_fills_a_mask(shown: Shown) -> None:
     page = shown.open()
     page.get_by_role("button", name="Fill").click()
@@ -354,6 +397,7 @@ def test_axe_finds_nothing_serious_and_nothing_is_cut(browser: Browser) -> None:
         found = Axe().run(page).response["violations"]
         serious = [(one["id"], [node["html"] for node in one["nodes"]]) for one in found if one["impact"] in SERIOUS]
         assert serious == []
+        assert "landmark-unique" not in [one["id"] for one in found]
         assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
         shown.close()
 

@@ -27,6 +27,7 @@ stream.addEventListener("run", () => {
   say("num-peers", format.integer(run.num_peers));
   sayUnit(run.unit);
   say("committed", format.integer(run.committed_samples));
+  say("committed-since", run.committed_since == null ? "so far" : `since ${format.timeOf(run.committed_since)}`);
   say("bytes", format.bytes(run.last?.bytes_sent));
   say("lr", format.rate(run.last?.learning_rate));
   move();
@@ -40,6 +41,16 @@ function sayUnit(unit) {
   for (const place of document.querySelectorAll("[data-unit]:not(html)")) {
     place.textContent = /^[A-Z]/.test(place.textContent) ? capital : unit;
   }
+}
+
+function saySamples(run, samples, runs) {
+  const target = run.target_batch_size;
+  if (!run.num_peers && !samples) {
+    return run.step ? "Nobody trains now. The run goes on when a trainer comes." : "Nobody trains yet.";
+  }
+  if (!target) return "How many samples a step needs is not known here yet.";
+  const counted = `${format.integer(samples)} of ${format.integer(target)} samples`;
+  return runs ? counted : `${counted}: the first batches are computed`;
 }
 
 // The countdown and the bar move on their own between two updates.
@@ -57,9 +68,7 @@ function move() {
   const bar = element("progress");
   bar.max = target || 1;
   bar.value = Math.min(samples, target || 1);
-  say("samples", target && (run.num_peers || samples)
-    ? `${format.integer(samples)} of ${format.integer(target)} samples${runs ? "" : ": the first batches are computed"}`
-    : run.step ? "Nobody trains now. The run goes on when a trainer comes." : "Nobody trains yet.");
+  say("samples", saySamples(run, samples, runs));
   say("looked", run.time && passed > SILENT_S ? `no news of the run for ${format.duration(passed)}` : "");
 }
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
@@ -81,8 +90,14 @@ function connection(text, name) {
   place.textContent = text;
   place.className = `pill ${name}`;
 }
-stream.addEventListener("connected", () => connection("live", "live"));
-stream.addEventListener("lost", () => connection("connection lost, trying again", "lost"));
+stream.addEventListener("connected", () => {
+  document.documentElement.classList.remove("stale");
+  connection("live", "live");
+});
+stream.addEventListener("lost", () => {
+  document.documentElement.classList.add("stale");
+  connection("connection lost, trying again", "lost");
+});
 
 // Events
 

@@ -20,10 +20,11 @@ export class Stream extends EventTarget {
   #skew = 0; // clock of the server minus ours, seconds
   #source = null;
   #again = 0; // timer
+  #lostAt = null; // while the connection is lost: what is shown stands still at this time
 
   // Seconds since 1970, by the clock of the server.
   now() {
-    return Date.now() / 1000 + this.#skew;
+    return this.#lostAt ?? Date.now() / 1000 + this.#skew;
   }
 
   // A hidden tab has no connection: a browser has six for one server, and they would all be taken by tabs nobody sees.
@@ -41,8 +42,12 @@ export class Stream extends EventTarget {
     this.#disconnect();
     const source = new EventSource("/events");
     this.#source = source;
-    source.onopen = () => this.#tell("connected");
+    source.onopen = () => {
+      this.#lostAt = null;
+      this.#tell("connected");
+    };
     source.onerror = () => {
+      this.#lostAt ??= this.now();
       this.#tell("lost");
       if (source.readyState === EventSource.CLOSED) { // the server was full or away: the browser itself gives up
         this.#again = setTimeout(() => this.#connect(), AGAIN_MS);
