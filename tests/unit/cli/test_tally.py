@@ -9,7 +9,8 @@ from rich.console import Console
 
 from manyhands.cli.demo.command import fits
 from manyhands.cli.demo.tally import Tally, TrainerTally
-from manyhands.cli.demo.view import LiveDemoView
+from manyhands.cli.demo.view import MIN_WIDTH, LiveDemoView
+from manyhands.monitor.events import ProgressMade
 from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone
 
 
@@ -78,6 +79,31 @@ def test_the_bar_never_ends_beyond_its_end(planned: int) -> None:
     with view:
         view.refresh(tally)
     assert f"2 of {max(planned, 2)}" in console.export_text()
+
+
+@pytest.mark.parametrize("width", [MIN_WIDTH, 80])
+def test_nothing_wraps_and_nothing_is_cut_in_a_terminal_of_80_columns(width: int) -> None:
+    tally = good_run()
+    for trainer in tally.trainers:
+        trainer.joined = Joined("12D3KooWHEYkJt6iFbRLnMGfchM1LSf8ydkrFEAihrVsDKVC8fQL", 0, 9.0)
+        trainer.counts = counts(12_345, 12_345)
+        trainer.finished = None
+    tally.planned_steps = 10
+    tally.progress = ProgressMade(2, 120, 256, 3, 123.4, 12.3)
+    tally.page = "http://127.0.0.1:31337/?" + 80 * "x"
+    console = Console(width=width, height=24, record=True, file=io.StringIO())
+    view = LiveDemoView(console)
+    with view:
+        view.say("trainer 1", "a line")
+        view.refresh(tally)
+    lines = console.export_text().splitlines()
+    assert len(lines) <= 24
+    for shown in (
+        "trainer 1", "trainer 2", "newcomer", "joined late", "training", "killed", "2 of 10",
+        "120 of 256, ETA 12.3 s, 3 peers, 123 samples/s",
+    ):  # fmt: skip
+        assert any(shown in line for line in lines), (shown, lines)
+    assert sum("…" in line for line in lines) == 4, "three short peer ids, and the page"
 
 
 def test_a_run_in_which_nothing_happened_has_problems_and_no_crash() -> None:

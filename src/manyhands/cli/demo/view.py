@@ -6,7 +6,7 @@ from collections import deque
 from types import TracebackType
 from typing import Protocol
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -70,10 +70,10 @@ class LiveDemoView:
         self._live.update(Group(self._bars(tally), _table(tally), Panel(lines, title="log", title_align="left")))
 
     def _bars(self, tally: Tally) -> RenderableType:
-        grid = Table.grid(padding=(0, 1))
-        grid.add_column(width=22)
-        grid.add_column(width=40)
-        grid.add_column()
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
         step = tally.step
         grid.add_row("global steps", ProgressBar(tally.num_steps, step), f"{step} of {tally.num_steps}")
         if (progress := tally.progress) is not None and progress.target_batch_size:
@@ -85,7 +85,7 @@ class LiveDemoView:
                 f"{progress.samples_per_second:.0f} samples/s",
             )
         if tally.page:
-            grid.add_row("page", tally.page)
+            return Group(grid, Text(f"page {tally.page}", no_wrap=True, overflow="ellipsis"))
         return grid
 
     def __enter__(self) -> LiveDemoView:
@@ -99,9 +99,10 @@ class LiveDemoView:
 
 
 def _table(tally: Tally) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="bold")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
     for heading in ("trainer", "peer id", "step", "samples", "used", "samples/s", "loss", ""):
-        table.add_column(heading, justify="left" if heading in ("trainer", "peer id", "") else "right")
+        justify: JustifyMethod = "left" if heading in ("trainer", "peer id", "") else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
     for trainer in tally.trainers:
         table.add_row(
             trainer.name,
