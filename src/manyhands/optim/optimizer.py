@@ -274,6 +274,7 @@ class Optimizer(OptimizerWrapper):
             ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
                 that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
                 option of the groups, such as the learning rate; or accelerate accumulates gradients as well.
+            Unavailable: this peer has learnt nothing yet, and cannot use the state of the peers that are ahead.
         """
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
