@@ -190,7 +190,7 @@ class Optimizer(OptimizerWrapper):
         self._advice = Advice(target_batch_size)
         self._allow_solo = allow_solo
         self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
-        self._was_alone = False
+        self._was_alone = self._has_checked_state = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
         """The settings of the run, which all its peers have signed."""
@@ -273,7 +273,8 @@ class Optimizer(OptimizerWrapper):
         Raises:
             ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
                 that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
-                option of the groups, such as the learning rate; or accelerate accumulates gradients as well.
+                option of the groups, such as the learning rate; accelerate accumulates gradients as well; or, after
+                the first step, the optimizer's state has a value that newcomers could not load.
             Unavailable: this peer has learnt nothing yet, and cannot use the state of the peers that are ahead.
         """
         check_frozen(self._frozen)
@@ -485,6 +486,9 @@ class Optimizer(OptimizerWrapper):
                 self._client.moved(step)
             if not isinstance(error, ManyhandsError):
                 raise error
+        if not self._has_checked_state:
+            self._has_checked_state = True
+            self._replica.check_state()
 
     def _note_failure(self, error: BaseException) -> None:
         """Count a failed attempt, and tell the user what to do about several; raise what others did not cause."""
