@@ -1,4 +1,4 @@
-"""A peer that cannot use the state of the run says why, and begins no branch of its own."""
+"""States of users' own optimizers: a newcomer loads them exactly, or says why not, and begins no branch of its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.base.errors import Unavailable
+import manyhands
+from manyhands.base.errors import ConfigError, Unavailable
 from tests.trainers import Trainer, in_threads, peers
+from tests.unit.optim.own_optimizers import Holding, Rounded, ScheduleFree, Shared, Soap
 
 
 class _Momentum(torch.optim.Optimizer):
@@ -58,3 +60,28 @@ def test_a_peer_that_was_there_from_the_begin_but_has_learnt_nothing_raises_too(
         with pytest.raises(Unavailable, match="cannot be used: a step from it fails"):
             behind.train_until(1)
         assert behind.optimizer.global_step == 0
+
+
+@pytest.mark.parametrize("kind", [Soap, Shared, Rounded, ScheduleFree])
+def test_a_newcomer_with_an_optimizer_of_its_user_trains_with_the_others(kind: Any) -> None:
+    with peers(2) as (one, newcomer):
+        trainers = [Trainer(one, "own", 16, make=lambda model: kind(model.parameters()))]
+        trainers[0].train_until(2)
+        trainers.append(Trainer(newcomer, "own", 16, seed=1, make=lambda model: kind(model.parameters())))
+        assert trainers[1].optimizer.state_digest() == trainers[0].optimizer.state_digest()
+        in_threads([lambda t=trainer: t.train_until(4) for trainer in trainers])  # type: ignore[misc]
+        assert trainers[1].optimizer.statistics.states_loaded == 1
+        if trainers[0].optimizer.global_step == trainers[1].optimizer.global_step:
+            assert trainers[1].optimizer.state_digest() == trainers[0].optimizer.state_digest()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"delay": "gradients"}, {"local_steps": manyhands.LocalSteps()}], ids=["plain", "delay", "local"]
+)
+def test_a_state_that_no_newcomer_could_load_is_named_at_the_first_step(options: dict[str, Any]) -> None:
+    with peers(1) as (one,):
+        trainer = Trainer(one, "held", 8, make=lambda model: Holding(model.parameters(), value=object()), **options)
+        with pytest.raises(
+            ConfigError, match=r"0\.held\.of\.0 in the optimizer's state is a object, which can neither"
+        ):
+            trainer.train_until(3)

@@ -171,7 +171,7 @@ class ScheduleFree(Own):
 
 
 class WithAttributes(Own):
-    """Has attributes of its own, one of which is a bound method, and one of which cannot do without hooks' order."""
+    """Has attributes of its own, one of which is a bound method."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -196,6 +196,18 @@ class NeedsMore(Own):
             raise RuntimeError("tell me the loss")
         state["losses"] = [*state.get("losses", []), self.loss]
         return grad * self.loss
+
+
+class Holding(Own):
+    """Keeps a value of which nobody knows what it is."""
+
+    def __init__(self, params: Any, value: Any) -> None:
+        super().__init__(params)
+        self.value = value
+
+    def direction(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        state["held"] = {"of": [self.value]}
+        return grad
 
 
 OWN: dict[str, Make] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ from manyhands.averaging.state.content import sealed
 from manyhands.base.errors import ConfigError
 from manyhands.optim.options import made_scheduler
 from manyhands.optim.step.replica import Replica
-from tests.unit.optim.own_optimizers import OWN, Make, NeedsMore, Own, ScheduleFree, WithAttributes
+from tests.unit.optim.own_optimizers import OWN, Holding, Make, NeedsMore, Own, ScheduleFree, WithAttributes
 
 
 def new_replica(make: Make, dtype: torch.dtype = torch.float32, *, seed: int, **options: Any) -> Replica:
@@ -111,17 +112,6 @@ def test_an_optimizer_that_needs_more_than_gradients_for_a_step_is_not_tried() -
     assert digest(here) == digest(there)
 
 
-class Holding(Own):
-    """Keeps a value of which nobody knows what it is."""
-
-    value: Any = None
-    key = "held"
-
-    def direction(self, parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        state[self.key] = {"of": [self.value]}
-        return grad
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -141,7 +131,7 @@ class Holding(Own):
     ids=["object", "set", "dtype", "complex", "sparse", "meta", "too large", "too many", "too long"],
 )
 def test_a_value_that_cannot_be_sent_is_named(value: Any, words: str) -> None:
-    replica = new_replica(type("Holding", (Holding,), {"value": value}), seed=0)
+    replica = new_replica(functools.partial(Holding, value=value), seed=0)
     replica.check_state()
     train(replica, 1, seed=0)
     with pytest.raises(ConfigError, match=re.escape(words)):
@@ -151,7 +141,7 @@ def test_a_value_that_cannot_be_sent_is_named(value: Any, words: str) -> None:
 def test_a_value_that_holds_itself_is_named() -> None:
     value: list[Any] = []
     value.append(value)
-    replica = new_replica(type("Holding", (Holding,), {"value": value}), seed=0)
+    replica = new_replica(functools.partial(Holding, value=value), seed=0)
     train(replica, 1, seed=0)
     with pytest.raises(ConfigError, match="is nested more than 32 deep"):
         replica.check_state()
