@@ -160,13 +160,14 @@ async def test_a_donor_that_sends_wrong_chunks_is_named_and_the_rest_comes_from_
                 await stream.send(FRAME.pack(CHUNK, index), wrong)
 
         behave(liar, lie)
-        named: list[PeerId] = []
+        named: dict[PeerId, str] = {}
         state = await download_state(
-            newcomer, donor.manifest, [liar.peer_id, donor.peer_id], AT, on_violation=named.append
+            newcomer, donor.manifest, [liar.peer_id, donor.peer_id], AT, on_violation=named.__setitem__
         )
         assert state.digests == donor.state().digests
         assert state.donors == (donor.peer_id,)
-        assert named == [liar.peer_id]
+        assert list(named) == [liar.peer_id]
+        assert "does not match the digest of it" in named[liar.peer_id]
         assert f"the state cannot be loaded from peer {liar.peer_id}" in caplog.text
         assert "does not match the digest of it" in caplog.text
 

@@ -15,7 +15,7 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState
 
 import manyhands
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.optim.metrics import MetricsRecord, read_metrics
 from manyhands.training.transformers import CollaborativeCallback
 from tests.trainers import AVERAGING, FAST, in_threads, peers
@@ -233,6 +233,21 @@ def test_peers_with_another_schedule_or_end_are_refused(tmp_path: Path, name: st
         assert first.args.max_grad_norm == 0
         with pytest.raises(manyhands.ManifestMismatch, match=name):
             collaborating(made(tmp_path, **{name: value}), other)
+
+
+def test_peers_with_another_frozen_base_are_refused(tmp_path: Path) -> None:
+    def with_frozen_base(folder: Path, shift: float) -> transformers.Trainer:
+        trainer = made(folder)
+        base = trainer.model.inner[0].requires_grad_(requires_grad=False)
+        with torch.no_grad():
+            base.bias[0] += shift
+        return trainer
+
+    with peers(3) as (one, other, third):
+        collaborating(with_frozen_base(tmp_path / "one", 0.0), one)
+        collaborating(with_frozen_base(tmp_path / "same", 0.0), third)
+        with pytest.raises(ManifestMismatch, match="parameters outside the optimizer is 2 tensors of digest"):
+            collaborating(with_frozen_base(tmp_path / "other", 1e-3), other)
 
 
 def test_a_late_joiner_ends_at_the_step_of_the_others_and_sees_other_batches(tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ def nobody_is_shunned() -> Iterator[None]:
         shunned.append(peer_id)
         return strike(self, peer_id)
 
-    def note_shun(self: BranchChoice, peer_id: PeerId, now: float) -> None:
+    def note_shun(self: BranchChoice, peer_id: PeerId, now: float, reason: str) -> None:
         shunned.append(peer_id)
-        shun(self, peer_id, now)
+        shun(self, peer_id, now, reason)
 
     with mock.patch.object(Candidates, "strike", note_strike), mock.patch.object(BranchChoice, "shun", note_shun):
         yield

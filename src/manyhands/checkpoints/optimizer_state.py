@@ -1,7 +1,6 @@
 """The state of an optimizer in files that run no code when they are read: safetensors, and JSON for the rest.
 
-In the JSON, ``{"$tensor": NAME}`` stands for a tensor, ``{"$tuple": [...]}`` for a tuple, and ``{"$items": [[KEY,
-VALUE], ...]}`` for a dict whose keys are not all plain text. All values come back as they were, to the last bit.
+The JSON is that of :mod:`manyhands.optim.state.tree`, with the names of the tensors as their places.
 """
 
 from __future__ import annotations
@@ -14,20 +13,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoint_dir import OPTIMIZER_TENSORS, OPTIMIZER_VALUES
-
-_TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"
+from manyhands.optim.state.tree import decoded, encoded
 
 
 def save_state(state: Mapping[str, Any], folder: Path) -> None:
     """Write the result of an optimizer's ``state_dict()``.
 
     Raises:
-        ConfigError: a value in it is neither a tensor nor plain; names it.
+        ConfigError: a value in it cannot be saved; names it.
     """
     tensors = _Tensors()
-    values = _without_tensors(dict(state), "", tensors)
+    values = encoded(dict(state), "", tensors.add)
     save_file(tensors.by_name, folder / OPTIMIZER_TENSORS)
     (folder / OPTIMIZER_VALUES).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
@@ -35,7 +32,7 @@ def save_state(state: Mapping[str, Any], folder: Path) -> None:
 def load_state(folder: Path) -> dict[str, Any]:
     """Read what :func:`save_state` has written; tensors are on the CPU."""
     values = json.loads((folder / OPTIMIZER_VALUES).read_text(encoding="utf-8"))
-    state: dict[str, Any] = _with_tensors(values, load_file(folder / OPTIMIZER_TENSORS))
+    state: dict[str, Any] = decoded(values, load_file(folder / OPTIMIZER_TENSORS).__getitem__)
     return state
 
 
@@ -56,37 +53,3 @@ class _Tensors:
         self._seen.add(tensor.data_ptr())
         self.by_name[name] = tensor
         return name
-
-
-def _without_tensors(value: Any, name: str, tensors: _Tensors) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {_TENSOR: tensors.add(name, value)}
-    if type(value) is dict:
-        items = {
-            key: _without_tensors(item, f"{name}.{key}" if name else f"{key}", tensors) for key, item in value.items()
-        }
-        if all(isinstance(key, str) and not key.startswith("$") for key in items):
-            return items
-        return {_ITEMS: [[_without_tensors(key, name, tensors), item] for key, item in items.items()]}
-    if isinstance(value, (list, tuple)):
-        listed = [_without_tensors(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
-        return {_TUPLE: listed} if isinstance(value, tuple) else listed
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise ConfigError(
-        f"{name} in the optimizer's state is a {type(value).__name__}, and a checkpoint holds tensors, numbers and text"
-    )
-
-
-def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_with_tensors(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if _TENSOR in value:
-        return tensors[value[_TENSOR]]
-    if _TUPLE in value:
-        return tuple(_with_tensors(value[_TUPLE], tensors))
-    if _ITEMS in value:
-        return {_with_tensors(key, tensors): _with_tensors(item, tensors) for key, item in value[_ITEMS]}
-    return {key: _with_tensors(item, tensors) for key, item in value.items()}

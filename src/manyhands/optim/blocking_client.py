@@ -85,6 +85,8 @@ class BlockingRunClient:
                 raise first_failure  # it names all peers that were asked; later attempts skip those without news
             self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
             self._run(tracker.look(), phase)
+        if refusal := self._call(phase, tracker.branches.refusal):
+            raise Unavailable(refusal)
         return has_loaded
 
     def leave(self) -> None:
@@ -183,9 +185,9 @@ class BlockingRunClient:
                 self._replica.restore(state)
                 count()
         except ValueError as error:
-            for donor in state.donors:
-                self._call("shunning a donor", self._collaboration.tracker.shun, donor)
             reason = f"the state of peer {', '.join(state.donors)} cannot be used: {readable(str(error))}"
+            for donor in state.donors:
+                self._call("shunning a donor", self._collaboration.tracker.shun, donor, reason)
             raise Unavailable(f"{reason}; it is not asked again for a while") from error
         self.moved_elsewhere(state)
 

@@ -19,7 +19,8 @@ from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.optim.flat import are_finite
-from manyhands.optim.manifest import RunManifest, read_manifest
+from manyhands.optim.manifest import REST_OF_MODEL, RunManifest, read_manifest
+from manyhands.optim.rest_of_model import facts_of_rest
 from manyhands.optim.run.branches import believed_by_a_newcomer
 from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader, ProgressRecord, branch_order
@@ -70,6 +71,14 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
     except Timeout as error:
         raise Unavailable(str(error)) from error
     parameters, buffers = matching_parameters(model, manifest), dict(model.named_buffers())
+    rest = await run_to_end(facts_of_rest, model, parameters)
+    if REST_OF_MODEL in manifest.extra and rest.get(REST_OF_MODEL) != manifest.extra[REST_OF_MODEL]:
+        logger.warning(
+            "The run trains a part of its model, and the other parameters are not the same here (%s, and %s in the "
+            "run): this is another model than that of the run, unless they differ in precision only",
+            rest.get(REST_OF_MODEL, "none"),
+            readable(manifest.extra[REST_OF_MODEL]),
+        )
     targets = [*parameters, *(buffers.get(spec.name) for spec in manifest.extra_tensors)]
     held = await run_to_end(_held, manifest.tensors, parameters)
     all_records = reader.records()

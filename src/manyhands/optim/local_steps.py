@@ -182,6 +182,10 @@ class LocalReplica(Replica):
     def capture(self) -> State:
         return self._capture(self.inner)
 
+    def check_state(self) -> None:
+        with self._lock:
+            self._begin_capture(self.inner)
+
     def _restore(self, state: State) -> None:
         """Load another peer's state; what this peer's own steps have changed stays, relative to the new parameters.
 
@@ -291,7 +295,7 @@ class LocalReplica(Replica):
                 agreed.copy_(own)
         outer = (place or {}).get(OUTER, self.optimizer.state_dict() | {"state": {}})
         super()._load(outer, place)
-        self.inner.load_state_dict(state_dict)
+        self._load_optimizer(self.inner, state_dict, place)
         self.options = options_of(self.inner.param_groups)
 
 

@@ -32,6 +32,8 @@ MAX_BYTES = 256 << 10  # before compression: room for some thousands of tensors
 MAX_HYPER_PARAMETERS_BYTES = 64 << 10
 DECODED_IN_A_TURN = 8  # manifests, before the event loop runs other tasks: 1 ms each at most
 OPTION_NAMES = {"lr": "learning_rate"}  # those with a longer name on the command line
+REST_OF_MODEL = "parameters outside the optimizer"
+"""Key of the fact what a model has beside the parameters of its optimizer."""
 SHOWN_DIFFERENCES = 5
 SHOWN_DIGITS = 16  # of a fingerprint
 SHOWN_CHARACTERS = 1000  # of one value in a difference: others' values have to fit on a screen
@@ -75,6 +77,8 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
         for key in sorted(own.extra.keys() | run.extra.keys())
         if (here := own.extra.get(key, "not set")) != (there := run.extra.get(key, "not set"))
     ]
+    if own.extra.get(REST_OF_MODEL) != run.extra.get(REST_OF_MODEL):
+        lines.append("give Optimizer(..., model=model) on all peers, with the same base in the same precision")
     if own.optimizer == run.optimizer:  # another kind has other options
         lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
     lines += _tensor_differences(own.tensors, run.tensors)

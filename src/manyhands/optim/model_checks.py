@@ -109,11 +109,11 @@ def _num_writes(tensor: torch.Tensor) -> int:
     return tensor._version  # noqa: SLF001 (torch has no public name for it)
 
 
-def warn_of_running_statistics(parameters: Iterable[torch.Tensor]) -> None:
-    """Warn if a model with these parameters has BatchNorm layers: their running mean and variance are not shared.
+def models_of(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:
+    """The models of this process that have some of these parameters.
 
     An optimizer gets parameters, which do not know their modules. So this looks at all modules of the process, a
-    fraction of a second's work. Layers that are frozen, in eval mode within a model that trains, do not count.
+    fraction of a second's work.
     """
     trained = set(map(id, parameters))
     modules = [
@@ -122,10 +122,19 @@ def warn_of_running_statistics(parameters: Iterable[torch.Tensor]) -> None:
         if issubclass(type(one), torch.nn.Module) and "_modules" in vars(one)  # a constructor may have failed
     ]
     inner = {id(child) for module in modules for child in module.children()}
-    for model in [module for module in modules if id(module) not in inner]:
+    outer = [module for module in modules if id(module) not in inner]
+    return [model for model in outer if any(id(parameter) in trained for parameter in model.parameters())]
+
+
+def warn_of_running_statistics(models: Iterable[torch.nn.Module]) -> None:
+    """Warn if one of these has BatchNorm layers: their running mean and variance are not shared.
+
+    Layers that are frozen, in eval mode within a model that trains, do not count.
+    """
+    for model in models:
         layers = [one for one in model.modules() if isinstance(one, _BatchNorm) and one.running_mean is not None]
         are_frozen = model.training and not any(layer.training for layer in layers)
-        if layers and not are_frozen and any(id(parameter) in trained for parameter in model.parameters()):
+        if layers and not are_frozen:
             logger.warning(
                 "The model has BatchNorm layers, whose running mean and variance are not shared: each peer has those "
                 "of its own batches, and a newcomer begins anew. Write on all peers\n"

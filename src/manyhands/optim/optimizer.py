@@ -24,7 +24,7 @@ from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
 from manyhands.optim.metrics import Failure, RecentSteps
-from manyhands.optim.model_checks import LoopChecks, warn_of_running_statistics
+from manyhands.optim.model_checks import LoopChecks, models_of, warn_of_running_statistics
 from manyhands.optim.options import (
     Delay,
     OptimizerMaker,
@@ -36,6 +36,7 @@ from manyhands.optim.options import (
     made_optimizer,
     made_scheduler,
 )
+from manyhands.optim.rest_of_model import facts_of_rest, warn_of_rest
 from manyhands.optim.run.collaboration import Collaboration, Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.run.step_rounds import longest_attempt_s
@@ -96,6 +97,8 @@ class Optimizer(OptimizerWrapper):
         start_new: whether to begin the run if none of the peers that ``peer`` has joined is in it. False refuses: the
             name may be mistyped. None begins it with a warning.
         must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
+        model: the model, if the optimizer has only some of its parameters, as with a frozen base: all peers must have
+            the same values of the others, which do not travel.
         buffers: ``model.named_buffers()``, for a model with BatchNorm: with each global step all peers get the mean of
             their values, weighted by samples and rounded for integers, and newcomers get them with the state.
         extra_tensors: further tensors of your own that are shared like this, by name.
@@ -132,6 +135,7 @@ class Optimizer(OptimizerWrapper):
         allow_solo: bool = False,
         start_new: bool | None = None,
         must_match: Mapping[str, str] | None = None,
+        model: torch.nn.Module | None = None,
         buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
         extra_tensors: Mapping[str, torch.Tensor] | None = None,
         averaging: AveragingConfig | None = None,
@@ -158,9 +162,13 @@ class Optimizer(OptimizerWrapper):
         named = checked_parameters(self.inner)  # the model's own
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         extra = extra_tensors_of(buffers, extra_tensors)
-        if buffers is None and not auxiliary:
-            warn_of_running_statistics(parameter for _, parameter in named)
-        facts = dict(must_match or {}) | options.facts()
+        parameters = [parameter for _, parameter in named]
+        models = models_of(parameters) if not auxiliary and (buffers is None or model is None) else []
+        if buffers is None:
+            warn_of_running_statistics(models)
+        if model is None:
+            warn_of_rest(models, parameters)
+        facts = facts_of_rest(model, parameters) | dict(must_match or {}) | options.facts()
         schedule = made_scheduler(scheduler, self.inner)
         of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.offload, "extra": extra}
         self._local: InnerSteps | None = None
@@ -190,7 +198,7 @@ class Optimizer(OptimizerWrapper):
         self._advice = Advice(target_batch_size)
         self._allow_solo = allow_solo
         self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
-        self._was_alone = False
+        self._was_alone = self._has_checked_state = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
         """The settings of the run, which all its peers have signed."""
@@ -273,7 +281,9 @@ class Optimizer(OptimizerWrapper):
         Raises:
             ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
                 that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
-                option of the groups, such as the learning rate; or accelerate accumulates gradients as well.
+                option of the groups, such as the learning rate; accelerate accumulates gradients as well; or, after
+                the first step, the optimizer's state has a value that newcomers could not load.
+            Unavailable: this peer has learnt nothing yet, and cannot use the state of the peers that are ahead.
         """
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
@@ -484,6 +494,9 @@ class Optimizer(OptimizerWrapper):
                 self._client.moved(step)
             if not isinstance(error, ManyhandsError):
                 raise error
+        if not self._has_checked_state:
+            self._has_checked_state = True
+            self._replica.check_state()
 
     def _note_failure(self, error: BaseException) -> None:
         """Count a failed attempt, and tell the user what to do about several; raise what others did not cause."""

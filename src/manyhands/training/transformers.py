@@ -123,7 +123,11 @@ class CollaborativeCallback(transformers.TrainerCallback):
             inner = trainer.optimizer
             trainer.create_scheduler(num_training_steps=args.max_steps, optimizer=inner)
             kind = ProcessGroupOptimizer if args.world_size > 1 else Optimizer
-            said = {"scheduler": trainer.lr_scheduler, "max_grad_norm": args.max_grad_norm or None}
+            said = {
+                "scheduler": trainer.lr_scheduler,
+                "max_grad_norm": args.max_grad_norm or None,
+                "model": trainer.model,
+            }
             trainer.optimizer = kind(inner, must_match=facts, **(said | options))
             return trainer.optimizer
         if options:

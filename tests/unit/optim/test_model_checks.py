@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.optim.model_checks import LoopChecks, warn_of_running_statistics
+from manyhands.optim.model_checks import LoopChecks, models_of, warn_of_running_statistics
 
 SAYS = "running mean and variance are not shared"
 
@@ -26,7 +26,7 @@ def is_told(model: nn.Module, caplog: pytest.LogCaptureFixture, *others: nn.Modu
     """Whether the optimizer of a model says it, while there are others."""
     gc.collect()
     caplog.clear()
-    warn_of_running_statistics(model.parameters())
+    warn_of_running_statistics(models_of(model.parameters()))
     said = [SAYS in text for text in caplog.messages]
     assert said in ([], [True]), "once"
     return bool(said)
@@ -39,7 +39,7 @@ def test_it_is_said_once(options: dict[str, bool], caplog: pytest.LogCaptureFixt
 
 def test_models_that_are_called_one_by_one_are_all_seen(caplog: pytest.LogCaptureFixture) -> None:
     encoder, decoder = without(), with_batch_norm()
-    warn_of_running_statistics([*encoder.parameters(), *decoder.parameters()])
+    warn_of_running_statistics(models_of([*encoder.parameters(), *decoder.parameters()]))
     assert [SAYS in text for text in caplog.messages] == [True]
 
 

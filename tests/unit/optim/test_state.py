@@ -226,6 +226,8 @@ def test_what_fits() -> None:
     assert len(checked_scalars(header_of(), SPECS, 1).groups) == 1
     assert checked_scalars(with_statistic(), SPECS, 1)
     assert checked_scalars(with_statistic(shape=(2,)), SPECS, 1), "some optimizers keep factors"
+    assert checked_scalars(with_statistic(shape=(99,)), SPECS, 1), "or a square matrix of a long side"
+    assert checked_scalars(with_statistic(name="shared.more"), SPECS, 1), "or something for all parameters"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_what_fits() -> None:
         pytest.param(header_of(tensors=header_of().tensors[::-1]), id="another order"),
         pytest.param(with_statistic(shape=(-1, -12)), id="negative sizes"),
         pytest.param(with_statistic(shape=(2**62, 2**62)), id="more bytes than there are"),
-        pytest.param(with_statistic(shape=(13,)), id="larger than its parameter"),
+        pytest.param(with_statistic(shape=(2**23,)), id="far larger than the model"),
         pytest.param(with_statistic(shape=(2**62, 0, 8)), id="huge without elements"),
         pytest.param(with_statistic(shape=(1,) * 33), id="too many dimensions"),
         pytest.param(with_statistic(shape=(2**40, 0, 2**40), name="4.more"), id="a parameter that is not there"),
@@ -245,7 +247,7 @@ def test_what_fits() -> None:
         pytest.param(with_statistic(name="9" * 5000 + ".more"), id="a long number"),
         pytest.param(with_statistic(dtype="complex128"), id="an unknown dtype"),
         pytest.param(
-            header_of(tensors=header_of().tensors + [ParameterSpec("0.x", (1,), "float32")] * 9), id="too many"
+            header_of(tensors=header_of().tensors + [ParameterSpec("0.x", (1,), "float32")] * 1300), id="too many"
         ),
         pytest.param(header_of(scalars=b""), id="no scalars"),
         pytest.param(header_of(scalars=b"\x91" * 100_000 + b"\xc0"), id="nested scalars"),
@@ -282,6 +284,42 @@ def test_statistics_of_another_optimizer_change_nothing(statistics: dict[str, di
         restore(evil, optimizer)
     assert captured(optimizer).header.digest == before
     train(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        {"$tensor": 12},
+        {"$tensor": -1},
+        {"$tensor": True},
+        {"$tensor": "0"},
+        {"$items": 5},
+        {"$items": [[["a list"], 2]]},
+        {"$items": [[1, 2, 3]]},
+        {"$tuple": None},
+        {"$numpy": ["object", 1]},
+        {"$numpy": ["float64", "1"]},
+        {"$numpy": ["int8", 1000]},
+        {"$numpy": 3},
+        {"$integer": 5},
+        {"$integer": "many"},
+        {"$what": 1},
+        [[]] * 40,
+        5,
+    ],
+)
+def test_statistics_in_a_form_that_nobody_sends_change_nothing(whole: Any) -> None:
+    if whole == [[]] * 40:
+        for _ in range(40):
+            whole = [whole]
+    state = captured(OPTIMIZERS["AdamW"](new_model(0)))
+    scalars = msgspec.msgpack.decode(state.header.scalars, strict=False) | {"statistics": {"1": {"$state": whole}}}
+    evil = State(msgspec.structs.replace(state.header, scalars=msgspec.msgpack.encode(scalars)), state.content)
+    optimizer = OPTIMIZERS["AdamW"](new_model(1))
+    before = captured(optimizer).header.digest
+    with pytest.raises(ValueError, match=r"cannot be read: |its statistics do not fit AdamW"):
+        restore(evil, optimizer)
+    assert captured(optimizer).header.digest == before
 
 
 def test_hyper_parameters_of_another_kind_are_not_taken_over() -> None:

@@ -119,7 +119,8 @@ class Download:
         least_bytes: about; a large state is asked of several donors from the begin.
         held: an earlier state, or its beginning; chunks that have not changed since are taken from it.
         num_tensors: download no more than the first tensors; the others, and the digest, are left out.
-        on_violation: called with each donor that sent what the protocol does not allow, such as a wrong chunk.
+        on_violation: called with each donor that sent what the protocol does not allow, such as a wrong chunk, and what
+            it was.
         kind: of the streams, as of the donors' servers.
     """
 
@@ -132,7 +133,7 @@ class Download:
     least_bytes: int
     held: State | None = None
     num_tensors: int | None = None
-    on_violation: Callable[[PeerId], None] = lambda donor: None
+    on_violation: Callable[[PeerId, str], None] = lambda donor, what: None
     kind: str = STREAM_KIND
 
     def __post_init__(self) -> None:
@@ -211,7 +212,7 @@ class Download:
             logger.log(level, "the state cannot be loaded from peer %s: %s", donor, error)
             self._failures[donor] = str(error)
             if isinstance(error, ProtocolViolation):
-                self.on_violation(donor)
+                self.on_violation(donor, str(error))
         elif error is not None:
             raise error
 

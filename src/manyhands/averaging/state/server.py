@@ -152,6 +152,7 @@ class StateServer:
                     async with time_limit(longest_s(state.header), f"handing the state out to peer {remote}"):
                         await _serve(stream, state)
             except ConfigError as error:  # a user has resized a tensor, say
+                logger.warning("This peer cannot hand its state out: %s", error)
                 answer = StateAnswer(reason=str(error))
             finally:
                 self._serving.discard(remote)

@@ -324,6 +324,11 @@ def vote_from(host: str, name: str) -> str:
     return network_of(host) if address.is_global else host
 
 
+class _Shunned(NamedTuple):
+    until: float
+    reason: str
+
+
 class BranchChoice:
     """Chooses one peer's branch from the records given to the last :meth:`look`.
 
@@ -341,7 +346,7 @@ class BranchChoice:
         self._records: Records = {}
         self._plausible: Records = {}  # the believed ones, and those of which it cannot tell yet
         self._doubted_since: dict[PeerId, float] = {}  # infinite once logged
-        self._shunned: dict[PeerId, float] = {}  # until when
+        self._shunned: dict[PeerId, _Shunned] = {}
         self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
 
     def look(self, own: ProgressRecord, records: Records, now: float) -> None:
@@ -357,14 +362,25 @@ class BranchChoice:
                 self._doubted_since[peer_id] = math.inf
                 logger.warning("Peer %s claims that the run is at step %d, but too few others do: it is not followed",
                                peer_id, records[peer_id].position.step)  # fmt: skip
-        self._shunned = {peer_id: until for peer_id, until in self._shunned.items() if until > now}
+        self._shunned = {peer_id: shunned for peer_id, shunned in self._shunned.items() if shunned.until > now}
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in still_open}
 
-    def shun(self, peer_id: PeerId, now: float) -> None:
+    def shun(self, peer_id: PeerId, now: float, reason: str) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
-        self._shunned[peer_id] = now + SHUN_S
+        self._shunned[peer_id] = _Shunned(now + SHUN_S, reason)
+
+    def refusal(self) -> str:
+        """Why this peer must not begin a branch: it refused the state of all that are ahead. Empty if it may.
+
+        A peer that has learnt anything goes on: peers with a bad state must not be able to stop it.
+        """
+        here = self._own.position
+        if here.step or self.best().position != here or any(one.position == here for one in self.believed.values()):
+            return ""
+        ahead = (one for one in self._shunned if one in self._records and is_ahead(self._records[one], self._own))
+        return next((self._shunned[one].reason for one in ahead), "")
 
     def can_hand_out(self, peer_id: PeerId) -> bool:
         """Whether this peer could get another one's state; a client must be connected for that."""

@@ -254,6 +254,7 @@ class Collaboration:
         Raises:
             ConfigError: another process with this peer's identity began earlier, or this peer is banned.
             ManyhandsError: this peer has left the run.
+            Unavailable: it has learnt nothing yet, and cannot use the state of the peers that are ahead.
         """
         if self.tasks.is_closed:
             raise ManyhandsError("this peer left the run")
@@ -266,6 +267,8 @@ class Collaboration:
             await tracker.look(NEAR_TIMEOUT_S)
         if tracker.should_load_state():
             return Decision.LOAD_STATE
+        if refusal := tracker.branches.refusal():
+            raise Unavailable(refusal)
         if self._drift.compare():
             self._has_parted = True
             return Decision.RELOAD
@@ -459,7 +462,7 @@ class Collaboration:
                 for liar in {donor for other in doubted for donor in other.donors}:
                     logger.warning("Peer %s sent another state of step %d than the majority has; it is not followed",
                                    liar, position.step)  # fmt: skip
-                    self.tracker.shun(liar)
+                    self.tracker.shun(liar, f"peer {liar} sent another state than most peers have")
                 return state
             doubted.append(state)
             donors = [donor for donor in donors if donor not in state.donors]
@@ -479,7 +482,7 @@ class Collaboration:
             except (PeerError, Unavailable) as error:
                 logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
                 if isinstance(error, ProtocolViolation):
-                    self.tracker.shun(donor)
+                    self.tracker.shun(donor, str(error))
                 continue
             if step is not None or (is_current and position.step == last_step):  # else it lies, or lags
                 return step

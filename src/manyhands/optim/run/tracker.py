@@ -268,9 +268,9 @@ class ProgressTracker(ProgressReader):
         """A peer could not send the state; it is asked again only after a fresh record."""
         super().report_missing(peer_id)
 
-    def shun(self, peer_id: PeerId) -> None:
+    def shun(self, peer_id: PeerId, reason: str) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
-        self.branches.shun(peer_id, asyncio.get_running_loop().time())
+        self.branches.shun(peer_id, asyncio.get_running_loop().time(), reason)
         self.judge()
 
     def refresh_soon(self) -> None:

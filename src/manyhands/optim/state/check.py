@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,13 +23,14 @@ from manyhands.optim.lamb import Lamb
 from manyhands.optim.serializable import is_number, serializable_part
 from manyhands.optim.state.state import (
     LOCAL_OPTIONS,
+    SHARED,
     Scalars,
     checked_scalars,
     hyper_parameters_of,
     parameters_of,
     restore,
     specs_of,
-    statistic_of,
+    statistics_in,
 )
 
 MAX_STEP = 10**9
@@ -47,6 +49,8 @@ _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
 _COUNTERS = {"step"}
 _CHANGED_BY_NONE = frozenset({"lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "maximize"})
 """Options of most optimizers that they do not change by themselves."""
+TRIED_GRADIENT = 1e-3
+"""The largest value in the gradients of a step that is tried; not zero, as some optimizers divide by their norm."""
 
 
 def fault_of(
@@ -57,8 +61,8 @@ def fault_of(
 ) -> str:
     """Why a state must not be loaded, in words; empty if it may.
 
-    An optimizer of an unknown kind makes a step on a copy. One that is not torch's may keep numbers of its own among
-    its options, as Prodigy does: only those in ``_CHANGED_BY_NONE`` and what is not a number are compared.
+    An optimizer of an unknown kind makes a step from it, on a copy. One that is not torch's may keep numbers of its
+    own among its options, as Prodigy does: only those in ``_CHANGED_BY_NONE`` and what is not a number are compared.
 
     Args:
         optimizer: of this peer; not changed.
@@ -101,11 +105,11 @@ def _is_finite_number(value: object) -> bool:
 def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.Optimizer, num_extra: int) -> str:
     """Check names, shapes, dtypes and signs of the statistics, for known kinds of optimizers."""
     parameters, due = parameters_of(optimizer), _STATISTICS[type(optimizer)]
-    found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in scalars.statistics.items()}
-    first = len(parameters) + num_extra
-    for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
-        owner, name = statistic_of(spec)
-        found.setdefault(owner, {})[name] = tensor
+    found: dict[int, dict[str, Any]] = {}
+    for owner, values in statistics_in(state, scalars, len(parameters) + num_extra).items():
+        if owner == SHARED or not isinstance(values, dict):
+            return f"its statistics under {owner!r} are unknown here"
+        found[int(owner)] = values
     for index, parameter in enumerate(parameters if found else ()):  # the run may not have changed any yet
         if optimizer.state.get(parameter):
             found.setdefault(index, {})
@@ -137,21 +141,54 @@ def _fault_of_statistic(name: str, value: Any, parameter: torch.Tensor) -> str:
 
 
 def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[ParameterSpec]) -> str:
-    """Try a step of an unknown optimizer with the state, on a copy, with zero gradients."""
-    try:
-        rehearsed = copy.deepcopy(optimizer)
-    except Exception:  # noqa: BLE001 (a user's own optimizer that cannot be copied is not tried)
+    """Try a step of an unknown optimizer from the state, on a copy.
+
+    If a step of this optimizer cannot be tried at all, as it needs more than gradients, that says nothing of the state.
+    """
+    if (rehearsed := _without_state(optimizer)) is None:
         return ""
+    restore(state, rehearsed, extra)
+    fault = _fault_in_step(rehearsed)
+    if fault and ((fresh := _without_state(optimizer)) is None or _fault_in_step(fresh)):
+        return ""
+    return fault
+
+
+def _without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """A copy with parameters of its own, and neither state nor hooks; None if it cannot be copied.
+
+    ``copy.deepcopy`` alone would lose the attributes of a user's own class. A schedule has replaced ``step`` on the
+    instance by one that steps the original.
+    """
+    copied = type(optimizer).__new__(type(optimizer))
+    own = {
+        name: value for name, value in vars(optimizer).items() if name != "step" and not name.startswith("_optimizer_")
+    }
     try:
-        restore(state, rehearsed, extra)
-        for parameter in parameters_of(rehearsed):
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        rehearsed.step()
+        own = copy.deepcopy(own, {id(optimizer): copied, id(optimizer.state): defaultdict(dict)})
+    except Exception:  # noqa: BLE001 (a user's own optimizer may hold anything)
+        return None
+    vars(copied).update(own)
+    torch.optim.Optimizer.__setstate__(copied, {})
+    return copied
+
+
+def _fault_in_step(optimizer: torch.optim.Optimizer) -> str:
+    parameters = parameters_of(optimizer)
+    for parameter in parameters:
+        parameter.grad = _tried_gradient(parameter) if parameter.requires_grad else None
+    try:
+        optimizer.step()
     except torch.cuda.OutOfMemoryError:
         return ""
     except Exception as error:  # noqa: BLE001 (whatever an optimizer makes of values that are not its own)
         return f"a step from it fails ({type(error).__name__}: {error})"
-    return "" if are_finite(parameters_of(rehearsed)) else "a step from it leads to values that are not finite"
+    return "" if are_finite(parameters) else "a step from it leads to values that are not finite"
+
+
+def _tried_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator(parameter.device).manual_seed(0)
+    return torch.empty_like(parameter).uniform_(-TRIED_GRADIENT, TRIED_GRADIENT, generator=generator)
 
 
 class ScheduleAtBegin:

@@ -25,7 +25,7 @@ async def download_state(
     is_onlooker: bool = False,
     held: State | None = None,
     num_tensors: int | None = None,
-    on_violation: Callable[[PeerId], None] = lambda donor: None,
+    on_violation: Callable[[PeerId, str], None] = lambda donor, what: None,
 ) -> State:
     """Download the state of a run, which must fit its manifest.
 

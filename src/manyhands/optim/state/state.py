@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import msgspec
 import torch
 
-from manyhands.averaging.memory import bytes_of
+from manyhands.averaging.memory import bytes_of, whole_lines
 from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import (
     DTYPE_NAMED,
+    DTYPES_OF_STATES,
     Origin,
     State,
     StateHeader,
@@ -25,14 +26,29 @@ from manyhands.averaging.state.content import (
     spec_of,
     state_of,
 )
+from manyhands.averaging.state.download import MAX_HEADER_BYTES
+from manyhands.base.errors import ConfigError
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
 from manyhands.optim.serializable import merged, serializable_part
+from manyhands.optim.state.tree import decoded, encoded, with_tensors
 
 COPIED_BYTES = 16 << 20  # at a time, while a step has to wait
-MAX_STATISTICS_PER_PARAMETER = 8
+MAX_BYTES_PER_VALUE = 64
+"""Of all statistics together, for each value of the parameters: sixteen in float32."""
+MORE_BYTES = 16 << 20
+"""As many more for a small model, in which the matrices of Shampoo, say, are large beside a bias."""
+MAX_STATISTICS = 256
+"""Tensors for each parameter, on average: some optimizers have a few for each block of a matrix."""
 MAX_DIMENSIONS = 32
 INNER = "inner."
+SHARED = "shared"
+"""In place of the index of a parameter: what an optimizer keeps for all of them, under texts as keys."""
+WHOLE = "$state"
+"""Key of all statistics of a parameter in the form of :mod:`manyhands.optim.state.tree`; a tensor's place is its number
+among those of the optimizer."""
+TRAIN_MODE = "train_mode"
+"""Option of schedule-free optimizers: whether the parameters are those to train on, or those to evaluate."""
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
 
@@ -42,7 +58,7 @@ _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)  #
 class Scalars(msgspec.Struct, omit_defaults=True):
     """The part of a state that is not in tensors."""
 
-    statistics: dict[str, dict[str, Any]]  # of the optimizer, by index of the parameter, as a decimal number
+    statistics: dict[str, dict[str, Any]]  # of the optimizer, by index of the parameter, as a decimal number, or SHARED
     groups: list[dict[str, Any]]  # the hyper-parameters of each parameter group
     scheduler: dict[str, Any]
     inner_statistics: dict[str, dict[str, Any]] = {}  # of the donor's inner optimizer, in a run with local steps
@@ -87,7 +103,11 @@ def hyper_parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 class Capture:
-    """Copies the state of a run piece by piece. Nothing may change the state while this is made."""
+    """Copies the state of a run piece by piece. Nothing may change the state while this is made.
+
+    Raises:
+        ConfigError: newcomers could not load the state: names the value.
+    """
 
     def __init__(
         self,
@@ -108,21 +128,40 @@ class Capture:
         if inner is not None:
             scalars.inner_statistics = self._add_statistics(inner, INNER, specs)
             scalars.inner_groups = hyper_parameters_of(inner.param_groups)
-        encoded = msgspec.msgpack.encode(scalars, order="sorted")
-        self._header = StateHeader(position, lineage_samples, specs, encoded, b"", origin)
+        plain = msgspec.msgpack.encode(scalars, order="sorted")
+        self._header = StateHeader(position, lineage_samples, specs, plain, b"", origin)
+        if fault := _fault_of_size(specs[len(parameters) + len(extra) :], specs[: len(parameters)]):
+            raise ConfigError(f"a newcomer would refuse the state of this optimizer: {fault}")
+        if (num_bytes := len(msgspec.msgpack.encode(self._header))) > MAX_HEADER_BYTES:
+            raise ConfigError(
+                f"a newcomer would refuse the state of this optimizer: what is not in its tensors takes {num_bytes} "
+                f"bytes, and at most {MAX_HEADER_BYTES} are accepted; keep long lists of numbers in a tensor"
+            )
 
     def _add_statistics(
         self, optimizer: torch.optim.Optimizer, prefix: str, specs: list[ParameterSpec]
     ) -> dict[str, dict[str, Any]]:
         """Add the tensors among an optimizer's statistics; returns the others."""
-        packed, others = optimizer.state_dict(), dict[str, dict[str, Any]]()
-        for index in sorted(packed["state"]):
-            for name, value in sorted(packed["state"][index].items()):
-                if isinstance(value, torch.Tensor):
-                    self._sources.append(value.detach())
-                    specs.append(spec_of(f"{index}.{prefix}{name}", value))
-                else:
-                    others.setdefault(str(index), {})[name] = value
+        first, places, others = len(specs), dict[int, int](), dict[str, dict[str, Any]]()
+
+        def place_of(name: str, tensor: torch.Tensor) -> int:
+            if id(tensor) not in places:
+                _check_statistic(name, tensor)
+                owner, _, inside = name.partition(".")
+                places[id(tensor)] = len(specs) - first
+                self._sources.append(tensor.detach())
+                specs.append(spec_of(f"{owner}.{prefix}{inside}", tensor))
+            return places[id(tensor)]
+
+        for owner, values in _statistics_of(optimizer).items():
+            tensors = _plain_tensors(values)
+            if tensors is None or not places.keys().isdisjoint(map(id, tensors.values())):
+                others[owner] = {WHOLE: encoded(values, owner, place_of, sorts=True)}
+                continue
+            for name, tensor in sorted(tensors.items()):
+                place_of(f"{owner}.{name}", tensor)
+            if rest := {name: value for name, value in values.items() if name not in tensors}:
+                others[owner] = rest
         return others
 
     def copy(
@@ -165,8 +204,8 @@ def split_inner(state: State, inner: Sequence[ParameterSpec], num_extra: int) ->
 
 
 def _with_scalars(state: State, scalars: Scalars) -> State:
-    encoded = msgspec.msgpack.encode(scalars, order="sorted")
-    return replace(state, header=msgspec.structs.replace(state.header, scalars=encoded))
+    plain = msgspec.msgpack.encode(scalars, order="sorted")
+    return replace(state, header=msgspec.structs.replace(state.header, scalars=plain))
 
 
 def checked_scalars(
@@ -187,26 +226,24 @@ def checked_scalars(
                              f"{own.dtype} of shape {list(own.shape)}")  # fmt: skip
     if len(header.tensors) < len(due):
         raise ValueError(f"it has {len(header.tensors)} tensors, the model here has {len(due)}")
-    counts: Counter[int] = Counter()
-    for spec in header.tensors[len(due) :]:
-        index, _ = statistic_of(spec)
-        counts[index] += 1
+    statistics = header.tensors[len(due) :]
+    for spec in statistics:
         if (
-            not 0 <= index < len(parameters)
+            not _is_owner(statistic_of(spec)[0], len(parameters))
             or spec.dtype not in DTYPE_NAMED
             or len(spec.shape) > MAX_DIMENSIONS
             or any(size < 0 for size in spec.shape)
-            or math.prod(size or 1 for size in spec.shape) > max(math.prod(parameters[index].shape), 1)
-            or counts[index] > MAX_STATISTICS_PER_PARAMETER
         ):
             raise ValueError(f"its statistic {spec.name} ({spec.dtype} of shape {list(spec.shape)}) fits no parameter")
+    if fault := _fault_of_size(statistics, parameters):
+        raise ValueError(fault)
     try:
         scalars = msgspec.msgpack.decode(header.scalars, type=Scalars)
     except RecursionError as error:
         raise ValueError("its numbers are nested too deeply") from error
     if len(scalars.groups) != num_groups:
         raise ValueError(f"it has {len(scalars.groups)} parameter groups, the optimizer here has {num_groups}")
-    if any(not _is_index(text, len(parameters)) for text in [*scalars.statistics, *scalars.inner_statistics]):
+    if any(not _is_owner(text, len(parameters)) for text in [*scalars.statistics, *scalars.inner_statistics]):
         raise ValueError("it has statistics of a parameter that does not exist")
     return scalars
 
@@ -219,24 +256,103 @@ def restore(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[Para
     """
     parameters, own = parameters_of(optimizer), optimizer.state_dict()
     scalars = checked_scalars(state.header, specs_of(optimizer), len(own["param_groups"]), extra)
-    first = len(parameters) + len(extra)
-    statistics = {int(index): values for index, values in scalars.statistics.items()}
-    for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
-        index, name = statistic_of(spec)
-        statistics.setdefault(index, {})[name] = tensor.clone()
+    packed: dict[int | str, Any] = {}
+    for owner, values in statistics_in(state, scalars, len(parameters) + len(extra), are_copied=True).items():
+        if owner != SHARED:
+            packed[int(owner)] = values
+        elif isinstance(values, dict):
+            packed.update({f"{key}": value for key, value in values.items()})
     groups = [
         {name: _merged_option(name, value, sent) for name, value in group.items()}
         for group, sent in zip(own["param_groups"], scalars.groups, strict=True)
     ]
     try:
-        optimizer.load_state_dict({"state": statistics, "param_groups": groups})
+        load_packed(optimizer, {"state": packed, "param_groups": groups})
     except _MISFITS as error:  # a statistic is missing or of another type
-        optimizer.load_state_dict(own)
+        load_packed(optimizer, own)
         raise ValueError(f"its statistics do not fit {type(optimizer).__name__} ({error!r})") from error
     with torch.no_grad():
         for parameter, tensor in zip(parameters, state.tensors, strict=False):
             parameter.copy_(tensor)
+    try:
+        _set_mode(optimizer, own["param_groups"])
+    except _MISFITS as error:
+        raise ValueError(f"its statistics do not fit {type(optimizer).__name__} ({error!r})") from error
     return scalars.scheduler
+
+
+def statistics_in(state: State, scalars: Scalars, first: int, *, are_copied: bool = False) -> dict[str, Any]:
+    """The statistics in a state, by index of the parameter as a decimal number, or ``SHARED``.
+
+    Args:
+        first: tensor that is a statistic.
+        are_copied: the tensors have memory of their own.
+    Raises:
+        ValueError: they cannot be those of an optimizer.
+    """
+    specs, tensors, copies = state.header.tensors[first:], state.tensors[first:], dict[int, torch.Tensor]()
+
+    def tensor_at(place: Any) -> torch.Tensor:
+        if type(place) is not int or not 0 <= place < len(tensors):
+            raise ValueError(f"it has no tensor {place!r}")
+        if place not in copies:
+            copies[place] = tensors[place].clone() if are_copied else tensors[place]
+        return copies[place]
+
+    found: dict[str, Any] = {}
+    for owner, values in scalars.statistics.items():
+        found[owner] = decoded(values[WHOLE], tensor_at) if WHOLE in values else dict(values)
+    for place, spec in enumerate(specs):
+        owner, name = statistic_of(spec)
+        if WHOLE not in scalars.statistics.get(owner, {}):
+            found.setdefault(owner, {})[name] = tensor_at(place)
+    return found
+
+
+def load_packed(optimizer: torch.optim.Optimizer, packed: Mapping[str, Any]) -> None:
+    """Load what ``state_dict()`` has returned, with each statistic as it was.
+
+    ``load_state_dict`` gives all floating-point statistics the dtype of their parameter, also those that the optimizer
+    keeps in another one, makes integers floating-point numbers, and loses texts.
+    """
+    optimizer.load_state_dict(dict(packed))
+    parameters = parameters_of(optimizer)
+    ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
+    owners: dict[Any, Any] = dict(zip(ids, parameters, strict=True))
+
+    def beside_parameters(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(parameters[0].device) if tensor.dim() else tensor
+
+    for key, sent in packed["state"].items():
+        owner = owners.get(key, key)
+        if owner not in optimizer.state:
+            continue
+        if isinstance(owner, torch.Tensor):
+            optimizer.state[owner] = _as_it_was(optimizer.state[owner], sent)
+        else:
+            optimizer.state[owner] = with_tensors(sent, beside_parameters)
+
+
+def _as_it_was(loaded: Any, sent: Any) -> Any:
+    """A loaded statistic with the dtypes that were sent, where the optimizer has not made something else of it."""
+    if isinstance(loaded, torch.Tensor) and isinstance(sent, torch.Tensor):
+        has_other_dtype = loaded.dtype != sent.dtype and loaded.shape == sent.shape
+        return sent.to(loaded.device) if has_other_dtype else loaded
+    if isinstance(loaded, dict) and isinstance(sent, dict):
+        for key in loaded.keys() & sent.keys():
+            if key != "step":  # torch knows the dtype that it needs for this one
+                loaded[key] = _as_it_was(loaded[key], sent[key])
+    elif isinstance(loaded, (list, tuple)) and type(loaded) is type(sent) and len(loaded) == len(sent):
+        items = [_as_it_was(item, its_sent) for item, its_sent in zip(loaded, sent, strict=True)]
+        return items if isinstance(loaded, list) else tuple(items)
+    return sent if isinstance(sent, str) else loaded
+
+
+def _set_mode(optimizer: Any, before: Sequence[Mapping[str, Any]]) -> None:
+    """Bring a schedule-free optimizer to the mode that it was in: the donor may be in the other one."""
+    modes = [group[TRAIN_MODE] for group in before if isinstance(group.get(TRAIN_MODE), bool)]
+    if modes and any(group.get(TRAIN_MODE) is not modes[0] for group in optimizer.param_groups):
+        optimizer.train() if modes[0] else optimizer.eval()
 
 
 def take_options(state: State, optimizer: torch.optim.Optimizer) -> None:
@@ -246,15 +362,69 @@ def take_options(state: State, optimizer: torch.optim.Optimizer) -> None:
         group.update({name: _merged_option(name, value, sent) for name, value in group.items()})
 
 
-def statistic_of(spec: ParameterSpec) -> tuple[int, str]:
-    """The index of the parameter that a statistic belongs to, and its name."""
-    index, _, name = spec.name.partition(".")
-    return int(index), name
+def statistic_of(spec: ParameterSpec) -> tuple[str, str]:
+    """The index of the parameter that a statistic belongs to, or ``SHARED``, and its name."""
+    owner, _, name = spec.name.partition(".")
+    return owner, name
 
 
-def _is_index(text: str, num_parameters: int) -> bool:
-    """Whether a text is the index of a parameter, as :class:`Capture` writes it."""
-    return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_parameters
+def _statistics_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All statistics of an optimizer, by index of the parameter in order, and then those under ``SHARED``."""
+    for key in optimizer.state:
+        if not isinstance(key, (torch.Tensor, str)):
+            raise ConfigError(
+                f"the optimizer's state has a value under {key!r}, and its keys must be parameters or texts: a "
+                "checkpoint would confuse it with a parameter"
+            )
+    packed = optimizer.state_dict()["state"]
+    found = {f"{key}": packed[key] for key in sorted(key for key in packed if not isinstance(key, str))}
+    shared = {key: packed[key] for key in sorted(key for key in packed if isinstance(key, str))}
+    return found | ({SHARED: shared} if shared else {})
+
+
+def _plain_tensors(values: Any) -> dict[str, torch.Tensor] | None:
+    """The tensors of a parameter's statistics, if these are tensors and plain numbers under texts; else None."""
+    if not isinstance(values, dict) or not all(type(name) is str and not name.startswith("$") for name in values):
+        return None
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    others = [value for name, value in values.items() if name not in tensors]
+    are_plain = all(value is None or type(value) in (bool, float) or _is_short(value) for value in others)
+    return tensors if are_plain and len(set(map(id, tensors.values()))) == len(tensors) else None
+
+
+def _is_short(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+def _check_statistic(name: str, tensor: torch.Tensor) -> None:
+    is_ordinary = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # else its values are elsewhere
+    if not is_ordinary or tensor.dtype not in DTYPES_OF_STATES or tensor.layout != torch.strided or tensor.is_meta:
+        kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout} on {tensor.device}"
+        raise ConfigError(
+            f"{name} in the optimizer's state is a {kind}, which cannot be sent to a newcomer; an optimizer with "
+            "ordinary tensors of floating-point numbers, integers or bool is needed"
+        )
+
+
+def _fault_of_size(statistics: Sequence[ParameterSpec], parameters: Sequence[ParameterSpec]) -> str:
+    """Why statistics are too many or too large for a model; empty if they are not."""
+    if len(statistics) > (most := MAX_STATISTICS * (1 + len(parameters))):
+        return f"it has {len(statistics)} statistics, and at most {most} are accepted for {len(parameters)} parameters"
+    num_values = sum(math.prod(spec.shape) for spec in parameters)
+    most = MAX_BYTES_PER_VALUE * num_values + MORE_BYTES
+    sizes = [math.prod(size or 1 for size in spec.shape) * DTYPE_NAMED[spec.dtype].itemsize for spec in statistics]
+    if (num_bytes := sum(map(whole_lines, sizes))) <= most:
+        return ""
+    largest = statistics[sizes.index(max(sizes))]
+    return (
+        f"its {len(statistics)} statistics take {num_bytes} bytes, and at most {most} are accepted for a model of "
+        f"{num_values} values; the largest is {largest.name}, {largest.dtype} of shape {list(largest.shape)}"
+    )
+
+
+def _is_owner(text: str, num_parameters: int) -> bool:
+    """Whether a text is ``SHARED``, or the index of a parameter, as :class:`Capture` writes it."""
+    return text == SHARED or (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_parameters)
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -269,8 +439,10 @@ def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.
 
 
 def _number(value: Any) -> Any:
-    """A tensor's value as a number, as for a learning rate; other values unchanged."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    """The value of a tensor, or of a number of NumPy, as for a learning rate; other values unchanged."""
+    is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
+    is_numpy = type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
+    return value.item() if is_tensor or is_numpy else value
 
 
 def _merged_option(name: str, own: Any, sent: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
@@ -33,10 +34,13 @@ from manyhands.optim.state.state import (
     Capture,
     digest_of_parameters,
     hyper_parameters_of,
+    load_packed,
     names_of,
     parameters_of,
     restore,
+    specs_of,
 )
+from manyhands.optim.state.tree import with_tensors
 from manyhands.optim.step.update import guarded_step, move_statistics
 
 logger = logging.getLogger(__name__)
@@ -45,6 +49,8 @@ HOST = torch.device("cpu")
 PROTOCOL = "manyhands/1"
 MAX_COPIES = 3
 YIELD_S = 0.0002
+DTYPES = "dtypes"
+"""Key of the dtypes of the optimizer's parameters in a checkpoint."""
 
 
 class Replica:
@@ -215,6 +221,11 @@ class Replica:
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
         return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra, inner)
 
+    def check_state(self) -> None:
+        """Raises ``ConfigError`` if newcomers could not load the state; names the value."""
+        with self._lock:
+            self._begin_capture(None)
+
     def restore(self, state: State) -> None:
         """Load another peer's state; raises ``ValueError``, and changes nothing, if it cannot be trained on."""
         with self._lock:
@@ -252,6 +263,7 @@ class Replica:
             "lineage": self.position.lineage.hex(),
             "lineage_samples": self.lineage_samples,
             "scheduler": serializable_part(self.scheduler.state_dict()) if self.scheduler is not None else {},
+            DTYPES: self._dtypes(),
         }
 
     def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
@@ -264,13 +276,26 @@ class Replica:
             self.host_copy.take_over(place.get("parameters") if place is not None else None)
 
     def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
-        self.optimizer.load_state_dict(state_dict)
+        self._load_optimizer(self.optimizer, state_dict, place)
         self.options = options_of(self.wrapped.param_groups)
         if place is not None:
             self._set_schedule(place["scheduler"])
             self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
             self.lineage_samples = place["lineage_samples"]
             self.origin = None
+
+    def _load_optimizer(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], place: dict[str, Any] | None
+    ) -> None:
+        """Load a checkpoint into the wrapped optimizer or another one.
+
+        Statistics have the dtypes that they had, unless the model had other ones.
+        """
+        is_alike = place is not None and place.get(DTYPES) == self._dtypes()
+        load_packed(optimizer, state_dict) if is_alike else optimizer.load_state_dict(state_dict)
+
+    def _dtypes(self) -> list[str]:
+        return [spec.dtype for spec in specs_of(self.wrapped)]
 
     def _set_schedule(self, schedule: dict[str, Any]) -> None:
         if self.scheduler is not None:
@@ -306,9 +331,10 @@ class HostCopy:
         self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
         self._show_options()
         copies = {parameter: copy_on_host(parameter) for parameter in self._model_parameters}
-        for parameter in optimizer.state.keys() & copies.keys():
-            statistics = optimizer.state.pop(parameter)
-            optimizer.state[copies[parameter]] = {name: _on_host(value) for name, value in statistics.items()}
+        for owner, statistics in list(optimizer.state.items()):
+            del optimizer.state[owner]
+            move = functools.partial(_statistic_on_host, owner)
+            optimizer.state[copies.get(owner, owner)] = with_tensors(statistics, move)
         for group in optimizer.param_groups:
             group["params"] = [copies[parameter] for parameter in group["params"]]
         self._copies = [copies[parameter] for parameter in self._model_parameters]
@@ -349,9 +375,13 @@ def copy_on_host(parameter: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(_on_host(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
 
 
-def _on_host(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
+def _statistic_on_host(owner: Any, value: torch.Tensor) -> torch.Tensor:
+    """A statistic on the host; as precise as the copy of its parameter, if it was as precise as the parameter."""
+    is_alike = isinstance(owner, torch.Tensor) and value.dtype == owner.dtype
+    return _on_host(value) if is_alike else value.to(HOST)
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
     is_float = value.is_floating_point()  # float32 cannot hold large integers
     return value.to(HOST, torch.promote_types(value.dtype, torch.float32) if is_float else value.dtype)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.run.drift import KNOWN_OPTIMIZERS
 from manyhands.optim.state.state import parameters_of
+from manyhands.optim.state.tree import tensors_in, with_tensors
 
 LARGE = 1e7
 """Known optimizers multiply at most five numbers: SGD the learning rate, momentum, dampening, weight decay and a value.
@@ -42,7 +45,8 @@ def guarded_step(
     frozen = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in trained]
     is_finite = _is_surely_finite(optimizer, parameters, norm)
     values = [] if is_finite else [parameter.detach().clone() for parameter in parameters]
-    statistics = {} if is_finite else {of: copy.deepcopy(those) for of, those in optimizer.state.items()}
+    memo: dict[int, Any] = {}  # one tensor may be a statistic of several parameters
+    statistics = {} if is_finite else {of: copy.deepcopy(those, memo) for of, those in optimizer.state.items()}
     try:
         with layout.installed(parameters, averaged_N, frozen):
             optimizer.step()
@@ -59,10 +63,13 @@ def guarded_step(
 
 def move_statistics(optimizer: torch.optim.Optimizer) -> None:
     """Move each parameter's statistics to its device: the model may move to a GPU after they were created."""
+
+    def beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.to(parameter.device) if value.dim() > 0 and value.shape == parameter.shape else value
+
     for parameter, statistics in optimizer.state.items():
-        for name, value in statistics.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape:
-                statistics[name] = value.to(parameter.device)
+        if isinstance(parameter, torch.Tensor):
+            with_tensors(statistics, functools.partial(beside, parameter))
 
 
 def global_norm(tensors: Sequence[torch.Tensor]) -> float:
@@ -90,5 +97,4 @@ def _is_surely_finite(
 
 
 def _statistics_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    values = [value for statistics in optimizer.state.values() for value in statistics.values()]
-    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return [value for value in tensors_in(dict(optimizer.state)) if value.is_floating_point()]
