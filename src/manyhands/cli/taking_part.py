@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 Tell = Callable[[msgspec.Struct], None]
 Folder = TypeVar("Folder")
 MAX_FOLDERS = 64
+ALBERT_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "blake3", "safetensors")
+"""What a trainer imports; a machine may have had some of them before."""
 WORTH_NOTHING = {LOCK_NAME, "identity.pem", "port", "peers.json"}
 """What a start writes into a new folder before it takes part in a run."""
 NOTE_TIMEOUT_S = 5.0
@@ -52,7 +54,6 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
     """Check everything that can be checked without a network.
 
     Raises:
-        MissingExtra: the packages of ``manyhands[albert]`` are not installed.
         ConfigError: the text or the data cannot be used, or options contradict each other.
     """
     if training.auxiliary and network.client_mode is True:
@@ -61,7 +62,6 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
         )
     if training.auxiliary and not network.initial_peers:
         raise ConfigError("--auxiliary helps a run that is there: name one of its peers, --initial-peers ADDRESS")
-    require_albert()
     if text := given.get("text"):  # Python's own documentation needs no check
         check_text(text)
     given_data.settings_of(given)
@@ -73,7 +73,13 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
 
 
 def with_data(training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
-    """The given settings with prepared data, as :func:`given_data.found`; an auxiliary peer needs none."""
+    """The given settings with prepared data, as :func:`given_data.found`; an auxiliary peer needs none.
+
+    Raises:
+        MissingExtra: the packages of ``manyhands[albert]`` are not installed.
+        ConfigError: several sources of data were named, or an archive cannot be used.
+    """
+    require_albert()  # first: whatever reads data imports them
     return dict(given) if training.auxiliary else found_data(given, output)
 
 
@@ -88,7 +94,7 @@ def require_albert() -> None:
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "tokenizers")):
+    if any(importlib.util.find_spec(name) is None for name in ALBERT_PACKAGES):
         raise MissingExtra("the ALBERT recipe", "albert")
 
 
