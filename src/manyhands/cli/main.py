@@ -75,6 +75,7 @@ app["--help"].group = app["--version"].group = Group("Options", sort_key=len(COM
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    translation = Translation(())
     try:
         with leaving_on_signals():
             translation = Translation(arguments)
@@ -87,10 +88,10 @@ def run(arguments: Sequence[str]) -> int:
                 result_action="return_value",
             )
     except (CycloptsError, ConfigError, JoinFailed) as error:
-        _complain(_explained(error))
+        _complain(translation.as_typed(_explained(error)))
         return EXIT_USAGE
     except ManyhandsError as error:
-        _complain(str(error))
+        _complain(translation.as_typed(str(error)))
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -32,7 +32,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
-from manyhands.cli.taking_part import Start, first_free, require_albert
+from manyhands.cli.taking_part import Start, own_folder, require_albert
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
@@ -45,7 +45,6 @@ from manyhands.monitor.picture import Point, RunPicture
 from manyhands.monitor.web import MonitorSource
 from manyhands.monitor.web.address import url_of
 from manyhands.peer import Peer
-from manyhands.state_dir import StateDir
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +247,7 @@ def monitor(
             cleanup.callback(keeper.close)
         if not network.initial_peers and network.client_mode is None:
             network = replace(network, client_mode=False)  # it is there to be dialled, also by peers that it knows
-        folder = own_dir(run_id, network)
+        folder = own_folder(f"manyhands-{run_id}.monitor", network)
         start = cleanup.enter_context(Start())
         if folder is not None and folder.is_new:
             start.removes(folder.path)
@@ -294,26 +293,6 @@ def monitor(
             keeper.run(peer)
         while True:
             wait(peer, signed, 3600.0)
-
-
-def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
-    """Open the folder that keeps id and port of the monitor where none is named: those who join have its address.
-
-    A trainer of any run has another one, as a run id has no dot.
-
-    Returns:
-        None if the folder of the options serves, or if none can be created.
-    """
-    if network.state_dir is not None or network.identity is not None:
-        return None
-    try:
-        return first_free(f"manyhands-{run_id}.monitor", StateDir)
-    except ConfigError as error:
-        logger.warning(
-            "%s. Without a state dir (--state-dir DIR), each start has another id and port, and old tickets are void",
-            error,
-        )
-        return None
 
 
 class Drawing:

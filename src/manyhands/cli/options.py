@@ -50,7 +50,8 @@ class PeerOptions:
     """Without --initial-peers and --announce: ask the router to map the port to this machine (UPnP, NAT-PMP)."""
 
     infer_address: Annotated[bool, Parameter(negative="--no-infer-address")] = True
-    """Without --initial-peers and --announce: ask a service on the internet for this machine's public address."""
+    """Without --initial-peers and --announce: find this machine's public address, from its cloud, its router, a service
+    on the internet, or the peers that dial it. --no-infer-address asks nobody, and maps no port."""
 
     identity: Path | None = None
     """File with the private key, created if missing; by default in the folder of this peer if it has one, else new."""
@@ -94,8 +95,8 @@ class PeerOptions:
         """
         raise_open_files_limit()
         peer = self._new_peer(must_join, self.state_dir or own_dir)
-        if self._is_first(peer) and not self.announce and self.tunnel is None:
-            found = announce_public(peer, maps_port=self.port_mapping, asks_service=self.infer_address)
+        if self.infer_address and self._is_first(peer) and not self.announce and self.tunnel is None:
+            found = announce_public(peer, maps_port=self.port_mapping)
             if found is not None:
                 atexit.register(found.release)
         return peer

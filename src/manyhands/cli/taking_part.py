@@ -19,7 +19,7 @@ from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra
 from manyhands.base.folder_lock import LOCK_NAME, FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
-from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.options import NetworkOptions, OutputOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.training_view import run_in_view
@@ -295,6 +295,26 @@ def first_free(name: str, open_folder: Callable[[Path], Folder]) -> Folder:
             logger.info("%s is in use by another process: this one uses %s", name, path)
         return opened
     raise ConfigError(f"{MAX_FOLDERS} processes use {name}, {name}-2 and so on")
+
+
+def own_folder(name: str, network: PeerOptions) -> StateDir | None:
+    """Open the folder that keeps id and port of a peer where none is named: those who join have its address.
+
+    Args:
+        name: has a dot, as no run id has one: a trainer of any run has another folder.
+    Returns:
+        None if the folder of the options serves, or if none can be created.
+    """
+    if network.state_dir is not None or network.identity is not None:
+        return None
+    try:
+        return first_free(name, StateDir)
+    except ConfigError as error:
+        logger.warning(
+            "%s. Without a state dir (--state-dir DIR), each start has another id and port, and old tickets are void",
+            error,
+        )
+        return None
 
 
 def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:

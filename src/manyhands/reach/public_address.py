@@ -60,7 +60,6 @@ def infer(
     port: int,
     *,
     maps_port: bool = True,
-    asks_service: bool = True,
     metadata: str = METADATA,
     services: Sequence[str] = SERVICES,
     multicast_interface: str = "",
@@ -71,8 +70,7 @@ def infer(
     Args:
         port: that this peer listens on.
         maps_port: ask the router to map it.
-        asks_service: ask services on the internet.
-        metadata, services: their addresses.
+        metadata, services: addresses of the clouds' metadata service, and of services on the internet.
         multicast_interface: IP address of the interface on which the router is searched for; by default, any.
         gateway: IP address of the router for NAT-PMP, empty for none; by default, that of the default route.
     """
@@ -81,8 +79,7 @@ def infer(
         sources.append(
             lambda: _from_router(port, multicast_interface, default_gateway() if gateway is None else gateway)
         )
-    if asks_service:
-        sources += [partial(_from_service, port, service) for service in services]
+    sources += [partial(_from_service, port, service) for service in services]
     deadline = time.monotonic() + SOURCE_TIMEOUT_S
     waiting = [begun(source, deadline) for source in sources]
     found = [one() for one in waiting]
