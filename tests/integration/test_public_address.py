@@ -7,6 +7,8 @@ import http.server
 import logging
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from manyhands.peer import Peer
 from manyhands.reach import Reach, public_address
 from manyhands.reach.messages import ExamineResponse
 from manyhands.reach.public_address import SOURCE_TIMEOUT_S, PublicAddress, begun, infer
+from tests.integration.test_interfaces import UNSHARE, has_namespaces
 from tests.network import free_port
 
 PUBLIC, ROUTER, PRIVATE = "93.184.216.34", "198.51.45.7", "10.0.0.5"
@@ -261,6 +264,14 @@ def test_a_port_of_another_machine_is_left_alone(caplog: pytest.LogCaptureFixtur
         assert infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway="") is None
         assert router.mappings == {str(PORT): "192.168.1.9"}
     assert "to another machine, 192.168.1.9" in caplog.text
+
+
+@pytest.mark.skipif(not has_namespaces(), reason="no namespaces here")
+def test_a_machine_without_a_route_searches_for_no_router_and_prints_nothing() -> None:
+    pytest.importorskip("miniupnpc")
+    code = f"from manyhands.reach.public_address import infer; print(infer({PORT}, metadata='{NOBODY}', services=()))"
+    done = subprocess.run([*UNSHARE, sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("None\n", "")
 
 
 def test_a_mapping_that_is_not_needed_is_taken_back() -> None:

@@ -19,6 +19,14 @@ def rough(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
+def amount_of(num_bytes: int) -> str:
+    """Format an amount of data: ``12.3 MB``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return counted(num_bytes, "byte")
+
+
 def reason_of(error: BaseException) -> str:
     """Shorten the message of another library's error to one line."""
     return " ".join(str(error).split())[:MAX_REASON_LENGTH] or type(error).__name__

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from manyhands.base.text import counted, rough
+import pytest
+
+from manyhands.base.text import amount_of, counted, rough
 
 
 def test_one_peer_is_no_peers() -> None:
@@ -13,3 +15,10 @@ def test_durations_are_as_exact_as_people_need_them() -> None:
     assert [rough(seconds) for seconds in (0.2, 99.4, 100.0, 720.0, 20_000.0)] == [
         "0 s", "99 s", "2 min", "12 min", "5.6 h",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 bytes"), (1, "1 byte"), (1200, "1.2 kB"), (99_000, "99.0 kB"), (3 * 10**9, "3.0 GB")]
+)
+def test_an_amount_of_data_is_never_rounded_to_nothing(num_bytes: int, text: str) -> None:
+    assert amount_of(num_bytes) == text
