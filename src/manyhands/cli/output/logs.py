@@ -66,7 +66,7 @@ def name_in_logs(**fields: str) -> None:
 
 @contextmanager
 def only_warnings() -> Iterator[None]:
-    """Within the block, leave out INFO lines: those of a peer that only looks are logged again by the one that joins."""
+    """Within the block, leave out INFO lines: what a peer logs that only looks, the one that joins logs again."""
     ours = logging.getLogger("manyhands")
     level = ours.level
     if level == logging.INFO:
