@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 MAX_REASON_LENGTH = 300
 
 
@@ -25,6 +27,12 @@ def amount_of(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
     return counted(num_bytes, "byte")
+
+
+def shell_option(option: str, value: str) -> str:
+    """Write an option for a shell: a value that begins with a dash would be taken for another option."""
+    separator = "=" if value.startswith("-") else " "
+    return f"{option}{separator}{shlex.quote(value)}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from manyhands.access import SignedCharter
 from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.text import shell_option
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of, wait
 from manyhands.cli.entry import EXIT_INTERRUPTED
@@ -348,7 +348,8 @@ def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: byte
             "Others cannot join through this monitor, as it is in client mode; they join through its own peers:"
         )
     shown = addresses or initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"]
-    print(f"\n    manyhands train --run-id {shlex.quote(run_id)} --initial-peers {' '.join(shown)}")  # noqa: T201
+    named = shell_option("--run-id", run_id)
+    print(f"\n    manyhands train {named} --initial-peers {' '.join(shown)}")  # noqa: T201
     if places:
         print(f"\n    --initial_peers {' '.join(addresses)}")  # noqa: T201
         print(f"    --initial_peers {' '.join(place.host_port for place in places)}")  # noqa: T201

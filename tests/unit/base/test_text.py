@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
-from manyhands.base.text import amount_of, counted, rough
+from manyhands.base.text import amount_of, counted, rough, shell_option
 
 
 def test_one_peer_is_no_peers() -> None:
@@ -22,3 +24,9 @@ def test_durations_are_as_exact_as_people_need_them() -> None:
 )
 def test_an_amount_of_data_is_never_rounded_to_nothing(num_bytes: int, text: str) -> None:
     assert amount_of(num_bytes) == text
+
+
+@pytest.mark.parametrize("value", ["albert", "-lead", "--", "two words", "it's", "-$HOME"])
+def test_an_option_can_be_pasted_into_a_shell(value: str) -> None:
+    words = shlex.split(shell_option("--run-id", value))
+    assert words == (["--run-id", value] if not value.startswith("-") else [f"--run-id={value}"])
