@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter,
 from cyclopts.exceptions import CoercionError, UnknownOptionError, UnusedCliTokensError
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
+from manyhands.base.text import reason_of
 from manyhands.base.ticket import Ticket
 from manyhands.cli.access_commands import ban, invite, members
 from manyhands.cli.aws_command import aws
@@ -36,6 +37,8 @@ from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.version import __version__
 
 NUMBERS: dict[type | None, str] = {int: "a whole number, for example 4", float: "a number, for example 0.5"}
+OUT_OF_MEMORY = ("allocate memory", "failed to map segment", "start new thread")
+"""In errors of torch, of the loader of libraries, and of Python's threads."""
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
@@ -100,6 +103,14 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_FAILED
     except OSError as error:
         _complain(f"{error.filename or 'the system'}: {error.strerror or error}")
+        return EXIT_FAILED
+    except (MemoryError, RuntimeError, ImportError) as error:
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
+            raise
+        _complain(
+            f"out of memory ({reason_of(error)}): end other programs, or raise the limits of the shell that ulimit -a "
+            "shows"
+        )
         return EXIT_FAILED
     return code if isinstance(code, int) else EXIT_OK
 

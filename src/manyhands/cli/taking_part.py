@@ -34,7 +34,7 @@ from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data import given as given_data
 from manyhands.recipes.albert.data.corpus import check_text
-from manyhands.recipes.albert.memory import check_memory
+from manyhands.recipes.albert.memory import check_address_space, check_memory
 from manyhands.recipes.albert.settings import TrainingSettings, own_rank
 from manyhands.state_dir import StateDir
 
@@ -89,13 +89,15 @@ def found_data(given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any
 
 
 def require_albert() -> None:
-    """Check for the recipe's packages without importing them.
+    """Check for the recipe's packages, and that there is room for them, without importing them.
 
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
+        ConfigError: a limit of the shell leaves too little address space.
     """
     if any(importlib.util.find_spec(name) is None for name in ALBERT_PACKAGES):
         raise MissingExtra("the ALBERT recipe", "albert")
+    check_address_space()
 
 
 def is_further_rank(training: TrainingSettings) -> bool:
