@@ -27,7 +27,9 @@ def main(*before: str) -> None:
     # Python takes a KeyboardInterrupt that went through exec() or eval() of text, as in the making of a dataclass, for
     # unhandled, and ends the process by SIGINT at its exit; the next eval() clears that mark.
     eval("None")
-    sys.exit(code)
+    from manyhands.cli.leaving import finish
+
+    finish(code)
 
 
 def _open_closed_streams() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import secrets
 import sys
 import time
@@ -24,7 +22,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import shell_option
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of, wait
-from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.leaving import skip_libraries_at_exit
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.output.card import Card, print_card
 from manyhands.cli.output.live_view import LiveScreen, LogLine
@@ -284,7 +282,8 @@ def monitor(
         # made before the sinks, some of which replace standard output for a moment
         screen = LiveScreen(Drawing(watcher, lambda: [*how_to_join(peer, network, signed), *page]))
         drawn = Curves(sinks)
-        cleanup.callback(end, drawn)
+        if sinks:
+            cleanup.callback(end, drawn)
         if screen.is_possible and not plain:
             logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
             cleanup.enter_context(screen)
@@ -326,9 +325,9 @@ def print_cards(cards: Sequence[Card]) -> None:
 
 
 def end(curves: Curves) -> None:
-    """Close the curves. The process exits without waiting for a hanging sink: wandb's process ends with its parent."""
-    if not curves.close():
-        atexit.register(os._exit, EXIT_INTERRUPTED)  # runs before the exit handlers of the sink's library
+    """Close the curves. The program then ends without waiting for their libraries: wandb's process ends with it."""
+    curves.close()
+    skip_libraries_at_exit()
 
 
 def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: bytes = b"") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from cyclopts import Parameter
 
 from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import ConfigError, own_checkout
-from manyhands.cli.leaving import leave_on_eof
+from manyhands.cli.leaving import at_exit, leave_on_eof
 from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import log_to
@@ -98,7 +97,7 @@ class PeerOptions:
         if self.infer_address and self._is_first(peer) and not self.announce and self.tunnel is None:
             found = announce_public(peer, maps_port=self.port_mapping)
             if found is not None:
-                atexit.register(found.release)
+                at_exit(found.release)
         return peer
 
     def _is_first(self, peer: Peer) -> bool:
