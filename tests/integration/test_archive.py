@@ -105,7 +105,7 @@ def test_no_member_leaves_the_folder(host: Host, tmp_path: Path, name: str) -> N
 def test_a_disk_that_is_too_small_is_said_before(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (host.folder / ARCHIVE).stat().st_size
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, size))
-    with pytest.raises(ConfigError, match=r"has 0 MB left, and \d+ MB are needed .*--cache-dir"):
+    with pytest.raises(ConfigError, match=r"has [\d.]+ kB left, and [\d.]+ kB are needed .*--cache-dir"):
         unpacked([host.url], tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.rglob("archive*") if path.is_file()) == 0
 

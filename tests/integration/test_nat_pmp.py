@@ -144,7 +144,7 @@ def test_a_first_peer_asks_its_router(host: str, is_found: bool, monkeypatch: py
     with serving() as (router, server_port):
         router.host = host
         monkeypatch.setattr(public_address, "PortMapping", functools.partial(PortMapping, server_port=server_port))
-        found = infer(PORT, asks_service=False, metadata=NOBODY, gateway="127.0.0.1")
+        found = infer(PORT, metadata=NOBODY, services=(), gateway="127.0.0.1")
         assert (found is not None) == is_found
         if found is not None:
             assert (found.host, found.port, found.is_open) == (PUBLIC, PORT, True)

@@ -7,6 +7,8 @@ import http.server
 import logging
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from manyhands.peer import Peer
 from manyhands.reach import Reach, public_address
 from manyhands.reach.messages import ExamineResponse
 from manyhands.reach.public_address import SOURCE_TIMEOUT_S, PublicAddress, begun, infer
+from tests.integration.test_interfaces import UNSHARE, has_namespaces
 from tests.network import free_port
 
 PUBLIC, ROUTER, PRIVATE = "93.184.216.34", "198.51.45.7", "10.0.0.5"
@@ -78,7 +81,7 @@ def azure(request: http.server.BaseHTTPRequestHandler) -> str | None:
 @pytest.mark.parametrize(("cloud", "name"), [(aws, "AWS"), (google, "Google Cloud"), (azure, "Azure")])
 def test_a_virtual_machine_asks_its_cloud(cloud: Answer, name: str) -> None:
     with http_server(cloud) as metadata:
-        found = infer(PORT, maps_port=False, asks_service=False, metadata=metadata)
+        found = infer(PORT, maps_port=False, metadata=metadata, services=())
     assert found is not None
     assert (found.host, found.port, found.is_open) == (PUBLIC, PORT, True)
     assert name in found.how
@@ -95,7 +98,6 @@ def test_a_service_is_the_last_that_is_believed() -> None:
         found = infer(PORT, maps_port=False, metadata=metadata, services=[NOBODY, service])
         assert found is not None
         assert (found.host, found.is_open) == (PUBLIC, False)
-        assert infer(PORT, maps_port=False, asks_service=False, metadata=metadata, services=[service]) is None
     with http_server(lambda request: ROUTER) as service, http_server(aws) as metadata:
         found = infer(PORT, maps_port=False, metadata=metadata, services=[service])
         assert found is not None
@@ -242,7 +244,7 @@ def router_with(host: str) -> Iterator[Router]:
 
 def test_a_router_maps_the_port_until_the_peer_ends() -> None:
     with router_with(ROUTER) as router:
-        found = infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1", gateway="")
+        found = infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway="")
         assert found is not None
         assert (found.host, found.port, found.is_open) == (ROUTER, PORT, True)
         assert router.mappings == {str(PORT): "127.0.0.1"}
@@ -252,21 +254,29 @@ def test_a_router_maps_the_port_until_the_peer_ends() -> None:
 
 def test_a_router_behind_another_one_has_no_public_address() -> None:
     with router_with(PRIVATE) as router:
-        assert infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1", gateway="") is None
+        assert infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway="") is None
         assert router.mappings == {}
 
 
 def test_a_port_of_another_machine_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     with router_with(ROUTER) as router:
         router.mappings[str(PORT)] = "192.168.1.9"
-        assert infer(PORT, asks_service=False, metadata=NOBODY, multicast_interface="127.0.0.1", gateway="") is None
+        assert infer(PORT, metadata=NOBODY, services=(), multicast_interface="127.0.0.1", gateway="") is None
         assert router.mappings == {str(PORT): "192.168.1.9"}
     assert "to another machine, 192.168.1.9" in caplog.text
 
 
+@pytest.mark.skipif(not has_namespaces(), reason="no namespaces here")
+def test_a_machine_without_a_route_searches_for_no_router_and_prints_nothing() -> None:
+    pytest.importorskip("miniupnpc")
+    code = f"from manyhands.reach.public_address import infer; print(infer({PORT}, metadata='{NOBODY}', services=()))"
+    done = subprocess.run([*UNSHARE, sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("None\n", "")
+
+
 def test_a_mapping_that_is_not_needed_is_taken_back() -> None:
     with router_with(ROUTER) as router, http_server(aws) as metadata:
-        found = infer(PORT, asks_service=False, metadata=metadata, multicast_interface="127.0.0.1", gateway="")
+        found = infer(PORT, metadata=metadata, services=(), multicast_interface="127.0.0.1", gateway="")
         assert found is not None
         assert found.host == PUBLIC
         assert router.mappings == {}
@@ -281,7 +291,7 @@ def test_a_first_peer_announces_what_was_found(
         if any("127.0.0.1" in address for address in local):
             pytest.skip("this machine has no other address than that of the loopback interface")
         monkeypatch.setattr(public_address, "infer", lambda port, **_: infer(port, maps_port=False, metadata=metadata))
-        announce_public(peer, maps_port=False, asks_service=False)
+        announce_public(peer, maps_port=False)
         assert peer.addresses[0].startswith(f"/ip4/{PUBLIC}/tcp/")
         assert peer.addresses[1:] == local
     assert "No address specified. Attempting to infer address ..." in caplog.text
@@ -303,7 +313,7 @@ def test_a_peer_that_found_no_address_says_what_would_help(
     with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as first:
         if any("127.0.0.1" in address for address in first.addresses):
             pytest.skip("this machine has no other address than that of the loopback interface")
-        announce_public(first, maps_port=maps_port, asks_service=False)
+        announce_public(first, maps_port=maps_port)
     assert "No public address was found" in caplog.text
     assert ("pip install 'manyhands[upnp]'" in caplog.text) is is_named
 
@@ -314,7 +324,7 @@ def test_an_ipv6_address_is_named_as_the_command_line_reads_it(
     monkeypatch.setattr(public_address, "infer", lambda *_, **__: None)
     with Peer(listen=["/ip4/0.0.0.0/tcp/0"]) as peer:
         monkeypatch.setattr(Peer, "addresses", [str(Address.of("fd77::1", PORT))])
-        announce_public(peer, maps_port=False, asks_service=False)
+        announce_public(peer, maps_port=False)
     assert f"cannot join at [fd77::1]:{PORT}. " in caplog.text
     assert Address.parse(f"[fd77::1]:{PORT}").host == "fd77::1"
 
@@ -322,7 +332,18 @@ def test_an_ipv6_address_is_named_as_the_command_line_reads_it(
 def test_a_peer_on_the_loopback_interface_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_address, "infer", lambda *_, **__: pytest.fail("nobody is to be asked"))
     with Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
-        assert announce_public(peer, maps_port=True, asks_service=True) is None
+        assert announce_public(peer, maps_port=True) is None
+
+
+def test_without_inference_nobody_is_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(public_address, "infer", lambda *_, **__: pytest.fail("nobody is to be asked"))
+    caplog.set_level(logging.INFO)
+    with PeerOptions(listen=("/ip4/0.0.0.0/tcp/0",), infer_address=False).connect() as peer:
+        local = peer.addresses
+        with Peer(local, client_mode=True):
+            assert peer.addresses == local
+    assert "infer" not in caplog.text
+    assert "public address" not in caplog.text
 
 
 async def found(*_: object) -> None:
@@ -335,7 +356,7 @@ def test_a_peer_that_has_dialled_a_first_peer_says_where(monkeypatch: pytest.Mon
         local = first.addresses
         if any("127.0.0.1" in address for address in local):
             pytest.skip("this machine has no other address than that of the loopback interface")
-        announce_public(first, maps_port=False, asks_service=False)
+        announce_public(first, maps_port=False)
         hosts = iter([PRIVATE, PUBLIC])  # as two peers saw the one that they have dialled
         monkeypatch.setattr(Reach, "_on_examine", lambda self, remote, request: ExamineResponse(0.0, next(hosts)))
         monkeypatch.setattr(Reach, "_dial", found)

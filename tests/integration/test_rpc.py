@@ -82,6 +82,16 @@ async def test_calls_both_ways_over_the_one_connection_of_a_client() -> None:
         assert not client.is_client(server.peer_id)
 
 
+async def test_that_a_peer_is_trusted_on_first_use_is_said_at_the_first_use_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with endpoints(2) as (client, server):
+        place = Address.parse(server.addresses[0].host_port)
+        assert {await client.connect(place), await client.connect(place)} == {server.peer_id}
+    assert caplog.text.count("(trusted on first use)") == 1
+
+
 async def test_many_calls_at_once() -> None:
     async with endpoints(2, kind="tls") as (here, there):
         serve_echo(there)

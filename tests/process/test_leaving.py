@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -45,6 +47,31 @@ def test_ctrl_c_on_a_monitor() -> None:
     with running("monitor", "--run-id", "leaving", "--listen", LOOPBACK) as monitor:
         address_of(monitor)
         assert_it_leaves(monitor, monitor.interrupt)
+
+
+@pytest.mark.parametrize(("closed", "command"), [(">&-", "monitor"), (">&- 2>&- <&-", "first-peer")])
+def test_a_command_whose_output_is_closed_runs_and_leaves(closed: str, command: str, tmp_path: Path) -> None:
+    words = [command, "--listen", LOOPBACK, "--events", str(tmp_path / "events")]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", "manyhands", *words]
+    with subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while not (tmp_path / "events").exists() or "listening" not in (tmp_path / "events").read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"{process.poll()}: {process.stdout.read()}")
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == INTERRUPTED
+        assert process.stdout.read() == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such shell")
+def test_a_diagnosis_whose_output_is_closed_has_its_exit_code(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "manyhands", "doctor", "127.0.0.1:1"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *words], check=False, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no such signal")

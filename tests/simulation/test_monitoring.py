@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,14 @@ def start_trainer(
         lambda model: torch.optim.SGD(model.parameters(), lr=lr), train, begins_s=begins_s,
         **{"target_batch_size": TARGET, "batch_size_per_step": BATCH} | options,
     )  # fmt: skip
+
+
+def test_a_monitor_without_trainers_says_each_minute_that_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    swarm = Swarm(seed=2)
+    start_monitor(swarm, "monitor")
+    swarm.run(until_s=150.0)
+    assert [record.message for record in caplog.records].count("Found no active peers") == 3
 
 
 @pytest.mark.usefixtures("one_thread")

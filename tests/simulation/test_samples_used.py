@@ -67,6 +67,7 @@ def test_of_many_steps_of_unlike_peers(num_peers: int, num_steps: int, delay: st
 
 
 def test_the_summary_says_what_was_dropped() -> None:
+    assert Statistics().summary() == "0 samples computed here so far"
     counts = Statistics(samples_computed=200, samples_used=196)
     assert counts.summary() == "200 samples computed here so far, 196 of them used (98.0%)"
     counts.samples_dropped = 4

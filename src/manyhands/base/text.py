@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 MAX_REASON_LENGTH = 300
 
 
@@ -17,6 +19,20 @@ def rough(seconds: float) -> str:
     if seconds < 100 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
+
+
+def amount_of(num_bytes: int) -> str:
+    """Format an amount of data: ``12.3 MB``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return counted(num_bytes, "byte")
+
+
+def shell_option(option: str, value: str) -> str:
+    """Write an option for a shell: a value that begins with a dash would be taken for another option."""
+    separator = "=" if value.startswith("-") else " "
+    return f"{option}{separator}{shlex.quote(value)}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import App, Parameter
 
-from manyhands.base.text import counted
+from manyhands.base.text import amount_of, counted
 from manyhands.checkpoints.checkpoint_dir import (
     checkpoints_in,
     export_model,
@@ -44,8 +44,8 @@ def show(folder: Folder, /) -> int:
             code = 1
             print(_printable(f"{path}: cannot be read: {error}"))  # noqa: T201
             continue
-        megabytes = sum(file.bytes for file in about.files.values()) / 1e6
-        what = f"run {about.run.run_id}, global step {about.global_step}, {megabytes:.1f} MB, format {about.format}"
+        size = amount_of(sum(file.bytes for file in about.files.values()))
+        what = f"run {about.run.run_id}, global step {about.global_step}, {size}, format {about.format}"
         print(_printable(f"{path}: {what}"))  # noqa: T201
         newest = newest or about
     for name, text in _lines_of(newest.run) if newest is not None else []:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from manyhands.base.errors import MissingExtra
 from manyhands.cli.output.logs import log_to_stdout
 from manyhands.cli.output.waiting import shown
 from manyhands.cli.taking_part import require_albert
@@ -94,6 +96,8 @@ def serve(
 
         manyhands data serve data/shards
     """
+    if importlib.util.find_spec("aiohttp") is None:
+        raise MissingExtra("serving data", "data")
     require_albert()
     log_to_stdout(verbose=False)
     from manyhands.recipes.albert.data.serving import serve as serve_folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import sys
 
 EXIT_INTERRUPTED = 130
@@ -15,6 +16,7 @@ def main(*before: str) -> None:
     Args:
         before: the name of a command, put before the arguments of the program.
     """
+    _open_closed_streams()
     atexit.register(gc.freeze)  # else Python's exit visits each object of torch and transformers, for seconds
     try:
         from manyhands.cli.main import run
@@ -25,4 +27,15 @@ def main(*before: str) -> None:
     # Python takes a KeyboardInterrupt that went through exec() or eval() of text, as in the making of a dataclass, for
     # unhandled, and ends the process by SIGINT at its exit; the next eval() clears that mark.
     eval("None")
-    sys.exit(code)
+    from manyhands.cli.leaving import finish
+
+    finish(code)
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that the shell has closed (``>&-``), to nothing: Python and libraries count on them."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        nowhere = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is that of the stream
+        setattr(sys, name, open(nowhere, "w" if descriptor else "r"))  # noqa: SIM115, PTH123 (until the end)

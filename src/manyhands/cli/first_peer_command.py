@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from manyhands.base.address import parse_listen_addresses
+from manyhands.base.address import parse_addresses, parse_listen_addresses
 from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted
 from manyhands.cli.charter_options import checked_charter, coordinate, wait
@@ -18,6 +18,7 @@ from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import name_in_logs
+from manyhands.cli.taking_part import Start, own_folder
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import WebOptions, page_beside
 from manyhands.monitor.events import Listening
@@ -25,6 +26,7 @@ from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)
 
+OWN_FOLDER = "manyhands.first-peer"
 PERIOD_S = 30.0
 CALL_TIMEOUT_S = 5.0
 MB = 1e6
@@ -62,10 +64,11 @@ def first_peer(
 
     Needs a machine that the others can reach; no GPU, no torch. For example:
 
-        manyhands first-peer --listen /ip4/0.0.0.0/tcp/31337 --state-dir first-peer
+        manyhands first-peer --listen 31337
 
     Prints its addresses, which are the --initial-peers of everybody else, and its
-    status every 30 s. Runs until Ctrl-C.
+    status every 30 s. Runs until Ctrl-C. It keeps its id and port for the next
+    start, in ./manyhands.first-peer or --state-dir.
 
     Several coordinators: give each the addresses of the others as
     --initial-peers, and all addresses to everybody. Start them in any order: a
@@ -82,10 +85,17 @@ def first_peer(
     with ExitStack() as cleanup:
         bound = cleanup.enter_context(web.taken())
         emit = output.begin()
-        peer = cleanup.enter_context(network.connect(must_join=False))
+        folder = own_folder(OWN_FOLDER, network)
+        start = cleanup.enter_context(Start())
+        if folder is not None and folder.is_new:
+            start.removes(folder.path)
+        peer = cleanup.enter_context(network.connect(must_join=False, own_dir=folder))
+        start.has_succeeded()
         name_in_logs(peer=str(peer.peer_id))
         logger.info("Running a first peer as peer %s", peer.peer_id)
-        if changing := what_changes(network):
+        if peer.state_path is not None:
+            logger.info("Its id and port are in %s: the next start has the same", peer.state_path)
+        if changing := what_changes(network, has_state_dir=peer.state_path is not None):
             logger.warning("%s; peers that have the old address cannot find this peer then", changing)
         if signed is None or signed.is_open:
             logger.info("Others can join through this peer with:")
@@ -94,6 +104,8 @@ def first_peer(
                 "Only peers with a ticket can join. Its address, for a ban from elsewhere or another coordinator:"
             )
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
+        places = " ".join(place.host_port for place in parse_addresses(peer.addresses))
+        print(f"    --initial-peers {places}", flush=True)  # noqa: T201
         if signed is None:
             print_tickets(peer, "")
         else:
@@ -106,14 +118,14 @@ def first_peer(
             wait(peer, signed, PERIOD_S)
 
 
-def what_changes(options: PeerOptions) -> str:
+def what_changes(options: PeerOptions, *, has_state_dir: bool) -> str:
     """What changes in this peer's address at each start, and the options that prevent it; empty if nothing changes."""
     advice: dict[str, str] = {}
-    if options.identity is None and options.state_dir is None:
+    if options.identity is None and not has_state_dir:
         advice["its id"] = "--state-dir (or --identity) keeps the id"
     if options.tunnel is not None:
         advice["its address"] = "a tunnel has another one each time"
-    elif options.state_dir is None and any(not address.port for address in parse_listen_addresses(options.listen)):
+    elif not has_state_dir and any(not address.port for address in parse_listen_addresses(options.listen)):
         advice["its port"] = "--state-dir, or --listen with a number above 0, keeps the port"
     if not advice:
         return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ from cyclopts import Parameter
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.text import shell_option
 from manyhands.base.ticket import Ticket
 from manyhands.cli.charter_options import with_charter
 from manyhands.cli.options import NetworkOptions, OutputOptions
@@ -99,18 +99,18 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tupl
             raise _not_begun(ticket.run_id) if ticket.is_charted else error from None
         charter = scout.find_charter(run.run_id)
     peers = " ".join(network.initial_peers)
-    quoted = shlex.quote(run.run_id)
+    named = shell_option("--run-id", run.run_id)
     if run.manifest is None and ticket.digest and run.has_trainers:
         raise ConfigError(
             f"run {run.run_id!r} has other settings now than when the ticket was made; ask for a new one, or join "
-            f"without it: manyhands join {network.initial_peers[0]} --run-id {quoted}"
+            f"without it: manyhands join {network.initial_peers[0]} {named}"
         )
     if ticket.is_charted and not run.is_trained:
         raise _not_begun(ticket.run_id)
     if run.manifest is None or not run.is_trained:
         raise RunNotFound(
             f"nobody trains in run {run.run_id!r}, so there is nothing to join; to begin it, or to go on from a "
-            f"checkpoint in this folder: manyhands train --run-id {quoted} --initial-peers {peers}"
+            f"checkpoint in this folder: manyhands train {named} --initial-peers {peers}"
         )
     return run, charter
 

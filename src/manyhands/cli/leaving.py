@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.runtime.exit_delay import exit_delay_s
@@ -31,6 +33,35 @@ SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 
 num_hangups = 0
 """Number of SIGHUPs received without a terminal; each is a request to reopen log files."""
+
+
+_own_exit: list[Callable[[], object]] = []
+_skips_libraries = False
+
+
+def at_exit(undo: Callable[[], object]) -> None:
+    """Call a function when the program ends, also after :func:`skip_libraries_at_exit`."""
+    _own_exit.append(undo)
+    atexit.register(undo)
+
+
+def skip_libraries_at_exit() -> None:
+    """Let the program end without the exit handlers of libraries, which may wait for a server or abort the process."""
+    global _skips_libraries
+    _skips_libraries = True
+
+
+def finish(code: int) -> NoReturn:
+    """End the program; a further Ctrl-C ends it at once, without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if _skips_libraries:
+        for undo in reversed(_own_exit):
+            undo()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # it was closed at the other end
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter,
 from cyclopts.exceptions import CoercionError, UnknownOptionError, UnusedCliTokensError
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
+from manyhands.base.text import reason_of
 from manyhands.base.ticket import Ticket
 from manyhands.cli.access_commands import ban, invite, members
 from manyhands.cli.aws_command import aws
@@ -36,6 +37,8 @@ from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.version import __version__
 
 NUMBERS: dict[type | None, str] = {int: "a whole number, for example 4", float: "a number, for example 0.5"}
+OUT_OF_MEMORY = ("allocate memory", "failed to map segment", "start new thread")
+"""In errors of torch, of the loader of libraries, and of Python's threads."""
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
@@ -75,6 +78,7 @@ app["--help"].group = app["--version"].group = Group("Options", sort_key=len(COM
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    translation = Translation(())
     try:
         with leaving_on_signals():
             translation = Translation(arguments)
@@ -87,10 +91,10 @@ def run(arguments: Sequence[str]) -> int:
                 result_action="return_value",
             )
     except (CycloptsError, ConfigError, JoinFailed) as error:
-        _complain(_explained(error))
+        _complain(translation.as_typed(_explained(error)))
         return EXIT_USAGE
     except ManyhandsError as error:
-        _complain(str(error))
+        _complain(translation.as_typed(str(error)))
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -99,6 +103,14 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_FAILED
     except OSError as error:
         _complain(f"{error.filename or 'the system'}: {error.strerror or error}")
+        return EXIT_FAILED
+    except (MemoryError, RuntimeError, ImportError) as error:
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
+            raise
+        _complain(
+            f"out of memory ({reason_of(error)}): end other programs, or raise the limits of the shell that ulimit -a "
+            "shows"
+        )
         return EXIT_FAILED
     return code if isinstance(code, int) else EXIT_OK
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +19,10 @@ from manyhands.access import SignedCharter
 from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.text import shell_option
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of, wait
-from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.leaving import skip_libraries_at_exit
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.output.card import Card, print_card
 from manyhands.cli.output.live_view import LiveScreen, LogLine
@@ -32,7 +30,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
-from manyhands.cli.taking_part import Start, first_free, require_albert
+from manyhands.cli.taking_part import Start, own_folder, require_albert
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
@@ -45,7 +43,6 @@ from manyhands.monitor.picture import Point, RunPicture
 from manyhands.monitor.web import MonitorSource
 from manyhands.monitor.web.address import url_of
 from manyhands.peer import Peer
-from manyhands.state_dir import StateDir
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +245,7 @@ def monitor(
             cleanup.callback(keeper.close)
         if not network.initial_peers and network.client_mode is None:
             network = replace(network, client_mode=False)  # it is there to be dialled, also by peers that it knows
-        folder = own_dir(run_id, network)
+        folder = own_folder(f"manyhands-{run_id}.monitor", network)
         start = cleanup.enter_context(Start())
         if folder is not None and folder.is_new:
             start.removes(folder.path)
@@ -285,7 +282,8 @@ def monitor(
         # made before the sinks, some of which replace standard output for a moment
         screen = LiveScreen(Drawing(watcher, lambda: [*how_to_join(peer, network, signed), *page]))
         drawn = Curves(sinks)
-        cleanup.callback(end, drawn)
+        if sinks:
+            cleanup.callback(end, drawn)
         if screen.is_possible and not plain:
             logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
             cleanup.enter_context(screen)
@@ -294,26 +292,6 @@ def monitor(
             keeper.run(peer)
         while True:
             wait(peer, signed, 3600.0)
-
-
-def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
-    """Open the folder that keeps id and port of the monitor where none is named: those who join have its address.
-
-    A trainer of any run has another one, as a run id has no dot.
-
-    Returns:
-        None if the folder of the options serves, or if none can be created.
-    """
-    if network.state_dir is not None or network.identity is not None:
-        return None
-    try:
-        return first_free(f"manyhands-{run_id}.monitor", StateDir)
-    except ConfigError as error:
-        logger.warning(
-            "%s. Without a state dir (--state-dir DIR), each start has another id and port, and old tickets are void",
-            error,
-        )
-        return None
 
 
 class Drawing:
@@ -347,9 +325,9 @@ def print_cards(cards: Sequence[Card]) -> None:
 
 
 def end(curves: Curves) -> None:
-    """Close the curves. The process exits without waiting for a hanging sink: wandb's process ends with its parent."""
-    if not curves.close():
-        atexit.register(os._exit, EXIT_INTERRUPTED)  # runs before the exit handlers of the sink's library
+    """Close the curves. The program then ends without waiting for their libraries: wandb's process ends with it."""
+    curves.close()
+    skip_libraries_at_exit()
 
 
 def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: bytes = b"") -> None:
@@ -369,7 +347,8 @@ def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: byte
             "Others cannot join through this monitor, as it is in client mode; they join through its own peers:"
         )
     shown = addresses or initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"]
-    print(f"\n    manyhands train --run-id {shlex.quote(run_id)} --initial-peers {' '.join(shown)}")  # noqa: T201
+    named = shell_option("--run-id", run_id)
+    print(f"\n    manyhands train {named} --initial-peers {' '.join(shown)}")  # noqa: T201
     if places:
         print(f"\n    --initial_peers {' '.join(addresses)}")  # noqa: T201
         print(f"    --initial_peers {' '.join(place.host_port for place in places)}")  # noqa: T201

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -120,7 +121,8 @@ TABLE = (
         convert=_switch(["--precision", "bfloat16"], ["--precision", "float32"]),
     ),
     OldName(("output_dir",), "--checkpoint-dir"),
-    OldName(("overwrite_output_dir",), "", why="a run goes on from the checkpoints in its folder"),
+    OldName(("overwrite_output_dir",), "", why="training goes on from the newest checkpoint in the folder; to begin "
+            "anew, name another one: --output_dir NEW-FOLDER"),
     OldName(("save_steps",), "--checkpoint-every"),
     OldName(("save_total_limit",), "--keep-checkpoints"),
     OldName(
@@ -176,6 +178,7 @@ class Translation:
     Attributes:
         words: the same, with new names.
         notes: a line for each option and variable that does nothing here.
+        typed: new name -> the old one that the user wrote.
     Raises:
         ConfigError: an option is given by its old name and its new one, or its value cannot be used.
     """
@@ -191,6 +194,7 @@ class Translation:
                 continue
             parts.append(_ReplacedOption(option, written if row is None else row.words(option, values), row, values))
         self.words = []
+        self.typed = {part.words[0]: part.option for part in parts if part.row is not None and part.words}
         for part in parts:
             rivals = [other for other in parts if other is not part and part.name and other.name == part.name]
             if part.gives_way and rivals:
@@ -204,6 +208,14 @@ class Translation:
             if part.row is not None and not part.words and part.row.why and (not part.row.new or part.is_given):
                 self.notes.append(f"{part.option} does nothing here: {part.row.why}")
             self.words += part.words
+
+    def as_typed(self, message: str) -> str:
+        """An error message with the names that the user wrote. Commands in it, after "manyhands", stay as they are."""
+        before, command, after = message.partition("manyhands ")
+        for new, old in self.typed.items():
+            before = re.sub(rf"(?<![\w-]){new}(?![\w-])", old, before)
+            before = re.sub(rf"(?<![\w./-]){_plain(new)}(?![\w./-])", old.lstrip("-"), before)
+        return before + command + after
 
 
 class _ReplacedOption(NamedTuple):

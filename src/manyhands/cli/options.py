@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from cyclopts import Parameter
 
 from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import ConfigError, own_checkout
-from manyhands.cli.leaving import leave_on_eof
+from manyhands.cli.leaving import at_exit, leave_on_eof
 from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import log_to
@@ -50,7 +49,8 @@ class PeerOptions:
     """Without --initial-peers and --announce: ask the router to map the port to this machine (UPnP, NAT-PMP)."""
 
     infer_address: Annotated[bool, Parameter(negative="--no-infer-address")] = True
-    """Without --initial-peers and --announce: ask a service on the internet for this machine's public address."""
+    """Without --initial-peers and --announce: find this machine's public address, from its cloud, its router, a service
+    on the internet, or the peers that dial it. --no-infer-address asks nobody, and maps no port."""
 
     identity: Path | None = None
     """File with the private key, created if missing; by default in the folder of this peer if it has one, else new."""
@@ -94,10 +94,10 @@ class PeerOptions:
         """
         raise_open_files_limit()
         peer = self._new_peer(must_join, self.state_dir or own_dir)
-        if self._is_first(peer) and not self.announce and self.tunnel is None:
-            found = announce_public(peer, maps_port=self.port_mapping, asks_service=self.infer_address)
+        if self.infer_address and self._is_first(peer) and not self.announce and self.tunnel is None:
+            found = announce_public(peer, maps_port=self.port_mapping)
             if found is not None:
-                atexit.register(found.release)
+                at_exit(found.release)
         return peer
 
     def _is_first(self, peer: Peer) -> bool:

@@ -26,12 +26,11 @@ ELSEWHERE = {
 """What it means that a dial of an own address failed for this reason."""
 
 
-def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> PublicAddress | None:
+def announce_public(peer: Peer, *, maps_port: bool) -> PublicAddress | None:
     """Find and announce a public address, if this peer has none and other machines can dial it.
 
     Args:
         maps_port: ask the router to map the port.
-        asks_service: ask a service on the internet.
     Returns:
         What was found; call its ``release`` when the peer ends.
     """
@@ -40,7 +39,7 @@ def announce_public(peer: Peer, *, maps_port: bool, asks_service: bool) -> Publi
     if not local or any(address.is_public or address.is_loopback for address in ip4):
         return None
     logger.info("No address specified. Attempting to infer address ...")
-    found = public_address.infer(ip4[0].port, maps_port=maps_port, asks_service=asks_service)
+    found = public_address.infer(ip4[0].port, maps_port=maps_port)
     where = ", ".join(address.host_port for address in local)
     if found is None:
         upnp = "; with pip install 'manyhands[upnp]' this peer asks the router to open one by UPnP"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from manyhands.access.charter import MAX_COORDINATORS, Access
 from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.identity import Identity, PeerId, public_key_of
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.text import shell_option
 from manyhands.cli.run_look_up import Scout
 
 run_key = App(name="run", help="Make the key of a run: its owner decides who takes part.")
@@ -100,7 +100,7 @@ def _fingerprint_at(address: str, run_id: str) -> bytes:
     Raises:
         ConfigError: the peer there does not train in the run.
     """
-    start_one = f"start a trainer with your settings first: manyhands train --run-id {shlex.quote(run_id)}"
+    start_one = f"start a trainer with your settings first: manyhands train {shell_option('--run-id', run_id)}"
     with Scout([address]) as scout:
         try:
             run = scout.choose(run_id, is_trained=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.ticket import split_tickets
+from manyhands.cli.output.logs import only_warnings
 from manyhands.cli.output.waiting import shown
 from manyhands.dht import DhtConfig
 from manyhands.optim.run.records import Run, find_runs, listed, look_up_run, nobody_is_in
@@ -34,22 +36,21 @@ class Scout:
 
     def __init__(self, addresses: Sequence[str | Address]) -> None:
         self._addresses, self._tickets = split_tickets(addresses)
-        with shown(f"dialling {' '.join(address.host_port for address in self._addresses)}"):
-            self._peer = Peer(self._addresses, client_mode=True)
-        try:
+        with ExitStack() as cleanup:
+            cleanup.enter_context(only_warnings())
+            with shown(f"dialling {' '.join(address.host_port for address in self._addresses)}"):
+                self._peer = cleanup.enter_context(Peer(self._addresses, client_mode=True))
             for ticket in self._tickets:
                 if ticket.is_charted:
                     looking = self._peer.presence.join_run(ticket, only_looks=True)
                     self._peer.run(looking, JOIN_RUN_TIMEOUT_S, f"looking at run {ticket.run_id}")
-        except BaseException:
-            self._peer.close()
-            raise
+            self._cleanup = cleanup.pop_all()
 
     def __enter__(self) -> Scout:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._peer.close()
+        self._cleanup.close()
 
     def choose(self, run_id: str | None, *, is_trained: bool = False, expected: bytes = b"") -> Run:
         """The run of this name, or the only run if no name is given. Waits up to ``PATIENCE_S`` for it.

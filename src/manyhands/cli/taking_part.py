@@ -19,7 +19,7 @@ from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra
 from manyhands.base.folder_lock import LOCK_NAME, FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.checkpoints.checkpoint_dir import CheckpointDir
-from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.options import NetworkOptions, OutputOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.training_view import run_in_view
@@ -34,7 +34,7 @@ from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data import given as given_data
 from manyhands.recipes.albert.data.corpus import check_text
-from manyhands.recipes.albert.memory import check_memory
+from manyhands.recipes.albert.memory import check_address_space, check_memory
 from manyhands.recipes.albert.settings import TrainingSettings, own_rank
 from manyhands.state_dir import StateDir
 
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 Tell = Callable[[msgspec.Struct], None]
 Folder = TypeVar("Folder")
 MAX_FOLDERS = 64
+ALBERT_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "blake3", "safetensors")
+"""What a trainer imports; a machine may have had some of them before."""
 WORTH_NOTHING = {LOCK_NAME, "identity.pem", "port", "peers.json"}
 """What a start writes into a new folder before it takes part in a run."""
 NOTE_TIMEOUT_S = 5.0
@@ -52,7 +54,6 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
     """Check everything that can be checked without a network.
 
     Raises:
-        MissingExtra: the packages of ``manyhands[albert]`` are not installed.
         ConfigError: the text or the data cannot be used, or options contradict each other.
     """
     if training.auxiliary and network.client_mode is True:
@@ -61,7 +62,6 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
         )
     if training.auxiliary and not network.initial_peers:
         raise ConfigError("--auxiliary helps a run that is there: name one of its peers, --initial-peers ADDRESS")
-    require_albert()
     if text := given.get("text"):  # Python's own documentation needs no check
         check_text(text)
     given_data.settings_of(given)
@@ -73,7 +73,13 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
 
 
 def with_data(training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
-    """The given settings with prepared data, as :func:`given_data.found`; an auxiliary peer needs none."""
+    """The given settings with prepared data, as :func:`given_data.found`; an auxiliary peer needs none.
+
+    Raises:
+        MissingExtra: the packages of ``manyhands[albert]`` are not installed.
+        ConfigError: several sources of data were named, or an archive cannot be used.
+    """
+    require_albert()  # first: whatever reads data imports them
     return dict(given) if training.auxiliary else found_data(given, output)
 
 
@@ -83,13 +89,15 @@ def found_data(given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any
 
 
 def require_albert() -> None:
-    """Check for the recipe's packages without importing them.
+    """Check for the recipe's packages, and that there is room for them, without importing them.
 
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
+        ConfigError: a limit of the shell leaves too little address space.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "tokenizers")):
+    if any(importlib.util.find_spec(name) is None for name in ALBERT_PACKAGES):
         raise MissingExtra("the ALBERT recipe", "albert")
+    check_address_space()
 
 
 def is_further_rank(training: TrainingSettings) -> bool:
@@ -289,6 +297,26 @@ def first_free(name: str, open_folder: Callable[[Path], Folder]) -> Folder:
             logger.info("%s is in use by another process: this one uses %s", name, path)
         return opened
     raise ConfigError(f"{MAX_FOLDERS} processes use {name}, {name}-2 and so on")
+
+
+def own_folder(name: str, network: PeerOptions) -> StateDir | None:
+    """Open the folder that keeps id and port of a peer where none is named: those who join have its address.
+
+    Args:
+        name: has a dot, as no run id has one: a trainer of any run has another folder.
+    Returns:
+        None if the folder of the options serves, or if none can be created.
+    """
+    if network.state_dir is not None or network.identity is not None:
+        return None
+    try:
+        return first_free(name, StateDir)
+    except ConfigError as error:
+        logger.warning(
+            "%s. Without a state dir (--state-dir DIR), each start has another id and port, and old tickets are void",
+            error,
+        )
+        return None
 
 
 def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:

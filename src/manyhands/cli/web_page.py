@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from cyclopts import Parameter
 from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoint_dir import checkpoints_in, newest_checkpoint
-from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.leaving import skip_libraries_at_exit
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.history import open_history
 from manyhands.monitor.web import Fill, Filled, Guess, MonitorSource, Source, bind
@@ -77,7 +75,7 @@ def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = Non
         yield
     finally:
         if not server.close():  # a model is computing: torch aborts the process if its exit takes the thread away
-            atexit.register(os._exit, EXIT_INTERRUPTED)
+            skip_libraries_at_exit()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import io
 import logging
 import os
 import queue
-import shlex
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from manyhands.base.errors import ConfigError, MissingExtra
-from manyhands.base.text import reason_of
+from manyhands.base.text import reason_of, shell_option
 from manyhands.monitor.events import HeldoutSeen, StepMade
 from manyhands.runtime.exit_delay import delay_exit
 
@@ -310,7 +309,7 @@ class TrackioSink:
         if place := self._run.url:
             logger.info("The curves are sent to Trackio at %s", place)
         else:
-            show = f"trackio show --project {shlex.quote(self._project)}"
+            show = f"trackio show {shell_option('--project', self._project)}"
             logger.info("The curves are in the Trackio project %s; to see them: %s", self._project, show)
 
     def add(self, point: CurvePoint) -> None:

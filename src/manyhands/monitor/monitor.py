@@ -57,6 +57,9 @@ LONGEST_REFRESH_S = TTL_S
 SILENCE_STEP_S = 0.1
 """A look may come this much after a peer was silent for too long."""
 
+TELL_PERIOD_S = 60.0
+"""From one line that says that nobody trains to the next."""
+
 CROWD_PERIOD_S = 1.5
 """Between two pictures, times how much larger than a crowd the run is: 7.5 s with 240 peers and more."""
 ASK_AFTER_S = 10.0
@@ -131,7 +134,7 @@ class RunMonitor:
         self.history = history or History(self._run_id)
         self.picture: RunPicture | None = None
         self._painter = Painter(self._run_id, self.history)
-        self._is_watched = True
+        self._tell_of_nobody_at = -math.inf
         self._notice = StrandedNotice(run_id)
         self._steps = CompleteSteps()
         self._vouching: Vouching | None = None
@@ -203,6 +206,13 @@ class RunMonitor:
                 logger.warning("cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)
 
+    def _tell_that_nobody_trains(self) -> None:
+        """Log it at once, and then from time to time, for a person who waits for trainers."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._tell_of_nobody_at:
+            self._tell_of_nobody_at = now + TELL_PERIOD_S
+            logger.log(self._told_level, "Found no active peers", extra=SHOWN_LIVE)
+
     async def _look(self) -> float:
         """Read and report once; returns the seconds until the next read."""
         await self._reader.refresh()
@@ -210,13 +220,11 @@ class RunMonitor:
         trainers = {peer_id: seen.record for peer_id, seen in present.items() if not seen.record.is_auxiliary}
         self._vouch(trainers)
         if not trainers:
-            if self._is_watched:
-                logger.log(self._told_level, "Found no active peers", extra=SHOWN_LIVE)
-            self._is_watched = False
+            self._tell_that_nobody_trains()
             self._progress = None
             await self._report_what_was_learnt(trainers)  # metrics of the last steps, also of peers that have left
             return 1.0
-        self._is_watched = True
+        self._tell_of_nobody_at = -math.inf
         self._tell_stranded()
         leading = held_by_most(trainers, self._peer.presence.vouched(self._run_id))
         target = await self._target_batch_size() or self._target

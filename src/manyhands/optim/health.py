@@ -55,11 +55,9 @@ class Statistics:
 
     def summary(self) -> str:
         """For a log line."""
-        share = self.samples_used / self.samples_computed if self.samples_computed else 1.0
-        counts = [
-            f"{counted(self.samples_computed, 'sample')} computed here so far",
-            f"{self.samples_used} of them used ({share:.1%})",
-        ]
+        counts = [f"{counted(self.samples_computed, 'sample')} computed here so far"]
+        if self.samples_computed:
+            counts.append(f"{self.samples_used} of them used ({self.samples_used / self.samples_computed:.1%})")
         if self.samples_dropped:
             counts.append(f"{self.samples_dropped} dropped")
         return ", ".join(counts)

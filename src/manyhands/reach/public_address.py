@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import logging
+import socket
 import threading
 import time
 import urllib.request
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 SOURCE_TIMEOUT_S = 2.0
 METADATA = "http://169.254.169.254"
 SERVICES = ("https://api.ipify.org", "https://checkip.amazonaws.com")
+SSDP = ("239.255.255.250", 1900)
+"""Where routers with UPnP are searched for."""
 MAX_ANSWER = 256
 LEASE_S = 0  # many routers take permanent mappings only; it is deleted when the peer ends
 MAPPING_NAME = "manyhands"
@@ -60,7 +63,6 @@ def infer(
     port: int,
     *,
     maps_port: bool = True,
-    asks_service: bool = True,
     metadata: str = METADATA,
     services: Sequence[str] = SERVICES,
     multicast_interface: str = "",
@@ -71,8 +73,7 @@ def infer(
     Args:
         port: that this peer listens on.
         maps_port: ask the router to map it.
-        asks_service: ask services on the internet.
-        metadata, services: their addresses.
+        metadata, services: addresses of the clouds' metadata service, and of services on the internet.
         multicast_interface: IP address of the interface on which the router is searched for; by default, any.
         gateway: IP address of the router for NAT-PMP, empty for none; by default, that of the default route.
     """
@@ -81,8 +82,7 @@ def infer(
         sources.append(
             lambda: _from_router(port, multicast_interface, default_gateway() if gateway is None else gateway)
         )
-    if asks_service:
-        sources += [partial(_from_service, port, service) for service in services]
+    sources += [partial(_from_service, port, service) for service in services]
     deadline = time.monotonic() + SOURCE_TIMEOUT_S
     waiting = [begun(source, deadline) for source in sources]
     found = [one() for one in waiting]
@@ -146,7 +146,7 @@ def _aws_headers(metadata: str) -> dict[str, str]:
 
 
 def _from_router(port: int, interface: str, gateway: str) -> PublicAddress | None:
-    if not speaks_upnp():
+    if not speaks_upnp() or not _has_multicast_route(interface):
         return _by_nat_pmp(port, gateway)
     import miniupnpc
 
@@ -171,6 +171,18 @@ def _from_router(port: int, interface: str, gateway: str) -> PublicAddress | Non
             logger.debug("the mapping of port %d was not deleted: %s", port, error)
 
     return PublicAddress(host, port, "the router, which maps the port to this machine (UPnP)", release=release)
+
+
+def _has_multicast_route(interface: str) -> bool:
+    """Whether routers can be searched for; without a route the library of UPnP prints an error for each try."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            if interface:
+                asking.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(interface))
+            asking.connect(SSDP)  # sends nothing
+        except OSError:
+            return False
+    return True
 
 
 def speaks_upnp() -> bool:

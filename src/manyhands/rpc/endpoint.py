@@ -369,8 +369,9 @@ class Endpoint:
         hello = self._hello(CONTROL)
         opened = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
         self._note_own_host(opened.stream.remote_host)
+        was_connected = self.is_connected(opened.stream.remote)
         connection = self._opened(opened)
-        if address.peer_id is None:
+        if address.peer_id is None and not was_connected:
             logger.info("%s is peer %s (trusted on first use)", address, connection.remote)
         return connection.remote
 

@@ -41,8 +41,8 @@ def test_show_says_what_it_is_of(folder: Path, capsys: pytest.CaptureFixture[str
     assert run(["checkpoint", "show", str(folder)]) == OK
     said = capsys.readouterr().out
     assert said.splitlines() == [
-        f"{folder}/checkpoint-200: run my-run, global step 200, 0.0 MB, format 1",
-        f"{folder}/checkpoint-100: run my-run, global step 100, 0.0 MB, format 1",
+        f"{folder}/checkpoint-200: run my-run, global step 200, 88 bytes, format 1",
+        f"{folder}/checkpoint-100: run my-run, global step 100, 88 bytes, format 1",
         "  model      1,500 parameters in 2 tensors, 1 frozen",
         "  optimizer  AdamW, 1 parameter group",
         "             lr 0.01",

@@ -48,7 +48,7 @@ def test_it_says_what_changes_at_each_start(
     options: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PeerOptions, "keeper", lambda self: None)  # without the package
-    assert what_changes(PeerOptions(**options)) == expected
+    assert what_changes(PeerOptions(**options), has_state_dir="state_dir" in options) == expected
 
 
 def test_a_machine_that_hangs_for_a_while_does_not_end_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -87,6 +88,41 @@ def test_the_exit_does_not_visit_all_objects_and_runs_all_hooks(tmp_path: Path) 
         [sys.executable, "-m", "ends"], cwd=tmp_path, timeout=60, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout.split()) == (7, ["hook", "True"]), done.stderr
+
+
+def ended(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """A program whose command has this body."""
+    (folder / "ends.py").write_text(
+        "import atexit, os, signal, time, manyhands.cli.main, manyhands.cli.entry\n"
+        "from manyhands.cli.leaving import at_exit, skip_libraries_at_exit\n"
+        f"def run(arguments):\n{textwrap.indent(body, '    ')}\n"
+        "manyhands.cli.main.run = run\n"
+        "manyhands.cli.entry.main()\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-m", "ends"], cwd=folder, timeout=60, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_library_that_waits_at_the_exit_is_skipped_and_all_else_is_done(tmp_path: Path) -> None:
+    done = ended(
+        tmp_path,
+        "at_exit(lambda: print('undone'))\n"
+        "atexit.register(time.sleep, 600.0)\n"
+        "skip_libraries_at_exit()\n"
+        "print('card')\n"
+        "return 7",
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (7, ["card", "undone"], "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_another_ctrl_c_while_the_program_ends_ends_it_at_once_without_a_traceback(tmp_path: Path) -> None:
+    done = ended(
+        tmp_path,
+        "atexit.register(time.sleep, 600.0)\natexit.register(os.kill, os.getpid(), signal.SIGINT)\nreturn 130",
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_an_interrupt_within_exec_of_text_ends_with_the_exit_code_too(tmp_path: Path) -> None:

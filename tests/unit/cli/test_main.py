@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from manyhands.cli.main import run
+import manyhands
+from manyhands.cli.demo import command as demo_command
+from manyhands.cli.main import app, run
+from manyhands.cli.monitor_command import welcome
+from manyhands.cli.train_command import train
 
 
 @pytest.mark.parametrize(
@@ -133,3 +138,35 @@ def test_a_command_leaves_the_signal_handlers_as_they_were() -> None:
     before = signal.getsignal(signal.SIGINT)
     assert run(["--help"]) == 0
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2097152 bytes."),
+    ],
+)
+def test_too_little_memory_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(demo_command, "require_albert", fail)
+    assert run(["demo"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("manyhands: out of memory (")
+    assert errors.count("\n") == 1
+
+
+def test_the_command_that_a_monitor_prints_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
+        welcome("-lead", peer, ())
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "manyhands train" in line]
+        command, bound, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
+        assert command is train
+        assert bound.arguments["run_id"] == "-lead"
+        assert list(bound.arguments["network"].initial_peers) == peer.addresses

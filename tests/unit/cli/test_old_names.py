@@ -170,8 +170,10 @@ def test_an_environment_variable_that_means_nothing(monkeypatch: pytest.MonkeyPa
         ("--address 1.2.3.4", "write --announce 1.2.3.4:PORT"),
         ("--config_path no-such-model", "give small or albert-large-v2, or a config.json"),
         ("--max_refresh_period 30", "for example with --progress-ttl-s 120"),
-        ("--averaging_expiration 70", "matchmaking_time_s=70"),
-        ("--save_total_limit 0", "keep_checkpoints is 0; it must be at least 1"),
+        ("--averaging_expiration 70", "averaging_expiration=70"),
+        ("--save_total_limit 0", "save_total_limit is 0; it must be at least 1"),
+        ("--output_dir o --no_checkpoints", "no_checkpoints and output_dir contradict each other"),
+        ("--per_device_train_batch_size many", "--per_device_train_batch_size is 'many'; it must be a whole number"),
     ],
 )
 def test_one_line(taken: Taken, capfd: pytest.CaptureFixture[str], words: str, message: str) -> None:
@@ -180,6 +182,24 @@ def test_one_line(taken: Taken, capfd: pytest.CaptureFixture[str], words: str, m
     assert message in errors
     assert len(errors.strip().splitlines()) == 1, errors
     assert taken.run_id == ""
+
+
+def test_an_error_names_the_option_as_it_was_written_and_leaves_commands_alone() -> None:
+    translation = Translation(["train", "--output-dir", "o", "--tokenizer_path", "t", "--dht_listen_on", "31337"])
+    message = (
+        "checkpoint o/checkpoint-dir is of run 'a': name another --checkpoint-dir, whose checkpoint_dir keeps "
+        "--checkpoint-directory; leave out --tokenizer, or: manyhands doctor --listen 31337"
+    )
+    assert translation.as_typed(message) == (
+        "checkpoint o/checkpoint-dir is of run 'a': name another --output-dir, whose output-dir keeps "
+        "--checkpoint-directory; leave out --tokenizer_path, or: manyhands doctor --listen 31337"
+    )
+
+
+def test_who_overwrites_a_folder_is_told_how_to_begin_anew(taken: Taken, capfd: pytest.CaptureFixture[str]) -> None:
+    run(["train", "--output_dir", "o", "--overwrite_output_dir"])
+    assert "--overwrite_output_dir does nothing here: training goes on from the newest" in capfd.readouterr().err
+    assert taken.training.checkpoint_dir == Path("o")
 
 
 def test_the_docs_have_the_table() -> None:

@@ -191,6 +191,16 @@ def test_data_at_the_default_path_is_found_unless_a_text_is_named(copy, monkeypa
     assert found_here({}) == {}
 
 
+@pytest.mark.parametrize("tokenizer", [{}, {"tokenizer": Path("data/tokenizer/tokenizer.json")}])
+def test_the_folder_of_data_prepare_and_the_file_of_a_tokenizer_are_understood(copy, monkeypatch, tokenizer):
+    monkeypatch.chdir(copy.parent)
+    found = {"dataset_path": Path("data/albert_tokenized_wikitext"), "tokenizer": Path("data/tokenizer")}
+    assert found_here({"dataset_path": Path("data"), **tokenizer}) == found
+    assert run(["data", "verify", "data/albert_tokenized_wikitext"]) == run(["data", "verify", "data"]) == 0
+    settings = Preparation(text=(Path("a"),), tokenizer="data/tokenizer/tokenizer.json")
+    assert settings.tokenizer_folder == Path("data/tokenizer")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -198,7 +208,7 @@ def test_data_at_the_default_path_is_found_unless_a_text_is_named(copy, monkeypa
             ["--dataset-path", "missing"],
             "there is no folder missing (dataset_path); make the data with: manyhands data",
         ),
-        (["--dataset-path", "data"], "is not data that can be trained on: it has no state.json"),
+        (["--dataset-path", "data/tokenizer"], "is not data that can be trained on: it has no state.json"),
         (["--dataset-path", "data/albert_tokenized_wikitext", "--text", "a.txt"], "both given; give one of them"),
         (["--seq-length", "128"], "--seq-length is 128, and the data here is made for 512; leave out --seq-length"),
         (["--vocab-size", "5000"], "--vocab-size is 5000, and the data here is made for "),

@@ -10,6 +10,7 @@ from manyhands.recipes.albert.batches import IGNORED, heldout_batch
 from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.heldout import PART_SIZE, PART_TOKENS, HeldoutComparison, parts_of, scores_of
 from manyhands.recipes.albert.model import build_model, heldout_loss
+from manyhands.recipes.albert.summary import HeldoutLosses
 
 
 @pytest.fixture
@@ -39,6 +40,11 @@ def test_without_time_the_same_few_samples_are_compared(comparison, model, recip
     changed = comparison.compare(-1.0)
     assert changed.before == in_no_time.before
     assert changed.after != pytest.approx(changed.before, abs=1e-3)
+
+
+def test_a_summary_has_the_loss_that_was_logged_before(comparison, recipe):
+    before, after = comparison.begin(), comparison.loss()
+    assert comparison.compare(-1.0) == HeldoutLosses(before=before, after=after, num_samples=recipe.num_heldout)
 
 
 def test_a_trainer_that_was_stopped_before_it_began_compares_nothing(comparison):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import socket
 import sys
 import tarfile
+import threading
 import types
 from collections import Counter
 from dataclasses import replace
@@ -18,6 +21,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import transformers
+from huggingface_hub import constants
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
@@ -188,6 +192,36 @@ def test_what_is_interrupted_leaves_nothing_behind(book, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.rglob("*")] in (["data"], ["data", ".prepare.lock"])
     monkeypatch.undo()
     prepare(settings_for(book, tmp_path, archive=tmp_path / "data.tar"))
+
+
+@pytest.fixture
+def closed_hub(monkeypatch):
+    """A hub that closes each connection; counts them."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    num_asked = []
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    hub.accept()[0].close()
+                    num_asked.append(1)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield num_asked
+        hub.shutdown(socket.SHUT_RDWR)
+        thread.join(10.0)
+
+
+@pytest.mark.parametrize("missing", [{"text": ()}, {"tokenizer": "some/tokenizer", "train_tokenizer": False}])
+def test_a_hub_that_does_not_answer_is_asked_once_and_said_at_once(closed_hub, book, tmp_path, caplog, missing):
+    with pytest.raises(ConfigError, match=r"It needs huggingface\.co, or a folder with"):
+        prepare(settings_for(book, tmp_path, **{"train_tokenizer": True} | missing))
+    assert len(closed_hub) == 1
+    assert "does not answer" in caplog.text
 
 
 @pytest.fixture

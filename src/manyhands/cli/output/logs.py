@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,6 +62,19 @@ def name_in_logs(**fields: str) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, JsonFormatter):
             handler.formatter.common |= fields
+
+
+@contextmanager
+def only_warnings() -> Iterator[None]:
+    """Within the block, leave out INFO lines: what a peer logs that only looks, the one that joins logs again."""
+    ours = logging.getLogger("manyhands")
+    level = ours.level
+    if level == logging.INFO:
+        ours.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        ours.setLevel(level)
 
 
 class StdoutHandler(logging.StreamHandler[TextIO]):

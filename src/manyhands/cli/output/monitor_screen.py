@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.base.text import counted, rough
+from manyhands.base.text import amount_of, counted, rough
 from manyhands.cli.output.live_view import LogLine
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
@@ -392,14 +392,6 @@ def whole(number: int) -> str:
 def speed(number: float) -> str:
     """Samples per second: ``12.3``, ``12,345``, ``1.23e+09``."""
     return f"{number:.1f}" if abs(number) < 1e4 else f"{number:,.0f}" if abs(number) < 1e7 else f"{number:.2e}"
-
-
-def amount_of(num_bytes: int) -> str:
-    """Bytes: ``12.3 MB``."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def card_of(picture: RunPicture, points: Sequence[Point]) -> tuple[str, list[tuple[str, str]]]:

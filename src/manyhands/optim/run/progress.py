@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
@@ -25,7 +24,7 @@ from manyhands.averaging.messages import Count, Position, RecentRounds
 from manyhands.averaging.peer_records import KEEP_ALIVES, PeerRecords, SeenRecord
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.base.identity import PeerId
-from manyhands.base.text import counted
+from manyhands.base.text import counted, shell_option
 from manyhands.dht import DhtNode, Schema
 from manyhands.optim.config import ProgressConfig
 from manyhands.rpc import Endpoint
@@ -305,6 +304,6 @@ class StrandedNotice:
                 "None of the %d peers that train can be dialled (client mode), so they make no step together; "
                 "their gradients are kept. At least one of them must accept connections, or a machine without data "
                 "helps: on the monitor's machine, or any other that accepts connections, run: manyhands train "
-                "--auxiliary --run-id %s --initial-peers %s",
-                num_trainers, shlex.quote(self._run_id), " ".join(addresses) or "ADDRESS",
+                "--auxiliary %s --initial-peers %s",
+                num_trainers, shell_option("--run-id", self._run_id), " ".join(addresses) or "ADDRESS",
             )  # fmt: skip

@@ -83,6 +83,7 @@ class HeldoutComparison:
         self._max_size = max_size
         self._compute = compute
         self._first: list[_PartialLoss] = []
+        self._last: list[_PartialLoss] = []
 
     def begin(self) -> float:
         """Measure for the first time; returns the loss over all samples."""
@@ -90,14 +91,15 @@ class HeldoutComparison:
         return _mean(self._first)
 
     def loss(self) -> float:
-        """The loss over all samples now."""
-        return _mean(self._measure(math.inf))
+        """The loss over all samples now, at the end of the training: :meth:`compare` says the same then."""
+        self._last = self._measure(math.inf)
+        return _mean(self._last)
 
     def compare(self, limit_s: float) -> HeldoutLosses | None:
         """The first and the current loss, on as many samples as ``limit_s`` allows; None before :meth:`begin`."""
         if not self._first:
             return None
-        now = self._measure(limit_s)
+        now = self._last or self._measure(limit_s)
         return HeldoutLosses(
             before=_mean(self._first[: len(now)]), after=_mean(now), num_samples=sum(part.num_samples for part in now)
         )

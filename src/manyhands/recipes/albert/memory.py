@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import os
+import sys
 from pathlib import Path
 
 import psutil
@@ -14,6 +18,9 @@ BYTES_PER_PARAMETER = 28
 
 LIBRARY_BYTES = 500e6
 """Memory of torch and transformers after import."""
+
+THREAD_BYTES = 72e6
+"""Address space that the C library reserves for a thread: its stack, and room for its data."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -50,6 +57,41 @@ def available_bytes() -> int:
     return min(available, max(int(limit) - used_bytes, 0))
 
 
+def check_address_space(num_bytes: float = 0.0) -> None:
+    """Check that a limit of the shell leaves enough address space: without it, torch may abort the process.
+
+    Args:
+        num_bytes: beside what the libraries need.
+    Raises:
+        ConfigError: it does not.
+    """
+    limit = _address_limit()
+    here = psutil.Process().memory_info().vms + (os.cpu_count() or 1) * THREAD_BYTES
+    needed = here + _torch_bytes() + LIBRARY_BYTES + num_bytes
+    if needed > limit:
+        raise ConfigError(
+            f"PyTorch and the model need about {needed / 1e9:.1f} GB of address space, and a limit of the shell leaves "
+            f"{limit / 1e9:.1f} GB; raise it before the start: ulimit -v unlimited"
+        )
+
+
+def _address_limit() -> float:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return math.inf
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+def _torch_bytes() -> int:
+    """Size of torch's own libraries, which are mapped whole; 0 if they are loaded, or not installed."""
+    found = importlib.util.find_spec("torch")
+    if "torch" in sys.modules or found is None or found.origin is None:
+        return 0
+    return sum(path.stat().st_size for path in (Path(found.origin).parent / "lib").glob("*.so*"))
+
+
 def check_memory(run_id: str, recipe: AlbertRecipe, vocab_size: int) -> None:
     """Check that the model fits into this machine.
 
@@ -57,6 +99,7 @@ def check_memory(run_id: str, recipe: AlbertRecipe, vocab_size: int) -> None:
         ConfigError: it does not; says how much memory is needed.
     """
     needed, available = needed_bytes(recipe, vocab_size), available_bytes()
+    check_address_space(needed - LIBRARY_BYTES)
     if needed > available:
         raise ConfigError(
             f"too little memory for the model of run {run_id!r}: its {num_parameters(recipe, vocab_size) / 1e6:.1f} "

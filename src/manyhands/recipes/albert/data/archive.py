@@ -24,7 +24,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, FolderLock
-from manyhands.base.text import rough
+from manyhands.base.text import amount_of, rough
 from manyhands.recipes.albert.data.dataset import SAMPLES
 from manyhands.recipes.albert.data.download import FetchFailed, Watcher, size_of
 from manyhands.recipes.albert.data.fetching import (
@@ -44,7 +44,6 @@ FOLDER, UNPACKED = "archives", "unpacked"
 TELL_PERIOD_S = 10.0
 LOCK_PERIOD_S = 0.5
 MAX_DIGEST_BYTES = 4096
-MB = 1_000_000
 
 
 def with_unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def _fetch(urls: Sequence[str], folder: Path) -> None:
         _unpack(urls, path, folder)
     except FetchFailed as error:
         kept = size_of(path.with_name(f"{path.name}.part"))
-        again = f". What has come ({kept // MB} MB) is kept: start again, and it goes on from there" if kept else ""
+        again = f". What has come ({amount_of(kept)}) is kept: start again, and it goes on from there" if kept else ""
         raise no_data(f"{error}{again}") from error
     except OSError as error:
         raise ConfigError(
@@ -147,7 +146,7 @@ class _DownloadProgress(Watcher):
         self._since = self._told_at = time.monotonic()
         self._at_first = size_of(path.with_name(f"{path.name}.part"))
         if self._at_first:
-            logger.info("Resuming after the %d MB that were fetched before", self._at_first // MB)
+            logger.info("Resuming after the %s that were fetched before", amount_of(self._at_first))
 
     def size_is(self, num_bytes: int) -> None:
         self._total = num_bytes
@@ -160,10 +159,10 @@ class _DownloadProgress(Watcher):
             return
         self._told_at = now
         if self._total is None:
-            logger.info("Fetched %d MB", num_bytes // MB)
+            logger.info("Fetched %s", amount_of(num_bytes))
             return
         rate = max(1.0, (num_bytes - self._at_first) / (now - self._since))
-        logger.info("Fetched %d of %d MB; about %s to go", num_bytes // MB, self._total // MB,
+        logger.info("Fetched %s of %s; about %s to go", amount_of(num_bytes), amount_of(self._total),
                     rough((self._total - num_bytes) / rate))  # fmt: skip
 
 
@@ -175,7 +174,7 @@ def _check_disk(folder: Path, num_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ConfigError(
-            f"the disk of {folder} has {free // MB} MB left, and {-(-num_bytes // MB)} MB are needed {what}; make room "
+            f"the disk of {folder} has {amount_of(free)} left, and {amount_of(num_bytes)} are needed {what}; make room "
             "there, or name another --cache-dir"
         )
 
@@ -198,7 +197,7 @@ def _unpack(urls: Sequence[str], path: Path, folder: Path) -> None:
                     raise tarfile.TarError(f"{member.name[:64]!r} is neither a file nor a folder")
                 num_bytes += member.size
             _check_disk(folder, num_bytes, "for the files of the archive")
-            logger.info("Unpacking %d MB into %s", num_bytes // MB, folder)
+            logger.info("Unpacking %s into %s", amount_of(num_bytes), folder)
             archive.extractall(draft, filter="data")
         if _samples_in(draft) is None:
             raise tarfile.TarError(f"it has no folder {SAMPLES}, as those of manyhands data prepare --archive have")

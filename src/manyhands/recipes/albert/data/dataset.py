@@ -23,7 +23,14 @@ from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import NUM_PAIR_TOKENS, AlbertRecipe
 from manyhands.recipes.albert.data.pairs import StoredSample
 from manyhands.recipes.albert.data.sample_files import SampleFiles
-from manyhands.recipes.albert.data.tokenizer_file import FILE, Vocabulary, digest_of_json, read_tokenizer, vocabulary_of
+from manyhands.recipes.albert.data.tokenizer_file import (
+    FILE,
+    Vocabulary,
+    digest_of_json,
+    read_tokenizer,
+    tokenizer_folder,
+    vocabulary_of,
+)
 
 FORMAT = 1
 """Format version; goes up when older versions cannot read the data any more."""
@@ -113,8 +120,15 @@ class Prepared:
 
 
 def found_here(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given settings, with the data at the default path if it exists and no other data was named."""
+    """The given settings, with the data at the default path if it exists and no other data was named.
+
+    The folder of ``manyhands data prepare`` stands for the samples in it, and a ``tokenizer.json`` for its folder.
+    """
     found = dict(given)
+    if found.get("dataset_path") is not None and (found["dataset_path"] / SAMPLES).is_dir():
+        found["dataset_path"] /= SAMPLES
+    if found.get("tokenizer") is not None:
+        found["tokenizer"] = tokenizer_folder(found["tokenizer"])
     is_named = given.get("text") or given.get("dataset_url") or given.get("dataset_path") is not None
     if not is_named and (DEFAULT_FOLDER / SAMPLES).is_dir():
         found["dataset_path"] = DEFAULT_FOLDER / SAMPLES

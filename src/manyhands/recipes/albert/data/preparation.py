@@ -101,6 +101,14 @@ class Preparation:
                 raise ConfigError(f"text file {path}: {error.strerror}; name a text file that can be read") from error
 
     @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder of the tokenizer; None if it is one of huggingface.co, or is to be trained."""
+        from manyhands.recipes.albert.data.tokenizer_file import tokenizer_folder  # needs tokenizers
+
+        folder = tokenizer_folder(Path(self.tokenizer))
+        return folder if folder.is_dir() and not self.train_tokenizer else None
+
+    @property
     def num_processes(self) -> int:
         """The given number, or the number of CPU cores that this process may use."""
         if self.num_proc is not None:

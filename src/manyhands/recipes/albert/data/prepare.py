@@ -51,8 +51,11 @@ from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_
 from manyhands.recipes.albert.data.tokenizer_file import FILE, backend_from_json, read_tokenizer, vocabulary_of
 from manyhands.recipes.albert.packages import transformers
 
+logger = logging.getLogger(__name__)
+
 VALIDATION_PERIOD = 50
 """If the text has no validation split, one document of this many is kept for it, starting with the second."""
+HUB_TIMEOUT_S = 10.0
 CHUNK_CHARS = 200_000
 """Characters in the chunk of one call: about a third of a second."""
 CHUNKS_AHEAD = 2
@@ -81,6 +84,8 @@ def prepare(settings: Preparation) -> Result:
     splitter_named(settings.splitter)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each attempt
     settings.check()
+    if needs_hub(settings):
+        _try_hub()
     source = _text_source(settings) if settings.text else _dataset_source(settings)
     with contextlib.suppress(OSError):
         settings.output.mkdir(parents=True, exist_ok=True)  # readable by others
@@ -106,6 +111,30 @@ def prepare(settings: Preparation) -> Result:
             archive.unlink(missing_ok=True)
         lock.release()
     return result
+
+
+def needs_hub(settings: Preparation) -> bool:
+    """Whether something is to come from huggingface.co, or from what was downloaded from there before."""
+    is_published = settings.tokenizer_folder is None and not settings.train_tokenizer
+    return is_published or not (settings.text or Path(settings.dataset).exists())
+
+
+def _try_hub() -> None:
+    """Ask once whether the Hub answers. If not, its libraries, which would try for long, use their caches alone."""
+    import datasets
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 (of the library for HTTP, which has changed)
+        logger.warning(
+            "%s does not answer (%s): using only what was downloaded from there before",
+            constants.ENDPOINT, reason_of(error),
+        )  # fmt: skip
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def _make(settings: Preparation, source: DocumentSource, draft: Path, archive: Path | None) -> Result:
@@ -234,8 +263,8 @@ def _tokenizer_for(
             [document] if isinstance(document, str) else document for _, document in _counted(source, progress, task)
         )
         return train_tokenizer(sentences, settings.vocab_size)
-    if Path(settings.tokenizer).is_dir():
-        return wrapped(read_tokenizer(Path(settings.tokenizer)))
+    if settings.tokenizer_folder is not None:
+        return wrapped(read_tokenizer(settings.tokenizer_folder))
     from transformers.utils import hub
 
     try:

@@ -7,17 +7,12 @@ import logging
 import socket
 from pathlib import Path
 
+from aiohttp import web
+
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.data.dataset import INDEX
 from manyhands.recipes.albert.data.fetching import files_of, read_index
-
-try:
-    from aiohttp import web
-except ModuleNotFoundError as error:
-    if error.name != "aiohttp":
-        raise
-    raise MissingExtra("serving data", "data") from error
 
 logger = logging.getLogger(__name__)
 

@@ -130,6 +130,11 @@ def check_tokenizer(folder: Path, run_id: str, digest: str) -> None:
         )
 
 
+def tokenizer_folder(path: Path) -> Path:
+    """The folder of a tokenizer, which may be named by its ``tokenizer.json``."""
+    return path.parent if path.name == FILE and not path.is_dir() else path
+
+
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     """The tokenizer in a folder, as ``save_pretrained`` of transformers wrote it.
 

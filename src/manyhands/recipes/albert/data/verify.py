@@ -36,6 +36,8 @@ def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str
         yield from _check_shards(folder, advance)
     elif (folder / ABOUT).is_file():
         yield from _check_prepared(folder, advance)
+    elif folder.name == SAMPLES and (folder.parent / ABOUT).is_file():
+        yield from _check_prepared(folder.parent, advance)
     else:
         raise ConfigError(
             f"{place} has neither {INDEX} nor {ABOUT}; name a folder that manyhands data prepare made, for example "
