@@ -61,12 +61,14 @@ class Branch:
 def leading_branch(others: Records, own_id: PeerId, own: ProgressRecord) -> Branch:
     """The branch that all peers should be on: the one with the highest (global step, samples in its lineage, digest).
 
-    At step 0 nothing has been learnt yet, and the initial parameters of the lowest peer id win: of the trainers that
-    can be dialled, so that all can follow; without any, of the auxiliary peers; without these, of all.
+    At step 0 nothing has been learnt yet, and the highest claim wins (docs/adr/0030-initial-parameters.md). Of equal
+    claims the lowest peer id does: of the trainers that can be dialled, so that all can follow; without any, of the
+    auxiliary peers; without these, of all.
     """
     candidates = {**others, own_id: own}
     best = max(candidates.values(), key=branch_order)
     if best.position.step == 0:
+        candidates = {peer_id: record for peer_id, record in candidates.items() if record.claim == best.claim}
         hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
@@ -330,11 +332,14 @@ class BranchChoice:
     Attributes:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, without peers ahead on a branch that this peer does not believe in, or not yet.
+        seen_at: the highest global step at which this peer has seen the run while it was at step 0 itself, also if
+            nobody is there any more, and the peer that was there; None if it has seen none.
     """
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
         self.belief = Belief(own_id)
         self.believed: Records = {}
+        self.seen_at: tuple[int, PeerId] | None = None
         self._own_id = own_id
         self._own = own
         self._is_connected = is_connected
@@ -361,10 +366,16 @@ class BranchChoice:
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in still_open}
+        if own.position.step == 0:
+            seen = self._plausible if self._is_new else self.believed
+            steps = [(record.position.step, peer_id) for peer_id, record in seen.items() if record.position.step]
+            self.seen_at = max([*steps, *([self.seen_at] if self.seen_at is not None else [])], default=None)
 
     def shun(self, peer_id: PeerId, now: float) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
         self._shunned[peer_id] = now + SHUN_S
+        if self.seen_at is not None and self.seen_at[1] == peer_id:
+            self.seen_at = None
 
     def can_hand_out(self, peer_id: PeerId) -> bool:
         """Whether this peer could get another one's state; a client must be connected for that."""
@@ -383,8 +394,11 @@ class BranchChoice:
 
         Only a newcomer waits for a branch whose state it cannot get: from clients, until one has connected to it.
         """
-        is_new = not (self._own.is_client or self._own.samples or self._own.position.step)
-        return self._chosen(self._plausible if is_new else self._within_reach(self._plausible))
+        return self._chosen(self._plausible if self._is_new else self._within_reach(self._plausible))
+
+    @property
+    def _is_new(self) -> bool:
+        return not (self._own.is_client or self._own.samples or self._own.position.step)
 
     def waits_for_clients(self) -> bool:
         """Whether only clients have the state that this peer needs: one of them must connect to it."""

@@ -98,6 +98,7 @@ class Capture:
         origin: Origin | None = None,
         extra: Sequence[tuple[ParameterSpec, torch.Tensor]] = (),
         inner: torch.optim.Optimizer | None = None,
+        root: bytes = b"",
     ) -> None:
         parameters = parameters_of(optimizer)
         self._sources = [parameter.detach() for parameter in parameters] + [tensor for _, tensor in extra]
@@ -109,7 +110,7 @@ class Capture:
             scalars.inner_statistics = self._add_statistics(inner, INNER, specs)
             scalars.inner_groups = hyper_parameters_of(inner.param_groups)
         encoded = msgspec.msgpack.encode(scalars, order="sorted")
-        self._header = StateHeader(position, lineage_samples, specs, encoded, b"", origin)
+        self._header = StateHeader(position, lineage_samples, specs, encoded, b"", origin, root)
 
     def _add_statistics(
         self, optimizer: torch.optim.Optimizer, prefix: str, specs: list[ParameterSpec]
