@@ -259,10 +259,11 @@ class Collaboration:
     def no_state(self) -> str:
         """Why this peer, at step 0, has no state to begin from, and what to do."""
         step, _ = self.tracker.branches.seen_at or (0, None)
-        found = f"it was at global step {step}, and no peer that has its state" if step else "no peer that trains in it"
+        here = f"run {self.run_id!r}"
+        found = f"{here} was at global step {step}, and no peer with its state" if step else f"no peer that trains {here}"
         return (
-            f"run {self.run_id!r}: {found} can be reached now. This peer does not begin it anew from its initial "
-            "parameters. If a peer has a checkpoint of the run, start that one: it goes on from there"
+            f"{found} can be reached now. This peer does not begin it anew from its initial parameters. If a peer has "
+            "a checkpoint of the run, start that one: it goes on from there"
         )
 
     def _tell_that_it_waits(self) -> None:
