@@ -95,8 +95,8 @@ class Presence:
         self.reach = Reach(self.endpoint, self.dht, wall_clock)
         self.own_mode = OwnMode(self.endpoint, self.dht)
         self.on_close.append(self.own_mode.close)
-        self.seen_at: dict[str, tuple[int, PeerId]] = {}
-        """The global step of each run that this peer has seen and has no state of, and who was there."""
+        self.seen_steps: dict[str, int] = {}
+        """The highest global step that this peer has seen of each run whose state it does not have."""
         self._tasks = TaskOwner("presence")
 
     async def start(

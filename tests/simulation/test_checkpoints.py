@@ -234,7 +234,7 @@ def test_a_state_of_the_others_that_is_newer_than_the_checkpoint_is_saved_at_the
 
 @pytest.mark.parametrize("is_anew", [True, False], ids=["begun anew", "same run"])
 def test_a_checkpoint_of_another_beginning_of_the_run_is_never_removed(is_anew: bool, tmp_path: Path) -> None:
-    """The others began the run anew while this peer was away, and are further: it follows them, and keeps what it has."""
+    """The others began the run anew while this peer was away, and are further: it follows them."""
     logging.getLogger("manyhands").setLevel(logging.ERROR)
     folder = tmp_path / "folder"
 

@@ -368,8 +368,7 @@ def _note_peers(peer: Peer, run: Run) -> None:
         others = {peer_id: record for peer_id, record in run.peers.items() if peer_id != peer.peer_id}
         for peer_id, record in others.items():
             peer.endpoint.learn(peer_id, readable_addresses(record.addresses))
-        step, holder = max(((record.position.step, peer_id) for peer_id, record in others.items()), default=(0, ""))
-        if step:  # they may be gone when this peer has its data
-            peer.presence.seen_at[run.run_id] = step, PeerId(holder)
+        # they may be gone when this peer has its data
+        peer.presence.seen_steps[run.run_id] = max([record.position.step for record in others.values()], default=0)
 
     peer.run(note(), NOTE_TIMEOUT_S, "noting the peers of the run")

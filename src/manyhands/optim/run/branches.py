@@ -332,14 +332,16 @@ class BranchChoice:
     Attributes:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, without peers ahead on a branch that this peer does not believe in, or not yet.
-        seen_at: the highest global step at which this peer has seen the run while it was at step 0 itself, also if
-            nobody is there any more, and the peer that was there; None if it has seen none.
+        is_joining: this peer does not train yet.
+        seen_step: the highest global step of the run that this peer has seen, at step 0 itself, also if nobody is there
+            any more: by the others' records when it joined, or by a state that it began to download.
     """
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
         self.belief = Belief(own_id)
         self.believed: Records = {}
-        self.seen_at: tuple[int, PeerId] | None = None
+        self.is_joining = True
+        self.seen_step = 0
         self._own_id = own_id
         self._own = own
         self._is_connected = is_connected
@@ -366,16 +368,14 @@ class BranchChoice:
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in still_open}
-        if own.position.step == 0:
+        if self.is_joining and own.position.step == 0:
             seen = self._plausible if self._is_new else self.believed
-            steps = [(record.position.step, peer_id) for peer_id, record in seen.items() if record.position.step]
-            self.seen_at = max([*steps, *([self.seen_at] if self.seen_at is not None else [])], default=None)
+            self.seen_step = max([self.seen_step, *(record.position.step for record in seen.values())])
 
     def shun(self, peer_id: PeerId, now: float) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
         self._shunned[peer_id] = now + SHUN_S
-        if self.seen_at is not None and self.seen_at[1] == peer_id:
-            self.seen_at = None
+        self.seen_step = 0  # it may have claimed that
 
     def can_hand_out(self, peer_id: PeerId) -> bool:
         """Whether this peer could get another one's state; a client must be connected for that."""

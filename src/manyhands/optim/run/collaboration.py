@@ -21,7 +21,7 @@ from manyhands.averaging.commit.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.averaging.state.content import State
+from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
 from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
@@ -172,7 +172,7 @@ class Collaboration:
             self._has_begun = await keeper.agree()
             if self.start_new or self._has_begun:
                 self._claim(Claim.TOLD if self.start_new else Claim.BEGAN)
-            self.tracker.branches.seen_at = presence.seen_at.get(manifest.run_id)
+            self.tracker.branches.seen_step = presence.seen_steps.get(manifest.run_id, 0)
             parts.push_async_callback(keeper.close)
             parts.push_async_callback(self.tracker.close)
             await self.tracker.refresh()
@@ -233,10 +233,8 @@ class Collaboration:
             self._lull_until = -math.inf
             if self.on_leaving is not None:
                 self.on_leaving()
-            self.presence.seen_at.pop(self.run_id, None)
-            seen_at = self.tracker.branches.seen_at
-            if seen_at is not None and self.tracker.own.position.step == 0:  # the next attempt must know
-                self.presence.seen_at[self.run_id] = seen_at
+            is_new = self.tracker.own.position.step == 0  # another attempt to join must know
+            self.presence.seen_steps[self.run_id] = self.tracker.branches.seen_step if is_new else 0
             await self._parts.aclose()
 
     # at step 0
@@ -248,6 +246,7 @@ class Collaboration:
     def has_joined(self) -> None:
         """Take part from now on, from where this peer is."""
         self._claim(Claim.JOINED)
+        self.tracker.branches.is_joining = False
         self.tracker.start()
 
     def may_go_on_from_here(self) -> bool:
@@ -258,9 +257,11 @@ class Collaboration:
 
     def no_state(self) -> str:
         """Why this peer, at step 0, has no state to begin from, and what to do."""
-        step, _ = self.tracker.branches.seen_at or (0, None)
+        step = self.tracker.branches.seen_step
         here = f"run {self.run_id!r}"
-        found = f"{here} was at global step {step}, and no peer with its state" if step else f"no peer that trains {here}"
+        found = (
+            f"{here} was at global step {step}, and no peer with its state" if step else f"no peer that trains {here}"
+        )
         return (
             f"{found} can be reached now. This peer does not begin it anew from its initial parameters. If a peer has "
             "a checkpoint of the run, start that one: it goes on from there"
@@ -514,7 +515,7 @@ class Collaboration:
             try:
                 state = await download_state(
                     self.presence.endpoint, self.manifest, donors, position,
-                    is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun,
+                    is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun, on_header=self._note_state,
                 )  # fmt: skip
             except Unavailable:
                 if doubted:
@@ -532,6 +533,10 @@ class Collaboration:
         logger.warning("The state of peer %s is not what the majority published. It is used: code that changes the "
                        "parameters beside the optimizer may explain it", ", ".join(doubted[0].donors))  # fmt: skip
         return doubted[0]
+
+    def _note_state(self, header: StateHeader) -> None:
+        if self.tracker.own.position.step == 0:
+            self.tracker.branches.seen_step = max(self.tracker.branches.seen_step, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
         """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""

@@ -222,7 +222,7 @@ class ProgressTracker(ProgressReader):
         self.publish_soon(urgently=urgently)
 
     def _record_to_publish(self) -> ProgressRecord | None:
-        if self.is_moving or self.is_idle:
+        if self.is_moving or self.is_idle or self.has_lost_run():  # others would begin a run with it
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
         return msgspec.structs.replace(
@@ -405,8 +405,9 @@ class ProgressTracker(ProgressReader):
         return self.branches.best().position == self.own.position
 
     def has_lost_run(self) -> bool:
-        """Whether this peer, at step 0, has seen the run further on, and knows of nobody there any more."""
-        return self.own.position.step == 0 and self.branches.seen_at is not None and self.is_on_best_branch()
+        """Whether this peer, at step 0, has seen the run further on, and knows of nobody any more that trains in it."""
+        has_none = self.own.position.step == 0 and self.branches.seen_step > 0 and not self.trainers()
+        return has_none and self.is_on_best_branch()
 
     # when to read
 
