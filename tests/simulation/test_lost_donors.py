@@ -13,6 +13,7 @@ import torch
 
 from manyhands.base.errors import RunNotFound
 from manyhands.checkpoints.checkpoints import Checkpoints
+from manyhands.runtime.exit_delay import is_hurried
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm
 
@@ -35,13 +36,15 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 class Lost:
     """A run of one trainer with a slow uplink, which is gone while a newcomer downloads its state."""
 
-    def __init__(self, folder: Path, *, says_goodbye: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, says_goodbye: bool = False, before_it_leaves: Callable[[Member], object] = bool
+    ) -> None:
         self.swarm = Swarm(seed=1)
         self.swarm.start_coordinator()
         self.folder = folder
         self._says_goodbye = says_goodbye
+        self._before_it_leaves = before_it_leaves
         self.until_s = 150.0
-        self.error: BaseException | None = None
         self.steps: list[int] = []  # at which the newcomer has begun a batch
         self._start(TRAINER, self._keep)
         up_mbit_s = STATE_BITS / 20.0 / 1e6
@@ -68,6 +71,7 @@ class Lost:
                 _train(member)
                 checkpoints.save_if_due()
         if is_first:
+            self._before_it_leaves(member)
             member.optimizer.close()
             self.swarm.world.loop.call_soon(self.swarm.world.kill, TRAINER)
 
@@ -123,3 +127,49 @@ def test_one_that_must_not_begin_the_run_ends_with_what_to_do(says_goodbye: bool
         lost.run(start_new=False)
     assert "If a peer has a checkpoint of the run, start that one" in str(error.value)
     assert lost.swarm.world.loop.time() < JOINS_S + 80
+
+
+def test_a_donor_that_is_told_to_leave_waits_for_a_download_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    have_it = []
+    lost = Lost(
+        tmp_path, says_goodbye=True, before_it_leaves=lambda one: have_it.append(one.optimizer.wait_for_downloads(30.0))
+    )
+    lost.until_s = 60.0
+    with caplog.at_level(logging.INFO, "manyhands"):
+        lost.run(start_new=False)
+    assert have_it == [True]
+    told = "downloads the state from this one: leaving when it has it, in 30 s at the latest"
+    assert f"Peer {lost.swarm.world.identity(NEWCOMER).peer_id} {told}" in caplog.text
+    assert lost.steps[0] >= 10
+    assert lost.steps[-1] > lost.steps[0], "the newcomer goes on alone"
+
+
+@pytest.mark.parametrize("is_told_again", [False, True])
+def test_it_waits_no_longer_than_it_may_and_not_if_it_is_told_again(
+    is_told_again: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    have_it, longest_s = [], 600.0 if is_told_again else 5.0
+    lost = Lost(
+        tmp_path,
+        says_goodbye=True,
+        before_it_leaves=lambda one: have_it.append(one.optimizer.wait_for_downloads(longest_s)),
+    )
+    if is_told_again:
+        lost.swarm.world.schedule(at(LOST_S + 4.0).call(is_hurried.set))
+    try:
+        with pytest.raises(RunNotFound):
+            lost.run(start_new=False)
+    finally:
+        is_hurried.clear()
+    assert have_it == [False]
+    assert f"peer {lost.swarm.world.identity(NEWCOMER).peer_id} has not got all of the state" in caplog.text
+
+
+def test_a_donor_at_the_end_of_its_training_waits_for_a_newcomer_that_has_not_joined_yet(tmp_path: Path) -> None:
+    """It publishes nothing before it has the state."""
+    lost = Lost(tmp_path, says_goodbye=True, before_it_leaves=lambda one: one.optimizer.wait_for_others(60.0))
+    lost.until_s = 60.0
+    lost.run(start_new=False)
+    assert lost.steps[0] >= 10
