@@ -16,7 +16,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import manyhands
-from manyhands.base.identity import Identity
 from manyhands.optim import process_group as ranks
 from tests.process.jobs import NUM_RANKS, Job, job, say
 from tests.sweeps import few_of
@@ -147,9 +146,9 @@ def test_two_jobs_make_the_steps_of_one_process_with_the_whole_batch(tmp_path: P
 # a state that is loaded
 
 
-def load_and_train(rank: int, identity: str) -> None:
+def load_and_train(rank: int) -> None:
     model = DistributedDataParallel(new_model(seed=1))
-    with the_peer(rank, identity=identity) as peer:
+    with the_peer(rank) as peer:
         optimizer = optimizer_of(model, peer, "loading", 40, batch_size_per_step=BATCH_SIZE)
         say(addresses=peer.addresses if peer is not None else [], digest=digest_of(model))
         step_until(optimizer, lambda: optimizer.statistics.states_loaded)
@@ -165,15 +164,13 @@ def load_and_train(rank: int, identity: str) -> None:
 
 @pytest.mark.long
 def test_a_state_loaded_by_rank_0_reaches_all_and_they_train_with_peers_of_one_process(tmp_path: Path) -> None:
-    files = [tmp_path / "one", tmp_path / "another"]
-    low, high = sorted(files, key=lambda path: Identity.load_or_create(path).peer_id)
-    with job(load_and_train, tmp_path, str(high)) as both:
+    with job(load_and_train, tmp_path) as both:
         before = both.hear()
-        with manyhands.Peer(before[0]["addresses"], identity=low, listen=LISTEN) as peer:
-            trainer = Trainer(peer, "loading", 40, make=lambda model: adamw(model.parameters()))
+        with manyhands.Peer(before[0]["addresses"], listen=LISTEN) as peer:
+            trainer = Trainer(peer, "loading", 40, make=lambda model: adamw(model.parameters()), start_new=True)
             initial = digest_of(trainer.model)
             for ours, theirs in zip(both.hear(), before, strict=True):
-                assert ours == {"digest": initial, "step": 0}, "the parameters of the lowest peer id count at first"
+                assert ours == {"digest": initial, "step": 0}, "the parameters of the peer whose user says so"
                 assert theirs["digest"] != initial
             trainer.train_until(2)
             assert trainer.optimizer.statistics.rounds_committed == 2

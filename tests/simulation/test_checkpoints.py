@@ -232,6 +232,50 @@ def test_a_state_of_the_others_that_is_newer_than_the_checkpoint_is_saved_at_the
     assert (tmp_path / "checkpoint-3").exists()
 
 
+@pytest.mark.parametrize("is_anew", [True, False], ids=["begun anew", "same run"])
+def test_a_checkpoint_of_another_beginning_of_the_run_is_never_removed(is_anew: bool, tmp_path: Path) -> None:
+    """The others began the run anew while this peer was away, and are further: it follows them."""
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    folder = tmp_path / "folder"
+
+    def begin(member: Member) -> None:
+        with Checkpoints(folder, member.optimizer, member.model, every=2) as checkpoints:
+            checkpoints.resume()
+            steps_of(member, range(4), checkpoints)
+        if not is_anew:
+            shutil.copytree(folder, tmp_path / "other")
+
+    alone(begin)
+    before = {path.name: (path / "model.safetensors").read_bytes() for path in folder.glob("checkpoint-*")}
+    assert sorted(before) == ["checkpoint-2", "checkpoint-4"]
+    swarm = Swarm()
+
+    def others(member: Member) -> None:
+        with Checkpoints(tmp_path / "other", member.optimizer, member.model) as checkpoints:
+            checkpoints.resume()
+            steps_of(member, range(20 - member.optimizer.global_step))
+            member.wait_for(26)
+
+    def back(member: Member) -> None:
+        assert member.optimizer.global_step >= 8
+        with Checkpoints(folder, member.optimizer, member.model, every=2, keep=2) as checkpoints:
+            assert not checkpoints.resume()
+            while member.optimizer.global_step < 26:
+                steps_of(member, range(1), checkpoints)
+
+    for name, train, begins_s in (("p1", others, 0.0), ("p0", back, 6.0)):
+        swarm.start(
+            name, Model, lambda model: OPTIMIZERS["AdamW"](model.parameters()), train,
+            target_batch_size=4, batch_size_per_step=4, begins_s=begins_s,
+        )  # fmt: skip
+    swarm.run()
+    names = sorted(path.name for path in folder.glob("checkpoint-*"))
+    assert len(names) == 2
+    assert not before.keys() & set(names)
+    aside = {path.name: (path / "model.safetensors").read_bytes() for path in folder.glob("other-*/checkpoint-*")}
+    assert aside == (before if is_anew else {})
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

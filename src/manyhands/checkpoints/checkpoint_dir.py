@@ -8,8 +8,12 @@
         model.safetensors ...     the model; one of transformers with its config, and the tokenizer
         optimizer.safetensors     tensors of the optimizer
         optimizer.json            its other values, and the position in the run
+    FOLDER/other-ROOT/            checkpoints of another beginning of the run, which are never removed; see ROOT below
     FOLDER/.unfinished-...        being written or removed, or left by a killed process
     FOLDER/.replaced-...          a checkpoint, while one of the same step takes its place
+
+ROOT is the lineage of the run after its first step. If a run is begun anew under the same name, its model has nothing
+to do with these checkpoints, whatever their step.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ OPTIMIZER_TENSORS, OPTIMIZER_VALUES = "optimizer.safetensors", "optimizer.json"
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
+_OTHER = "other-"
+_ROOT_DIGITS = 12
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -53,6 +59,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         run: the settings of the run.
+        root: the lineage of the run after its first step, in hexadecimal; empty if unknown.
         files: by path below the checkpoint, with ``/``.
     """
 
@@ -60,6 +67,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     global_step: int
     run: RunManifest
     files: dict[str, SavedFile]
+    root: str = ""
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -163,9 +171,22 @@ class CheckpointDir:
         """The path of the checkpoint of a step, which need not be there."""
         return self.path / f"checkpoint-{global_step}"
 
+    def of_other_beginning(self, root: str) -> list[Path]:
+        """The checkpoints that are of another beginning of the run than ``root``; the newest one first."""
+        return [path for path, found in self._with_roots() if found != root]
+
+    def _with_roots(self) -> Iterator[tuple[Path, str]]:
+        for step in reversed(_steps_in(self.path)):
+            with suppress(OSError, msgspec.MsgspecError):  # a damaged one counts as one of this beginning
+                yield self.of_step(step), read_checkpoint_info(self.of_step(step)).root
+
     @contextmanager
-    def adding(self, global_step: int, run: RunManifest) -> Iterator[Path]:
-        """Yield a folder to write a checkpoint into; the checkpoint counts once the block ends without an error."""
+    def adding(self, global_step: int, run: RunManifest, root: str = "") -> Iterator[Path]:
+        """Yield a folder to write a checkpoint into; the checkpoint counts once the block ends without an error.
+
+        Checkpoints of another beginning of the run are moved to a folder of their own first.
+        """
+        self._set_others_aside(root)
         with written_whole(self.of_step(global_step)) as draft:
             yield draft
             files = {
@@ -173,11 +194,30 @@ class CheckpointDir:
                 for file in sorted(draft.rglob("*"))
                 if file.is_file()
             }
-            about = CheckpointInfo(global_step=global_step, run=run, files=files)
+            about = CheckpointInfo(global_step=global_step, run=run, files=files, root=root)
             (draft / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
         # later ones are damaged, or of another start that did not resume
         for step in [step for step in _steps_in(self.path) if step <= global_step][: -self._num_kept]:
             self._remove(self.of_step(step))
+
+    def _set_others_aside(self, root: str) -> None:
+        moved: dict[Path, list[str]] = {}
+        for path, found in self._with_roots():
+            if found == root:
+                continue
+            to = self.path / f"{_OTHER}{found[:_ROOT_DIGITS] or 'unknown'}"
+            to.mkdir(exist_ok=True)
+            while (to / path.name).exists():  # set aside before, at the same step
+                to = to.with_name(f"{to.name}-")
+                to.mkdir(exist_ok=True)
+            path.replace(to / path.name)
+            moved.setdefault(to, []).append(path.name)
+        for to, names in moved.items():
+            logger.warning(
+                "The model that is trained now does not go on from %s here: the run was begun anew. Moved to %s, where "
+                "nothing is removed. To go on from there instead, end all trainers, and start one with that folder as "
+                "its checkpoint folder", " and ".join(names), to,
+            )  # fmt: skip
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint, so that readers see all of it or nothing."""

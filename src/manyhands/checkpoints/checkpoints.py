@@ -18,6 +18,7 @@ from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.checkpoints.optimizer_state import load_state, save_state
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.wrapper import PLACE
 from manyhands.runtime.exit_delay import delay_exit
 from manyhands.runtime.interrupts import uninterrupted
 
@@ -125,7 +126,14 @@ class Checkpoints:
         self._saved_step, self._must_check = 0, False
         for checkpoint in self._folder.newest(self._optimizer.manifest):
             if checkpoint.global_step <= here:
-                logger.info("The run is at global step %d; %s is not needed", here, checkpoint.path)
+                if checkpoint.path in self._folder.of_other_beginning(self._optimizer.state_dict()[PLACE]["root"]):
+                    logger.warning(
+                        "The run is at global step %d, and does not go on from %s: it was begun anew. The checkpoint "
+                        "is kept. To go on from there instead, end all trainers, and start this one first",
+                        here, checkpoint.path,
+                    )  # fmt: skip
+                else:
+                    logger.info("The run is at global step %d; %s is not needed", here, checkpoint.path)
                 self._saved_step = checkpoint.global_step
                 return False
             try:
@@ -212,7 +220,7 @@ def save_checkpoint(
     """
     logger.info("Saving a checkpoint at global step %d", global_step)
     try:
-        with folder.adding(global_step, run) as draft:
+        with folder.adding(global_step, run, state[PLACE]["root"]) as draft:
             if _is_of_transformers(model):
                 model.save_pretrained(draft)
             else:

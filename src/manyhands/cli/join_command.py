@@ -86,7 +86,7 @@ def join(
     run, charter = _chosen(network, run_id or ticket.run_id or None, ticket)
     if not ticket.is_charted:
         network = with_charter(network, run.run_id, charter)
-    take_part(run.run_id, network, training, given, output, run=run)
+    take_part(run.run_id, network, training, given, output, run=run, start_new=False)
 
 
 def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tuple[Run, bytes]:

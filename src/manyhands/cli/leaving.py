@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,8 @@ from types import FrameType
 from typing import NoReturn
 
 from manyhands.cli.entry import EXIT_INTERRUPTED
-from manyhands.runtime.exit_delay import exit_delay_s
+from manyhands.runtime.exit_delay import exit_delay_s, is_hurried
+from manyhands.runtime.interrupts import AGAIN_AFTER_S as REPEATED_AFTER_S
 
 LEAVE_TIMEOUT_S = 4.5
 """Time that a command has to shut down after a signal, and again after it has saved what it must."""
@@ -75,23 +77,31 @@ def leaving_on_signals() -> Iterator[None]:
     If that happens to KeyboardInterrupt, it is raised again soon after.
     """
     has_left = threading.Event()
+    is_hurried.clear()
+    told_at = -math.inf
     ends_on_hangup = _has_terminal() and not any(signal.getsignal(one) is signal.SIG_IGN for one in HANGUP)
     notice = threading.Thread(target=_say_unless, args=[has_left], name="stopping", daemon=True)
     last_resort = threading.Thread(target=_end_unless, args=[has_left], name="last resort", daemon=True)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal told_at
         if number in HANGUP and not ends_on_hangup:
             global num_hangups
             num_hangups += 1
             return
-        for other in SIGNALS:  # shutdown has begun: ignore further signals
-            signal.signal(other, signal.SIG_IGN)
+        for other in SIGNALS:  # shutdown has begun, and further signals do not interrupt it
+            signal.signal(other, hurry)
+        told_at = time.monotonic()
         last_resort.start()
         notice.start()
         raise KeyboardInterrupt
 
+    def hurry(number: int, frame: FrameType | None) -> None:
+        if number not in HANGUP and time.monotonic() - told_at > REPEATED_AFTER_S:
+            is_hurried.set()
+
     def interrupt_again(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, hurry)
         raise KeyboardInterrupt
 
     def unraisable(event: sys.UnraisableHookArgs) -> None:

@@ -157,6 +157,7 @@ def take_part(
     output: OutputOptions,
     *,
     run: Run | None,
+    start_new: bool | None = None,
     page: socket.socket | None = None,
 ) -> None:
     """Train in a run until it is time to stop.
@@ -164,6 +165,7 @@ def take_part(
     Args:
         given: settings of the recipe that the user named.
         run: the run as found before this peer joined; None if this peer begins it.
+        start_new: as for :class:`manyhands.Optimizer`.
         page: address at which to show the run, if it is to be shown.
     Raises:
         ConfigError: this peer does not fit the run, or has too little memory.
@@ -200,14 +202,18 @@ def take_part(
             run = look_up(peer, run_id)
         if run is not None:
             to_join = to_join or _run_to_join(run, given)
-            _learn_addresses(peer, run)
+            _note_peers(peer, run)
         if training.auxiliary:
             assert to_join is not None
             start.has_succeeded()
             _help(peer, run_id, to_join, training)
         else:
             recipe = to_join.recipe.recipe if to_join is not None else _recipe_to_begin(run_id, given, folders)
-            _train(peer, run_id, recipe, training, emit, to_join, folders, start, is_chosen="batch_size" in given)
+            is_chosen = "batch_size" in given
+            _train(
+                peer, run_id, recipe, training, emit, to_join, folders, start,
+                start_new=start_new, is_chosen=is_chosen,
+            )  # fmt: skip
 
 
 def told_to(events: EventWriter, training: TrainingSettings) -> Tell:
@@ -245,6 +251,7 @@ def _train(
     folders: OwnFolders,
     start: Start,
     *,
+    start_new: bool | None,
     is_chosen: bool,
 ) -> None:
     logger.info("Loading PyTorch and transformers")
@@ -252,7 +259,7 @@ def _train(
 
     trainer = AlbertTrainer(
         peer, run_id, recipe, training, emit,
-        run=run, is_batch_size_chosen=is_chosen, checkpoint_dir=folders.checkpoint_dir,
+        run=run, start_new=start_new, is_batch_size_chosen=is_chosen, checkpoint_dir=folders.checkpoint_dir,
     )  # fmt: skip
     members = peer.presence.members.get(run_id)
     if members is not None and not members.charter.is_open:
@@ -382,11 +389,14 @@ def _declare(peer: Peer, run_id: str) -> None:
     peer.run(declare(), NOTE_TIMEOUT_S, "declaring the run")
 
 
-def _learn_addresses(peer: Peer, run: Run) -> None:
-    """Note the addresses of the run's peers, to ask them for the tokenizer."""
+def _note_peers(peer: Peer, run: Run) -> None:
+    """Note the addresses of the run's peers, to ask them for the tokenizer, and how far they were."""
 
-    async def learn() -> None:
-        for peer_id, record in run.peers.items():
+    async def note() -> None:
+        others = {peer_id: record for peer_id, record in run.peers.items() if peer_id != peer.peer_id}
+        for peer_id, record in others.items():
             peer.endpoint.learn(peer_id, readable_addresses(record.addresses))
+        # they may be gone when this peer has its data
+        peer.presence.seen_steps[run.run_id] = max([record.position.step for record in others.values()], default=0)
 
-    peer.run(learn(), NOTE_TIMEOUT_S, "noting the addresses of the run's peers")
+    peer.run(note(), NOTE_TIMEOUT_S, "noting the peers of the run")

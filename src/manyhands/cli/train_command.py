@@ -81,13 +81,14 @@ def train(
     check_before(network, training, given)
     if is_further_rank(training):
         return
-    run = None
+    run, begins = None, start_new
     with (web or WebOptions()).taken() as page:
         if network.initial_peers:
             run, network = look_for(network, run_id, start_new=start_new)
+            begins = begins or run is None
         if run_id is None:
             run_id = run.run_id if run is not None else run_id_of(network, None) or DEFAULT_RUN_ID
-        take_part(run_id, network, training, given, output, run=run, page=page)
+        take_part(run_id, network, training, given, output, run=run, start_new=begins or None, page=page)
 
 
 def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) -> tuple[Run | None, NetworkOptions]:

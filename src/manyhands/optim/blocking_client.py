@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from manyhands.averaging.state.content import State
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
-from manyhands.base.errors import Timeout, Unavailable
+from manyhands.base.errors import RunNotFound, Timeout, Unavailable
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
 from manyhands.optim.run.progress import sum_of_samples
@@ -21,6 +21,7 @@ from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import BlockingPeer
 from manyhands.rpc.frames import readable
+from manyhands.runtime.exit_delay import delay_exit, is_hurried
 from manyhands.runtime.interrupts import uninterrupted
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class BlockingRunClient:
             has_loaded = self._catch_up()
             if not has_loaded:
                 self.moved_elsewhere()
-            self._call("joining the run", self._collaboration.tracker.start)
+            self._call("joining the run", self._collaboration.has_joined)
         except BaseException:
             self.leave()
             raise
@@ -64,12 +65,12 @@ class BlockingRunClient:
         """Load the state of the best branch, and make the steps since; returns whether a state was loaded."""
         first_failure, give_up_at, has_loaded = None, math.inf, False
         phase, collaboration, tracker = "joining the run", self._collaboration, self._collaboration.tracker
-        while not self._call(phase, tracker.is_on_best_branch):
+        while not self._call(phase, collaboration.may_go_on_from_here):
             if self._call(phase, collaboration.must_be_called_on):
                 self._call(phase, tracker.start)  # the record says where
             try:
                 self._run(collaboration.choose_branch(), phase, MAX_DOWNLOAD_S)
-                if self._call(phase, tracker.is_on_best_branch):
+                if self._call(phase, collaboration.may_go_on_from_here):
                     break
                 self.load(self.download())
                 has_loaded = True
@@ -82,6 +83,10 @@ class BlockingRunClient:
             else:
                 return True
             if first_failure is not None and self._peer.time() >= give_up_at:
+                if self._call(phase, tracker.is_on_best_branch):  # nobody with a state is left
+                    if collaboration.start_new is False:
+                        raise RunNotFound(self._call(phase, collaboration.no_state)) from first_failure
+                    break  # a checkpoint may be loaded, and else it waits
                 raise first_failure  # it names all peers that were asked; later attempts skip those without news
             self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
             self._run(tracker.look(), phase)
@@ -111,6 +116,26 @@ class BlockingRunClient:
                 self._peer.sleep(WAIT_PERIOD_S)
         finally:
             tracker.is_busy = False
+        return True
+
+    def wait_for_downloads(self, timeout_s: float) -> bool:
+        """Wait until no future trainer downloads the state from this peer; returns whether that is so in time.
+
+        A program that is told a second time to exit waits no more.
+        """
+        deadline, has_told = self._peer.time() + timeout_s, False
+        with delay_exit(timeout_s):
+            while followers := self._call("looking who downloads the state", self._collaboration.followers):
+                if self._peer.time() >= deadline or is_hurried.is_set():
+                    logger.warning("Leaving, though peer %s has not got all of the state", ", ".join(followers))
+                    return False
+                if not has_told:
+                    has_told = True
+                    logger.info(
+                        "Peer %s downloads the state from this one: leaving when it has it, in %.0f s at the latest; "
+                        "Ctrl-C again leaves at once", ", ".join(followers), timeout_s,
+                    )  # fmt: skip
+                self._peer.sleep(WAIT_PERIOD_S)
         return True
 
     # after a micro-batch

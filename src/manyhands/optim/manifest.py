@@ -127,7 +127,7 @@ class ManifestKeeper:
     """Compares this peer's manifest with that of the run at join, then keeps it alive in the DHT.
 
     Args:
-        may_begin: called before a run without signatures is begun; raises if this peer must not.
+        may_begin: called before a run is begun that no other peer has signed; raises if this peer must not.
         expected: as for :func:`read_manifest`.
     Raises:
         ConfigError: the manifest is too long for others to read.
@@ -148,14 +148,14 @@ class ManifestKeeper:
                 "train fewer tensors"
             )
 
-    async def agree(self) -> None:
-        """Join the run, or begin it.
+    async def agree(self) -> bool:
+        """Join the run, or begin it; returns whether no other peer had signed its settings before.
 
         Raises:
             ManifestMismatch: this peer's settings differ from those of the run; names both.
             Unavailable: the DHT does not answer.
         """
-        if not await self._compare():
+        if is_first := not await self._compare():
             await self.may_begin()
         await self._publish()
         try:
@@ -164,6 +164,7 @@ class ManifestKeeper:
             await self._withdraw()
             raise
         self._tasks.spawn(self._keep_alive(), name="keeping it alive")
+        return is_first
 
     async def close(self) -> None:
         """Stop signing, so that the settings of a run without trainers expire."""
@@ -171,7 +172,7 @@ class ManifestKeeper:
         await self._withdraw()
 
     async def _compare(self) -> bool:
-        """Whether a peer has signed a manifest; this peer's is then equal to it, and the one that the owner signed."""
+        """Whether another peer has signed a manifest; this peer's is equal to it, and the one that the owner signed."""
         run_id, own = self.manifest.run_id, self.manifest.fingerprint()
         run = await read_manifest(self.dht, run_id, self.expected)
         if run is not None and run.manifest.fingerprint() != own:
@@ -181,7 +182,7 @@ class ManifestKeeper:
             raise ManifestMismatch(
                 run_id, [f"its owner signed other settings (fingerprint {there}, here {here}); ask the owner for these"]
             )
-        return run is not None
+        return run is not None and any(peer_id != self.own_id for peer_id in run.signers)
 
     async def _store(self, value: bytes | None) -> None:
         await self.dht.store(manifest_key(self.manifest.run_id), value, TTL_S, subkey=self.own_id)

@@ -95,7 +95,9 @@ class Optimizer(OptimizerWrapper):
         allow_solo: when other peers are seen, but several rounds with them have failed in a row, go on alone instead of
             waiting. The run may split; the work of the branch with fewer steps is lost when they meet again.
         start_new: whether to begin the run if none of the peers that ``peer`` has joined is in it. False refuses: the
-            name may be mistyped. None begins it with a warning.
+            name may be mistyped, or the others are gone. None begins it with a warning. True also says that the run
+            begins from the parameters of this peer, if it is still at step 0; else those of the peer that began it
+            count. A run that was seen beyond step 0 is never begun anew: this peer waits for one that has its state.
         must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
         model: the model, if the optimizer has only some of its parameters, as with a frozen base: all peers must have
             the same values of the others, which do not travel.
@@ -339,6 +341,13 @@ class Optimizer(OptimizerWrapper):
         Returns whether they have, within ``timeout_s`` seconds.
         """
         return self._client.wait_for_others(timeout_s)
+
+    def wait_for_downloads(self, timeout_s: float = 30.0) -> bool:
+        """Wait until the peers that download the state from this one have it, before this peer leaves.
+
+        For a program that was told to end. Returns whether they have it, within ``timeout_s`` seconds.
+        """
+        return self._client.wait_for_downloads(timeout_s)
 
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""

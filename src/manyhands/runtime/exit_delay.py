@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _ends_at: list[float] = []  # monotonic deadlines of the running blocks
+
+is_hurried = threading.Event()
+"""Set when the program is told to exit once more: what can be left out is left out then."""
 
 
 @contextmanager

@@ -97,6 +97,26 @@ def test_an_earlier_step_deletes_no_later_checkpoint(tmp_path: Path) -> None:
     assert steps(folder) == [600, 500, 300, 200]
 
 
+def test_checkpoints_of_another_beginning_are_set_aside_and_neither_counted_nor_replaced(tmp_path: Path) -> None:
+    folder = CheckpointDir(tmp_path, "run")
+    for root, start in (("aa" * 32, 1), ("bb" * 32, 2), ("aa" * 32, 1)):
+        for step in (start, start + 1, start + 2):
+            with folder.adding(step, RUN, root) as draft:
+                (draft / "model").write_text(f"{step} of {root}")
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "other-aaaaaaaaaaaa", "other-bbbbbbbbbbbb"]
+    assert steps(folder) == [3, 2]
+    for kept, root in (("other-aaaaaaaaaaaa", "aa" * 32), ("other-bbbbbbbbbbbb", "bb" * 32)):
+        found = [(tmp_path / kept / name / "model").read_text() for name in names(tmp_path / kept)]
+        first = 2 if root.startswith("aa") else 3
+        assert found == [f"{step} of {root}" for step in (first, first + 1)]
+    with folder.adding(4, RUN, "bb" * 32) as draft:
+        (draft / "model").write_text("more")
+    assert names(tmp_path / "other-aaaaaaaaaaaa-") == ["checkpoint-2", "checkpoint-3"], "of the same steps again"
+    folder.close()
+    with contextlib.closing(CheckpointDir(tmp_path / "other-aaaaaaaaaaaa", "run")) as again:
+        assert steps(again) == [3, 2], "a trainer can go on from there"
+
+
 def shorter(file: Path) -> str:
     file.write_bytes(file.read_bytes()[:-4])
     return "has 2 bytes instead of 6"

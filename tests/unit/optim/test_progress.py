@@ -13,6 +13,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.progress import (
+    Claim,
     Progress,
     ProgressRecord,
     branch_order,
@@ -34,10 +35,10 @@ def record(
     speed: float = 0.0,
     lineage_samples: int = 0,
     is_client: bool = False,
-    is_auxiliary: bool = False,
+    **more: Any,
 ) -> ProgressRecord:
     position = Position(step, lineage)
-    return ProgressRecord(position, samples, speed, lineage_samples, is_client, [], 30.0, is_auxiliary=is_auxiliary)
+    return ProgressRecord(position, samples, speed, lineage_samples, is_client, [], 30.0, **more)
 
 
 def named(**records: ProgressRecord) -> dict[PeerId, ProgressRecord]:
@@ -136,6 +137,19 @@ def test_at_step_0_the_lowest_peer_id_wins_whatever_it_has() -> None:
     assert leading_branch(named(a=low), PeerId("z"), high).position == low.position
     beyond = record(step=1, lineage=b"m")
     assert leading_branch(named(a=low, m=beyond), PeerId("z"), high).position == beyond.position
+
+
+def test_at_step_0_the_highest_claim_wins_also_of_a_peer_that_nobody_can_dial() -> None:
+    claims = {claim.name: record(step=0, lineage=claim.name.encode(), claim=claim) for claim in Claim}
+    assert leading_branch(named(**claims), PeerId("A"), record(step=0)).position.lineage == b"TOLD"
+    client = record(step=0, lineage=b"of the client", claim=Claim.BEGAN, is_client=True)
+    joined = record(step=0, lineage=b"of another one", claim=Claim.JOINED)
+    assert leading_branch(named(b=client), PeerId("a"), joined).position == client.position
+    both = named(b=record(step=0, lineage=b"b", claim=Claim.TOLD), c=record(step=0, lineage=b"c", claim=Claim.TOLD))
+    assert leading_branch(both, PeerId("a"), joined).position.lineage == b"b"
+    beyond = record(step=1, lineage=b"m")
+    assert leading_branch(named(a=beyond), PeerId("b"), claims["TOLD"]).position == beyond.position
+    assert branch_order(record(step=1, lineage=b"m", claim=Claim.TOLD)) == branch_order(beyond)
 
 
 def test_a_branch_of_peers_in_client_mode_counts_as_any_other() -> None:

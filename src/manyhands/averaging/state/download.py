@@ -349,7 +349,7 @@ def _place(chunk: memoryview, place: memoryview, digest: bytes | None = None) ->
 
 def _content_of(header: StateHeader) -> StateHeader:
     """What must be equal on donors that hold the same state."""
-    return msgspec.structs.replace(header, digest=b"", origin=None)
+    return msgspec.structs.replace(header, digest=b"", origin=None, root=b"")
 
 
 async def receive_header(stream: Stream) -> StateHeader:

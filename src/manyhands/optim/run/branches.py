@@ -61,12 +61,14 @@ class Branch:
 def leading_branch(others: Records, own_id: PeerId, own: ProgressRecord) -> Branch:
     """The branch that all peers should be on: the one with the highest (global step, samples in its lineage, digest).
 
-    At step 0 nothing has been learnt yet, and the initial parameters of the lowest peer id win: of the trainers that
-    can be dialled, so that all can follow; without any, of the auxiliary peers; without these, of all.
+    At step 0 nothing has been learnt yet, and the highest claim wins (docs/adr/0030-initial-parameters.md). Of equal
+    claims the lowest peer id does: of the trainers that can be dialled, so that all can follow; without any, of the
+    auxiliary peers; without these, of all.
     """
     candidates = {**others, own_id: own}
     best = max(candidates.values(), key=branch_order)
     if best.position.step == 0:
+        candidates = {peer_id: record for peer_id, record in candidates.items() if record.claim == best.claim}
         hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
@@ -335,11 +337,16 @@ class BranchChoice:
     Attributes:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, without peers ahead on a branch that this peer does not believe in, or not yet.
+        is_joining: this peer does not train yet.
+        seen_step: the highest global step of the run that this peer has seen, at step 0 itself, also if nobody is there
+            any more: by the others' records when it joined, or by a state that it began to download.
     """
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
         self.belief = Belief(own_id)
         self.believed: Records = {}
+        self.is_joining = True
+        self.seen_step = 0
         self._own_id = own_id
         self._own = own
         self._is_connected = is_connected
@@ -366,10 +373,14 @@ class BranchChoice:
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in still_open}
+        if self.is_joining and own.position.step == 0:
+            seen = self._plausible if self._is_new else self.believed
+            self.seen_step = max([self.seen_step, *(record.position.step for record in seen.values())])
 
     def shun(self, peer_id: PeerId, now: float, reason: str) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
         self._shunned[peer_id] = _Shunned(now + SHUN_S, reason)
+        self.seen_step = 0  # it may have claimed that
 
     def refusal(self) -> str:
         """Why this peer must not begin a branch: it refused the state of all that are ahead. Empty if it may.
@@ -399,8 +410,11 @@ class BranchChoice:
 
         Only a newcomer waits for a branch whose state it cannot get: from clients, until one has connected to it.
         """
-        is_new = not (self._own.is_client or self._own.samples or self._own.position.step)
-        return self._chosen(self._plausible if is_new else self._within_reach(self._plausible))
+        return self._chosen(self._plausible if self._is_new else self._within_reach(self._plausible))
+
+    @property
+    def _is_new(self) -> bool:
+        return not (self._own.is_client or self._own.samples or self._own.position.step)
 
     def waits_for_clients(self) -> bool:
         """Whether only clients have the state that this peer needs: one of them must connect to it."""

@@ -21,7 +21,7 @@ from manyhands.averaging.commit.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.averaging.state.content import State
+from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
 from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
@@ -32,6 +32,7 @@ from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
+from manyhands.optim.run.progress import Claim
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
@@ -56,6 +57,8 @@ FAR_S = 10.0
 """Beyond this predicted time to the target no peer looks for a group yet."""
 BATCH_MARGIN = 1.25
 """A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
+WAITING_PERIOD_S = 60.0
+"""How often a peer says that it waits for the state of a run that it has seen."""
 PAUSE_S = 300.0
 """After a step has waited in vain for peers that load the state, no step waits for any for so long."""
 
@@ -103,6 +106,8 @@ class Collaboration:
         self._due_from: Position | None = None  # where a step is due
         self._due_since = -math.inf  # loop time
         self._waited_in_vain_at: Position | None = None
+        self._has_begun = False  # no other peer had signed the settings of the run
+        self._told_waiting_at = -math.inf  # loop time
         self._parts = AsyncExitStack()
         self.tasks = TaskOwner("collaboration")
         self.run_id = self.manifest.run_id
@@ -164,7 +169,10 @@ class Collaboration:
             self.tracker.on_outlook = self._on_news
             signed = presence.signed_manifests().get(manifest.run_id, b"")
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
-            await keeper.agree()
+            self._has_begun = await keeper.agree()
+            if self.start_new or self._has_begun:
+                self._claim(Claim.TOLD if self.start_new else Claim.BEGAN)
+            self.tracker.branches.seen_step = presence.seen_steps.get(manifest.run_id, 0)
             parts.push_async_callback(keeper.close)
             parts.push_async_callback(self.tracker.close)
             await self.tracker.refresh()
@@ -225,7 +233,48 @@ class Collaboration:
             self._lull_until = -math.inf
             if self.on_leaving is not None:
                 self.on_leaving()
+            is_new = self.tracker.own.position.step == 0  # another attempt to join must know
+            self.presence.seen_steps[self.run_id] = self.tracker.branches.seen_step if is_new else 0
             await self._parts.aclose()
+
+    # at step 0
+
+    def _claim(self, claim: Claim) -> None:
+        if not self.tracker.own.is_auxiliary:
+            self.tracker.claim(claim)
+
+    def has_joined(self) -> None:
+        """Take part from now on, from where this peer is."""
+        self._claim(Claim.JOINED)
+        self.tracker.branches.is_joining = False
+        self.tracker.start()
+
+    def may_go_on_from_here(self) -> bool:
+        """Whether this peer, which joins, needs no state of others: there is none, and it may begin the run."""
+        tracker = self.tracker
+        may_begin = self.start_new is not False or self._has_begun or bool(tracker.trainers())
+        return tracker.is_on_best_branch() and not tracker.has_lost_run() and may_begin
+
+    def no_state(self) -> str:
+        """Why this peer, at step 0, has no state to begin from, and what to do."""
+        step = self.tracker.branches.seen_step
+        here = f"run {self.run_id!r}"
+        found = (
+            f"{here} was at global step {step}, and no peer with its state" if step else f"no peer that trains {here}"
+        )
+        return (
+            f"{found} can be reached now. This peer does not begin it anew from its initial parameters. If a peer has "
+            "a checkpoint of the run, start that one: it goes on from there"
+        )
+
+    def _tell_that_it_waits(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._told_waiting_at + WAITING_PERIOD_S:
+            self._told_waiting_at = now
+            logger.warning(
+                "%s, and this peer follows. If there is none, end all peers of the run, and begin it again",
+                self.no_state(),
+            )
 
     # after a micro-batch
 
@@ -238,6 +287,7 @@ class Collaboration:
         the first of these that holds                          decision
         =====================================================  ========================================================
         a better branch has a state to load                    ``LOAD_STATE``
+        this peer has no state, and has seen a run that has    ``ACCUMULATE``, until a peer has that state
         this peer's parameters differ from the majority's      ``RELOAD``
         the target is not reached, nor with the batches that   ``ACCUMULATE``
         the others now compute, for which this peer may wait
@@ -269,6 +319,9 @@ class Collaboration:
             return Decision.LOAD_STATE
         if refusal := tracker.branches.refusal():
             raise Unavailable(refusal)
+        if tracker.has_lost_run():
+            self._tell_that_it_waits()
+            return Decision.ACCUMULATE
         if self._drift.compare():
             self._has_parted = True
             return Decision.RELOAD
@@ -378,6 +431,12 @@ class Collaboration:
         """Record that this peer begins at a position, or has loaded a state, of another peer or a checkpoint."""
         self._rounds.forget_errors(keeps_unsent=state is not None)  # its former gradients are useless there
         donor = state.donors[0] if state is not None else None
+        if donor is not None and position.step == 0:
+            logger.log(
+                logging.WARNING if self.start_new else logging.INFO,
+                "The run begins from other initial parameters than those of this peer, which are replaced by those of "
+                "peer %s%s", donor, ": its start_new is True as well" if self.start_new else "",
+            )  # fmt: skip
         self.tracker.load(position, lineage_samples, donor, self._contributors())
         self._drift.loaded()
 
@@ -395,14 +454,22 @@ class Collaboration:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
         return self.tracker.branches.waits_for_clients()
 
+    def followers(self) -> set[PeerId]:
+        """The future trainers that download the state from this peer now."""
+        return self._server.followers(0.0)
+
     async def is_waited_for(self) -> bool:
-        """Whether a peer that answers has yet to reach this peer's global step."""
+        """Whether a peer that answers has yet to reach this peer's global step, or downloads the state from here."""
+        if self.followers():
+            return True
         await self.tracker.look()
         return await self._contacts.any_answers(self.tracker.behind())
 
     async def choose_branch(self) -> None:
         """Wait until this peer can tell on which branch the run is; ``Unavailable`` if it has reached no other peer."""
         tracker = self.tracker
+        if tracker.is_on_best_branch():  # and may not go on from there
+            raise Unavailable(self.no_state())
         while not tracker.should_load_state() and not tracker.is_on_best_branch() and not self.must_be_called_on():
             if not await self._canvass.brings_news():
                 raise Unavailable("this peer has reached none of the peers that claim to have the state of the run")
@@ -451,7 +518,7 @@ class Collaboration:
             try:
                 state = await download_state(
                     self.presence.endpoint, self.manifest, donors, position,
-                    is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun,
+                    is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun, on_header=self._note_state,
                 )  # fmt: skip
             except Unavailable:
                 if doubted:
@@ -469,6 +536,10 @@ class Collaboration:
         logger.warning("The state of peer %s is not what the majority published. It is used: code that changes the "
                        "parameters beside the optimizer may explain it", ", ".join(doubted[0].donors))  # fmt: skip
         return doubted[0]
+
+    def _note_state(self, header: StateHeader) -> None:
+        if self.tracker.own.position.step == 0:
+            self.tracker.branches.seen_step = max(self.tracker.branches.seen_step, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
         """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""

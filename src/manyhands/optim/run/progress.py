@@ -11,6 +11,7 @@ reads about as many records a minute at any size of the run. At the target the l
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -50,6 +51,15 @@ MAX_SPEED = 1e9
 MAX_WALL_TIME_S = 1e11  # the year 5138
 
 
+class Claim(enum.IntEnum):
+    """Why a run should begin from the parameters of a peer at step 0; the highest claim wins."""
+
+    NEWCOMER = 0  # it has joined, and has not loaded the parameters of the others; or it does not train
+    JOINED = 1  # when it joined, another peer had signed the settings of the run, and none was there to load from
+    BEGAN = 2  # it was the first to sign the settings of the run, or has loaded the parameters of that peer
+    TOLD = 3  # its user says that its parameters are those of the run, or it has loaded the parameters of that peer
+
+
 class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What a peer publishes about itself, under its own signature.
 
@@ -63,6 +73,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         sketch_step: the global step that this led to; 0 without one.
         is_auxiliary: it has no data; it is expected in a round only if no other peer can be dialled.
         began_at: start of its process, by its own wall clock, which tells two processes with one identity apart.
+        claim: at step 0, why the run should begin from its parameters; see :class:`Claim`.
     """
 
     position: Position
@@ -81,6 +92,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     recent_rounds: RecentRounds = []  # reserved
     is_auxiliary: bool = False
     began_at: float = 0.0
+    claim: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
 
     def __post_init__(self) -> None:
         numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago, self.batch_s)
@@ -174,9 +186,10 @@ def sum_of_samples(numbers: Iterable[float]) -> int:
     return round(min(math.fsum(numbers), MAX_COUNT))
 
 
-def branch_order(record: ProgressRecord) -> tuple[int, int, bytes]:
+def branch_order(record: ProgressRecord) -> tuple[int, int, int, bytes]:
     """Orders the branches of a run: the higher one wins."""
-    return (record.position.step, record.lineage_samples, record.position.lineage)
+    claim = record.claim if record.position.step == 0 else 0
+    return (record.position.step, claim, record.lineage_samples, record.position.lineage)
 
 
 def gone_to(seen: Observed, position: Position, lineage_samples: int, now: float) -> Observed:

@@ -21,6 +21,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice, Poll
 from manyhands.optim.run.progress import (
     MAX_TTL_S,
+    Claim,
     Observed,
     ProgressLog,
     ProgressReader,
@@ -124,6 +125,12 @@ class ProgressTracker(ProgressReader):
 
     # this peer's position
 
+    def claim(self, claim: Claim) -> None:
+        """Claim that the run should begin from this peer's parameters, if it is at step 0."""
+        if claim > self.own.claim:
+            self._set_own(claim=claim)
+            self.publish_soon()
+
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
         self._set_own(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
@@ -169,6 +176,9 @@ class ProgressTracker(ProgressReader):
     ) -> None:
         """This peer has loaded the state of ``position`` from a donor, or begins there."""
         self.num_together, self._donor, self.contributors = 0, donor, contributors
+        if donor is not None and position.step == 0:
+            seen = self.observed().get(donor)
+            self._set_own(claim=seen.record.claim if seen is not None else Claim.JOINED)
         self._go_to(position, lineage_samples, b"")  # others' sketches predate changes by their own code: a clamp, say
 
     def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
@@ -212,7 +222,7 @@ class ProgressTracker(ProgressReader):
         self.publish_soon(urgently=urgently)
 
     def _record_to_publish(self) -> ProgressRecord | None:
-        if self.is_moving or self.is_idle:
+        if self.is_moving or self.is_idle or self.has_lost_run():  # others would begin a run with it
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
         return msgspec.structs.replace(
@@ -393,6 +403,11 @@ class ProgressTracker(ProgressReader):
     def is_on_best_branch(self) -> bool:
         """Whether no better branch than this peer's is known, with or without an available state."""
         return self.branches.best().position == self.own.position
+
+    def has_lost_run(self) -> bool:
+        """Whether this peer, at step 0, has seen the run further on, and knows of nobody any more that trains in it."""
+        has_none = self.own.position.step == 0 and self.branches.seen_step > 0 and not self.trainers()
+        return has_none and self.is_on_best_branch()
 
     # when to read
 

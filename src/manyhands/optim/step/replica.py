@@ -63,6 +63,7 @@ class Replica:
         position: of the optimizer's parameters; the model's may be a step behind.
         lineage_samples: samples in all steps that led there.
         origin: the last of these steps; None at the beginning, or if unknown.
+        root: the lineage after the first of these steps, which tells two beginnings of one run apart; empty before it.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
         can_replay: whether a newcomer can make past steps from their averaged vectors alone.
         norm_grows: whether the values of a contribution are larger the more samples are behind it.
@@ -95,6 +96,7 @@ class Replica:
         self.position = Position(0, hashlib.sha256(digest_of_parameters(optimizer)).digest())
         self.lineage_samples = 0
         self.origin: Origin | None = None
+        self.root = b""
         self._agreed_options = hyper_parameters_of(optimizer.param_groups)
         self.options = options_of(self.wrapped.param_groups)
 
@@ -140,6 +142,8 @@ class Replica:
                 self.lineage_samples = sum_of_samples([self.lineage_samples, outcome.samples])
                 shares = None if outcome.is_in_grid else list(outcome.shares)  # no peer there knows all contributors
                 self.origin = Origin(self.position, shares)
+                if self.position.step == 0:
+                    self.root = outcome.lineage
                 self.position = Position(self.position.step + 1, outcome.lineage)
                 self.options = options_of(self.wrapped.param_groups)
         return reason
@@ -219,7 +223,8 @@ class Replica:
     def _begin_capture(self, inner: torch.optim.Optimizer | None) -> Capture:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
-        return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra, inner)
+        place = self.position, self.lineage_samples, self.origin
+        return Capture(self.optimizer, schedule, *place, extra, inner, self.root)
 
     def check_state(self) -> None:
         """Raises ``ConfigError`` if newcomers could not load the state; names the value."""
@@ -243,6 +248,7 @@ class Replica:
         self.position = state.header.position
         self.lineage_samples = state.header.lineage_samples
         self.origin = state.header.origin
+        self.root = state.header.root
 
     def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
         """The options of the parameter groups that a state must have; raises ``ValueError`` if its schedule is bad."""
@@ -262,6 +268,7 @@ class Replica:
             "step": self.position.step,
             "lineage": self.position.lineage.hex(),
             "lineage_samples": self.lineage_samples,
+            "root": self.root.hex(),
             "scheduler": serializable_part(self.scheduler.state_dict()) if self.scheduler is not None else {},
             DTYPES: self._dtypes(),
         }
@@ -283,6 +290,7 @@ class Replica:
             self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
             self.lineage_samples = place["lineage_samples"]
             self.origin = None
+            self.root = bytes.fromhex(place.get("root", ""))  # an earlier version wrote none
 
     def _load_optimizer(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], place: dict[str, Any] | None

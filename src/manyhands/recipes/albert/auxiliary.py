@@ -41,6 +41,13 @@ class AlbertAuxiliary:
 
     def run(self) -> None:
         """Help until the settings say to stop."""
+        try:
+            self._help()
+        except KeyboardInterrupt:
+            self._optimizer.wait_for_downloads(self._settings.linger_s)
+            raise
+
+    def _help(self) -> None:
         optimizer = self._optimizer
         logger.info("Helping run %s to average, from global step %d on", self._run_id, optimizer.global_step)
         self._pass_tokenizer_on()

@@ -96,7 +96,6 @@ def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
         "max_grad_norm": recipe.max_grad_norm,
         "scheduler": _scheduler_of(recipe),
         "local_steps": local_steps_of(recipe),
-        "start_new": True,  # the command line has already looked for the run
         "must_match": facts_of(run),
         "averaging": replace(tuning.averaging(), max_group_size=recipe.max_group_size),
         "progress": tuning.progress(),

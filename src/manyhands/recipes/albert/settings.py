@@ -167,7 +167,8 @@ class TrainingSettings:
     """Write the curves of this machine into this folder, for TensorBoard."""
 
     linger_s: float = 30.0
-    """At the end, stay at most this many seconds for peers that still need to load the state."""
+    """At the end, stay at most this many seconds for peers that still need to load the state; also after Ctrl-C or
+    SIGTERM, for those that download it then."""
 
     allow_solo: bool = False
     """Continue alone when other peers are visible but no round with them succeeds. The run may split."""

@@ -50,6 +50,7 @@ class AlbertTrainer:
     Args:
         on_event: called with each :data:`manyhands.recipes.albert.events.TrainerEvent`.
         run: the run to join, if it has trainers already; ``recipe`` is then its recipe.
+        start_new: as for :class:`manyhands.Optimizer`.
         is_batch_size_chosen: False to find ``recipe.batch_size`` by a short trial.
         checkpoint_dir: where to keep the model; it is closed at the end of :meth:`run`.
     Raises:
@@ -66,6 +67,7 @@ class AlbertTrainer:
         on_event: Callable[[TrainerEvent], None] = lambda event: None,
         *,
         run: RunToJoin | None = None,
+        start_new: bool | None = None,
         is_batch_size_chosen: bool = True,
         checkpoint_dir: CheckpointDir | None = None,
     ) -> None:
@@ -90,20 +92,20 @@ class AlbertTrainer:
             recipe = replace(recipe, batch_size=self._fitting.size)
         self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe), recipe.batch_size, self._compute)
         chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
-        steps = {"batch_size_per_step": recipe.batch_size * settings.gradient_accumulation_steps}
+        options = {
+            "batch_size_per_step": recipe.batch_size * settings.gradient_accumulation_steps,
+            "allow_solo": settings.allow_solo,
+            "start_new": start_new,
+        }
         self._stepping: Optimizer | ProcessGroupOptimizer
         """The optimizer for steps and the final wait: calls that all ranks make together under ``torchrun``."""
         if num_ranks() > 1:
             ranks.begin(ranks.Task(run_id, chosen, tokenizer_json(tokenizer), peer.peer_id, peer.state_path))
-            self._stepping = join_run_as_rank(
-                self._model, chosen, peer, run_id, settings.tuning, allow_solo=settings.allow_solo, **steps
-            )
+            self._stepping = join_run_as_rank(self._model, chosen, peer, run_id, settings.tuning, **options)
             assert self._stepping.leader is not None
             self._optimizer = self._stepping.leader
         else:
-            self._stepping = self._optimizer = join_run(
-                self._model, chosen, peer, run_id, settings.tuning, allow_solo=settings.allow_solo, **steps
-            )
+            self._stepping = self._optimizer = join_run(self._model, chosen, peer, run_id, settings.tuning, **options)
         ttl_s = settings.tuning.metrics_ttl_s
         self._account = AccountPublisher(self._optimizer, settings.name or "", self._compute.hardware(), ttl_s)
         self._target_batch_size = recipe.target_batch_size
@@ -164,6 +166,21 @@ class AlbertTrainer:
         self._began = time.monotonic()
         self._on_event(Joined(self._peer.peer_id, optimizer.global_step, self._heldout.begin()))
         try:
+            self._train()
+        except KeyboardInterrupt:
+            self._optimizer.wait_for_downloads(self._settings.linger_s)
+            raise
+        logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
+        self._stepping.wait_for_others(self._settings.linger_s)
+        with self._optimizer.agreed_parameters():
+            loss = self._heldout.loss()
+        logger.info("Held-out loss %.4f at global step %d", loss, optimizer.global_step)
+        self._on_event(Finished(optimizer.global_step, loss, self._stepping.state_digest(), self._counts()))
+
+    def _train(self) -> None:
+        """Train until the settings say to stop, and save the last checkpoint."""
+        optimizer = self._optimizer
+        try:
             while not self._should_stop():
                 step_before = optimizer.global_step
                 self._train_one_batch()
@@ -177,12 +194,6 @@ class AlbertTrainer:
             self._samples.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()
-        logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
-        self._stepping.wait_for_others(self._settings.linger_s)
-        with self._optimizer.agreed_parameters():
-            loss = self._heldout.loss()
-        logger.info("Held-out loss %.4f at global step %d", loss, optimizer.global_step)
-        self._on_event(Finished(optimizer.global_step, loss, self._stepping.state_digest(), self._counts()))
 
     def standing(self) -> Standing:
         """The current status of this peer and the run; safe to call from any thread."""
