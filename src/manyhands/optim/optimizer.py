@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -42,7 +43,8 @@ from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica, manifest_of
-from manyhands.optim.wrapper import OptimizerWrapper
+from manyhands.optim.wrapper import PLACE, OptimizerWrapper
+from manyhands.optim.wrapping import Wrapping
 from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted
 
@@ -55,6 +57,12 @@ FAILURES_UNTIL_ADVICE = 3
 ADVISED_FAILURES = {FAILURES_UNTIL_ADVICE << doubled for doubled in range(32)}
 REPEAT_S = 10.0
 """Several attempts may fail in a second, also in a healthy run: a newcomer's record is there before its first batch."""
+
+
+OVERWRITTEN = (
+    "Something has written to the model's parameters while a step was made in the background (delay=%r). The step "
+    "overwrites that: load weights after optimizer.settle(), and change none in the loop, or leave delay out"
+)
 
 
 def _are_texts(facts: object) -> bool:
@@ -156,56 +164,57 @@ class Optimizer(OptimizerWrapper):
         self._averaging = averaging
         super().__init__(made_optimizer(optimizer, params))
         named = checked_parameters(self.inner)  # the model's own
-        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-        extra = extra_tensors_of(buffers, extra_tensors)
-        if buffers is None and not auxiliary:
-            warn_of_running_statistics(parameter for _, parameter in named)
-        facts = dict(must_match or {}) | options.facts()
-        schedule = made_scheduler(scheduler, self.inner)
-        of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.offload, "extra": extra}
-        self._local: InnerSteps | None = None
-        if local_steps is None:
-            replica = Replica(self.inner, schedule, **of_replica)
-        else:
-            replica = local = LocalReplica(self.inner, schedule, local_steps, **of_replica)
-            self._local = InnerSteps(local)
-            facts |= local_steps.facts(local.optimizer)
-        self.wrap(replica)
-        self.last_round: RoundManifest | None = None
-        """The manifest of the round behind the current global step; None for a step made alone or loaded."""
-        self.last_contribution = 0
-        """This peer's samples in the current global step."""
-        self.recent_steps = RecentSteps(peer.peer_id, split.fragments)
-        """The last global steps that this peer has made, with the samples of all peers."""
-        self.weighs_by_samples: bool | None = None
-        """Whether the weight of each batch so far was its number of samples; None before the first batch."""
-        self.last_failure: Failure | None = None
-        """Why samples of this peer last did not count at once; None if they always have."""
-        self.peer = peer
-        accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
-        self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
-        self._averages_in_background = options.delay == "gradients" or split.overlap_steps > 0
-        self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
-        self._speed = SpeedMeter()
-        self._advice = Advice(target_batch_size)
-        self._allow_solo = allow_solo
-        self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
-        self._was_alone = False
-        prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
-        self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
-        """The settings of the run, which all its peers have signed."""
-        self._collaboration = Collaboration(
-            peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
-            batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
-        )  # fmt: skip
-        self._client = BlockingRunClient(peer, self._collaboration, self._replica)
-        self.statistics.states_loaded += self._client.join()
-        if local_steps is not None and (fault := options.fault_with(self.num_peers)):
-            self._client.leave()
-            raise ConfigError(fault)
-        self._checks = LoopChecks(self._replica.model_parameters)
-        self._collaboration.on_leaving = self._checks.close
-        self._show()
+        with Wrapping(self.inner, named, run_id, scheduler) as wrapping:
+            self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+            extra = extra_tensors_of(buffers, extra_tensors)
+            if buffers is None and not auxiliary:
+                warn_of_running_statistics(parameter for _, parameter in named)
+            facts = dict(must_match or {}) | options.facts()
+            schedule = made_scheduler(scheduler, self.inner)
+            of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.offload, "extra": extra}
+            self._local: InnerSteps | None = None
+            if local_steps is None:
+                replica = Replica(self.inner, schedule, **of_replica)
+            else:
+                replica = local = LocalReplica(self.inner, schedule, local_steps, **of_replica)
+                self._local = InnerSteps(local)
+                facts |= local_steps.facts(local.optimizer)
+            self.wrap(replica)
+            self.last_round: RoundManifest | None = None
+            """The manifest of the round behind the current global step; None for a step made alone or loaded."""
+            self.last_contribution = 0
+            """This peer's samples in the current global step."""
+            self.recent_steps = RecentSteps(peer.peer_id, split.fragments)
+            """The last global steps that this peer has made, with the samples of all peers."""
+            self.weighs_by_samples: bool | None = None
+            """Whether the weight of each batch so far was its number of samples; None before the first batch."""
+            self.last_failure: Failure | None = None
+            """Why samples of this peer last did not count at once; None if they always have."""
+            self.peer = peer
+            accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
+            self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
+            self._averages_in_background = options.delay == "gradients" or split.overlap_steps > 0
+            self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
+            self._speed = SpeedMeter()
+            self._advice = Advice(target_batch_size)
+            self._allow_solo = allow_solo
+            self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
+            self._was_alone = self._has_told_overwritten = False
+            prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
+            self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
+            """The settings of the run, which all its peers have signed."""
+            self._collaboration = Collaboration(
+                peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
+                batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
+            )  # fmt: skip
+            self._client = BlockingRunClient(peer, self._collaboration, self._replica)
+            self.statistics.states_loaded += self._client.join()
+            if local_steps is not None and (fault := options.fault_with(self.num_peers)):
+                self._client.leave()
+                raise ConfigError(fault)
+            self._checks = LoopChecks(self._replica.model_parameters)
+            self._collaboration.on_leaving = functools.partial(_give_back, self._checks, replica, wrapping)
+            self._show()
 
     @property
     def global_step(self) -> int:
@@ -282,7 +291,11 @@ class Optimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_over()
         if self._current is not None and self._current.is_done:
+            if self._replica.is_overwritten and not self._has_told_overwritten:
+                self._has_told_overwritten = True
+                logger.warning(OVERWRITTEN, self._options.delay)
             self._conclude(self._current)
         has_batch = self._accumulate(batch_size, weight, at_step)
         if self._current is not None and self._local is not None and self._local.must_wait:
@@ -306,7 +319,7 @@ class Optimizer(OptimizerWrapper):
         deadline = self.peer.time() + timeout_s
         while self._current is not None:
             if self._current.is_done:
-                self._conclude(self._current)
+                self._conclude(self._current, keeps_model=True)
             elif self.peer.time() > deadline:
                 raise Timeout("waiting for a global step in the background", timeout_s)
             else:
@@ -320,6 +333,7 @@ class Optimizer(OptimizerWrapper):
         for a step in the background. Call no :meth:`step` within the block.
         """
         self.settle()
+        self._take_over()
         with self._replica.agreed_in_model():
             yield
 
@@ -340,6 +354,7 @@ class Optimizer(OptimizerWrapper):
         It waits for a step in the background, so save the model's parameters after it.
         """
         self.settle()
+        self._take_over()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -350,10 +365,21 @@ class Optimizer(OptimizerWrapper):
         """
         self.settle()
         with uninterrupted():
+            self._take_over()
+            is_here = self._replica.is_at(state_dict.get(PLACE))
             super().load_state_dict(state_dict)
+            if is_here:
+                return
             self._samples.drop_waiting("a checkpoint was loaded")
             self._moved_elsewhere()
         self._client.moved_elsewhere()
+
+    def _take_over(self) -> None:
+        """Step from what the user's code has written to the model, which no step in the background knows."""
+        if self._local is not None:
+            self._replica.take_over(is_ahead=self._local.is_ahead)
+        elif self._current is None:
+            self._replica.take_over()
 
     # micro-batches
 
@@ -453,8 +479,12 @@ class Optimizer(OptimizerWrapper):
         self._conclude(step)
 
     @uninterrupted()
-    def _conclude(self, step: GlobalStep) -> None:
-        """Count the outcome of a step, and have the model use its parameters."""
+    def _conclude(self, step: GlobalStep, *, keeps_model: bool = False) -> None:
+        """Count the outcome of a step, and have the model use its parameters.
+
+        Args:
+            keeps_model: unless something else has written to the model since the step began, a checkpoint perhaps.
+        """
         error = step.error
         if error is not None and not step.has_moved:
             self._give_up(step)
@@ -469,7 +499,10 @@ class Optimizer(OptimizerWrapper):
         if outcome.is_left_out or step.refusal:
             self.last_failure = Failure(number, step.refusal or "the group made the step without its samples")
         self._was_alone = outcome.manifest is None
-        self._replica.copy_to_model()
+        if keeps_model and self._replica.is_overwritten:
+            self._replica.take_over()
+        else:
+            self._replica.copy_to_model()
         self._show()
         self.last_round = outcome.manifest
         self.last_contribution = 0 if outcome.is_left_out else step.contribution.samples
@@ -553,3 +586,10 @@ class Optimizer(OptimizerWrapper):
     def _show(self) -> None:
         self.share()
         self._shown_step = self._replica.position.step
+
+
+def _give_back(checks: LoopChecks, replica: Replica, wrapping: Wrapping) -> None:
+    """Make the wrapped optimizer one of plain torch again, as this peer has left the run."""
+    checks.close()
+    replica.release()
+    wrapping.end()

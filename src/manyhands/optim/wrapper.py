@@ -37,6 +37,11 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
+        if isinstance(inner, OptimizerWrapper) or isinstance(getattr(inner, "optimizer", None), OptimizerWrapper):
+            raise ConfigError(
+                "optimizer is a manyhands.Optimizer already, which is wrapped once; give the torch optimizer itself, "
+                "optimizer.inner, after close()"
+            )
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._next_batch: tuple[int, float | None] | None = None

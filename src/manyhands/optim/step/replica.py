@@ -21,7 +21,7 @@ from manyhands.averaging.state.content import Origin, State, spec_of
 from manyhands.averaging.tensor_list import overlapping
 from manyhands.base.errors import ConfigError
 from manyhands.optim.extra_tensors import ExtraTensors
-from manyhands.optim.flat import GradientLayout, assign_flat, flattened
+from manyhands.optim.flat import GradientLayout, assign_flat, flattened, num_writes
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.options import check_unchanged, options_of
 from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
@@ -78,6 +78,7 @@ class Replica:
         self.extra_specs = [spec_of(*named) for named in zip(self.extra.names, self.extra.agreed, strict=True)]
         self.optimizer = self.wrapped = optimizer
         self.model_parameters = trained_of(optimizer)
+        self.writes = Writes(parameters_of(optimizer))
         self.scheduler = scheduler
         self._schedule = ScheduleAtBegin(scheduler) if scheduler is not None else None
         self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
@@ -165,9 +166,40 @@ class Replica:
 
     def copy_to_model(self) -> None:
         """Copy parameters and extra tensors to the model."""
+        self._show()
+        self.extra.copy_to_model()
+
+    def _show(self) -> None:
+        """Copy the parameters of the wrapped optimizer to the model, if it has its own."""
         if self.host_copy is not None:
             self.host_copy.copy_to_model()
-        self.extra.copy_to_model()
+        self.writes.note()
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether something else has written to the model's parameters, and the optimizer has copies of them."""
+        return self.host_copy is not None and self.writes.are_foreign
+
+    def take_over(self, *, is_ahead: bool = False) -> None:
+        """Have the optimizer step from what something else has written to the model, a checkpoint perhaps.
+
+        Args:
+            is_ahead: there are steps of this peer alone that no average has yet.
+        """
+        if self.host_copy is not None and self.writes.are_foreign:
+            with self._lock:
+                self._num_changes += 1
+                self.host_copy.take_over()
+            self.writes.note()
+
+    def release(self) -> None:
+        """Have the wrapped optimizer work on the model's parameters again, as they are in the model or newer."""
+        if self.host_copy is None:
+            return
+        with self._lock:
+            if not self.is_overwritten:
+                self._show()
+            self.host_copy.remove()
 
     def check_options(self, *, is_stepping: bool) -> None:
         """Raises ``ConfigError`` if something else than the schedule has changed an option of the groups."""
@@ -258,23 +290,52 @@ class Replica:
         """Load a checkpoint of the optimizer, and move to the position where it was taken."""
         with self._lock:
             self._num_changes += 1
+            if not self.is_at(place):
+                self.extra.load(self.extra.own)  # the user has loaded them with the model
             self._load(state_dict, place)
-            self.extra.load(self.extra.own)  # the user has loaded them with the model
         if self.host_copy is not None:
             self.host_copy.take_over(place.get("parameters") if place is not None else None)
+
+    def is_at(self, place: dict[str, Any] | None) -> bool:
+        """Whether a checkpoint is of the position where this peer is: what all peers agree on is there already.
+
+        ``accelerate.prepare`` loads what :meth:`place` has just returned.
+        """
+        return place is not None and _position_of(place) == self.position
 
     def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
         self.optimizer.load_state_dict(state_dict)
         self.options = options_of(self.wrapped.param_groups)
         if place is not None:
             self._set_schedule(place["scheduler"])
-            self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
+            self.position = _position_of(place)
             self.lineage_samples = place["lineage_samples"]
             self.origin = None
 
     def _set_schedule(self, schedule: dict[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))
+
+
+def _position_of(place: Mapping[str, Any]) -> Position:
+    return Position(place["step"], bytes.fromhex(place["lineage"]))
+
+
+class Writes:
+    """Tells whether something has written to parameters since :meth:`note`, except through ``.data``."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self.note()
+
+    def note(self) -> None:
+        """All writes so far are known."""
+        self._counts = [num_writes(parameter) for parameter in self._parameters]
+
+    @property
+    def are_foreign(self) -> bool:
+        """Whether there were others."""
+        return any(num_writes(one) != count for one, count in zip(self._parameters, self._counts, strict=True))
 
 
 def trained_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -331,9 +392,21 @@ class HostCopy:
         for index, (parameter, copy) in enumerate(zip(self._model_parameters, self._copies, strict=True)):
             if finer is not None and f"{index}" in finer:
                 copy.copy_(finer[f"{index}"])
-            if not torch.equal(copy.to(parameter), parameter):  # else the copy has them with more precision
-                copy.copy_(parameter)
+            take_over(parameter, copy)
         self._show_options()
+
+    def remove(self) -> None:
+        """Have the optimizer work on the model's parameters again, with its statistics beside them."""
+        originals = dict(zip(self._copies, self._model_parameters, strict=True))
+        for group in self._optimizer.param_groups:
+            is_on_device = bool(group.get("capturable") or group.get("fused"))
+            for copy in group["params"]:
+                if statistics := self._optimizer.state.pop(copy, {}):
+                    self._optimizer.state[originals[copy]] = {
+                        name: value if name == "step" and not is_on_device else _beside(originals[copy], name, value)
+                        for name, value in statistics.items()
+                    }
+            group["params"] = [originals[copy] for copy in group["params"]]
 
     def _show_options(self) -> None:
         for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
@@ -344,9 +417,25 @@ class HostCopy:
         self.shown_options = options_of(self.shown_groups)
 
 
+@torch.no_grad()
+def take_over(parameter: torch.Tensor, copy: torch.Tensor) -> None:
+    """Copy the values of a parameter that a copy does not have already, with more precision perhaps."""
+    has_them = copy.to(parameter) == parameter
+    if not bool(has_them.all()):
+        copy.copy_(torch.where(has_them.to(copy.device), copy, parameter.to(copy)))
+
+
 def copy_on_host(parameter: torch.Tensor) -> torch.Tensor:
     """A copy of a parameter on the host, at least in float32."""
     return torch.nn.Parameter(_on_host(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+
+
+def _beside(parameter: torch.Tensor, name: str, value: Any) -> Any:
+    """A statistic on the device and in the precision of its parameter, as torch loads it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_as_precise = value.is_floating_point() and name != "step"
+    return value.to(parameter.device, parameter.dtype if is_as_precise else value.dtype)
 
 
 def _on_host(value: Any) -> Any:
