@@ -266,6 +266,7 @@ class LocalReplica(Replica):
         own = [parameter.detach().clone() for parameter in self.model_parameters]
         try:  # an interrupt may come between two parameters
             _copy(self._parameters, self.model_parameters)
+            self.writes.note()
             yield
         finally:
             _copy(own, self.model_parameters)
