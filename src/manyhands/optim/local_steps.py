@@ -225,6 +225,7 @@ class LocalReplica(Replica):
                 for parameter, own in zip(self.model_parameters, self.own, strict=True):
                     own.grad = parameter.grad.to(own) if parameter.grad is not None else None
             self.inner.step()
+            self.options = options_of(self.inner.param_groups)  # some keep numbers of their own there
         self._show()
 
     @torch.no_grad()
@@ -299,7 +300,8 @@ class LocalReplica(Replica):
 
     def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
         kept: Mapping[str, torch.Tensor] = (place or {}).get(AGREED, {})
-        if not self.is_at(place):
+        is_here = self.is_at(place)
+        if not is_here:
             with torch.no_grad():
                 for index, (own, agreed) in enumerate(zip(self.model_parameters, self._parameters, strict=True)):
                     agreed.copy_(kept.get(f"{index}", own))
@@ -308,6 +310,8 @@ class LocalReplica(Replica):
         outer = (place or {}).get(OUTER, self.optimizer.state_dict() | {"state": {}})
         super()._load(outer, place)
         self.inner.load_state_dict(state_dict)
+        if not is_here and self.has_modes:
+            self.inner.train()  # type: ignore[attr-defined]  # its parameters become the agreed ones, which are trained
         self.options = options_of(self.inner.param_groups)
 
 

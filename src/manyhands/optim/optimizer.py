@@ -282,8 +282,11 @@ class Optimizer(OptimizerWrapper):
         Raises:
             ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
                 that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
-                option of the groups, such as the learning rate; or accelerate accumulates gradients as well.
+                option of the groups, such as the learning rate; the wrapped optimizer is in eval mode; or accelerate
+                accumulates gradients as well.
         """
+        if self._replica.mode == "eval":
+            raise ConfigError("the optimizer is in eval mode: call optimizer.train() before the next batch, as always")
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
         self._checks.check_held()
@@ -373,6 +376,15 @@ class Optimizer(OptimizerWrapper):
             self._samples.drop_waiting("a checkpoint was loaded")
             self._moved_elsewhere()
         self._client.moved_elsewhere()
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == self._replica.mode:  # a Trainer calls train() before each batch
+            return None
+        self.settle()
+        with uninterrupted():
+            result = self._replica.call(name, *args, **kwargs)
+            self.share()
+        return result
 
     def _take_over(self) -> None:
         """Step from what the user's code has written to the model, which no step in the background knows."""

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 PROTOCOL = "manyhands/1"
 MAX_COPIES = 3
+MODES = ("train", "eval")
+"""Methods that exchange the parameters in the model, as those of schedule-free optimizers do."""
 YIELD_S = 0.0002
 
 
@@ -58,6 +60,7 @@ class Replica:
         lineage_samples: samples in all steps that led there.
         origin: the last of these steps; None at the beginning, or if unknown.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
+        mode: which of ``MODES`` was called last; empty if none was since a checkpoint was loaded.
         can_replay: whether a newcomer can make past steps from their averaged vectors alone.
         norm_grows: whether the values of a contribution are larger the more samples are behind it.
     """
@@ -92,6 +95,8 @@ class Replica:
         self.origin: Origin | None = None
         self._agreed_options = hyper_parameters_of(optimizer.param_groups)
         self.options = options_of(self.wrapped.param_groups)
+        self.mode = ""
+        self._in_train_mode: InTrainMode | None = None
 
     @property
     def part(self) -> int:
@@ -186,11 +191,47 @@ class Replica:
         Args:
             is_ahead: there are steps of this peer alone that no average has yet.
         """
-        if self.host_copy is not None and self.writes.are_foreign:
+        if self._in_train_mode is not None and self.writes.are_foreign:
+            self._in_train_mode = None
+        if self.is_overwritten and self.host_copy is not None:
             with self._lock:
                 self._num_changes += 1
                 self.host_copy.take_over()
             self.writes.note()
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the wrapped optimizer, and have the model follow what it does to parameters and options.
+
+        While an optimizer is in eval mode, the state of the run is still that in train mode, which ``train()`` puts
+        back to the last bit.
+        """
+        self.check_options(is_stepping=False)
+        self.take_over(is_ahead=True)
+        with self._lock:
+            self._num_changes += 1
+            if self.has_modes and name == "eval" and self._in_train_mode is None:
+                self._in_train_mode = InTrainMode(self.wrapped)
+            result = getattr(self.wrapped, name)(*args, **kwargs)
+            if self.has_modes and name in MODES:
+                self.mode = name
+                self._after_mode(name)
+            self.options = options_of(self.wrapped.param_groups)
+        self._show()
+        return result
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the wrapped optimizer has all of ``MODES``."""
+        return all(callable(getattr(self.wrapped, mode, None)) for mode in MODES)
+
+    def _after_mode(self, name: str) -> None:
+        before = self._in_train_mode
+        if before is None:
+            return
+        if name == "train":
+            before.put_back()
+        if name == "train" or not before.differs():  # else it was in eval mode before, as a checkpoint may be
+            self._in_train_mode = None
 
     def release(self) -> None:
         """Have the wrapped optimizer work on the model's parameters again, as they are in the model or newer."""
@@ -245,12 +286,23 @@ class Replica:
     def _begin_capture(self, inner: torch.optim.Optimizer | None) -> Capture:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
-        return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra, inner)
+        return Capture(
+            self._as_trained(self.optimizer), schedule, self.position, self.lineage_samples, self.origin, extra,
+            self._as_trained(inner),
+        )  # fmt: skip
+
+    def _as_trained(self, optimizer: Any) -> Any:
+        """An optimizer as it is in train mode."""
+        is_evaluated = self._in_train_mode is not None and optimizer is self.wrapped
+        return self._in_train_mode if is_evaluated else optimizer
 
     def restore(self, state: State) -> None:
         """Load another peer's state; raises ``ValueError``, and changes nothing, if it cannot be trained on."""
         with self._lock:
             self._restore(state)
+            if self.mode == "train":  # the donor may have loaded a checkpoint that was saved in eval mode
+                self.wrapped.train()  # type: ignore[attr-defined]
+                self.options = options_of(self.wrapped.param_groups)
         self.copy_to_model()
 
     def _restore(self, state: State) -> None:
@@ -290,7 +342,9 @@ class Replica:
         """Load a checkpoint of the optimizer, and move to the position where it was taken."""
         with self._lock:
             self._num_changes += 1
+            self.mode = ""
             if not self.is_at(place):
+                self._in_train_mode = None
                 self.extra.load(self.extra.own)  # the user has loaded them with the model
             self._load(state_dict, place)
         if self.host_copy is not None:
@@ -336,6 +390,36 @@ class Writes:
     def are_foreign(self) -> bool:
         """Whether there were others."""
         return any(num_writes(one) != count for one, count in zip(self._parameters, self._counts, strict=True))
+
+
+class InTrainMode:
+    """Parameters and options of an optimizer in train mode, which stand for it in a state while it is in eval mode."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.param_groups = [
+            {**group, "params": [parameter.detach().to(HOST, copy=True) for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer, whose statistics are the same in both modes."""
+        return self._optimizer.state_dict()
+
+    def differs(self) -> bool:
+        """Whether the optimizer has others now."""
+        pairs = zip(self._kept(), parameters_of(self._optimizer), strict=True)
+        is_same = all(torch.equal(kept, now.detach().to(HOST)) for kept, now in pairs)
+        return not is_same or options_of(self.param_groups) != options_of(self._optimizer.param_groups)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Write the parameters to the optimizer's."""
+        for kept, parameter in zip(self._kept(), parameters_of(self._optimizer), strict=True):
+            parameter.copy_(kept)
+
+    def _kept(self) -> list[torch.Tensor]:
+        return [kept for group in self.param_groups for kept in group["params"]]
 
 
 def trained_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
