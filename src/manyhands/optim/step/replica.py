@@ -355,24 +355,21 @@ class Replica:
 
         ``accelerate.prepare`` loads what :meth:`place` has just returned.
         """
-        return place is not None and _position_of(place) == self.position
+        here = self.position.step, self.position.lineage.hex()
+        return place is not None and (place.get("step"), place.get("lineage")) == here
 
     def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
         self.optimizer.load_state_dict(state_dict)
         self.options = options_of(self.wrapped.param_groups)
         if place is not None:
             self._set_schedule(place["scheduler"])
-            self.position = _position_of(place)
+            self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
             self.lineage_samples = place["lineage_samples"]
             self.origin = None
 
     def _set_schedule(self, schedule: dict[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))
-
-
-def _position_of(place: Mapping[str, Any]) -> Position:
-    return Position(place["step"], bytes.fromhex(place["lineage"]))
 
 
 class Writes:
