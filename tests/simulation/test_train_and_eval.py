@@ -143,6 +143,25 @@ def test_other_public_methods_are_those_of_the_wrapped_optimizer(options: dict[s
     alone(train, **options)
 
 
+@in_each_mode
+def test_after_close_the_model_still_gets_the_weights_to_evaluate(options: dict[str, Any]) -> None:
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        optimizer.train()
+        for number in range(3):
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+        optimizer.close()
+        optimizer.eval()
+        assert_has(member.model, plain(range(3))[1], 1e-5)
+        optimizer.inner.train()
+        loss_of(member.model, 3).backward()
+        optimizer.inner.step()
+        assert_has(member.model, plain(range(4))[0], 1e-5)
+
+    alone(train, **options)
+
+
 def test_a_method_does_not_hide_that_the_loop_has_changed_an_option() -> None:
     def train(member: Member) -> None:
         member.optimizer.param_groups[0]["lr"] = 0.5

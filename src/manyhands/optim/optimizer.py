@@ -110,7 +110,7 @@ class Optimizer(OptimizerWrapper):
         averaging: times and sizes of the averaging rounds.
         progress: periods of the progress records.
     Raises:
-        ConfigError: an argument breaks a rule, or a parameter cannot be trained.
+        ConfigError: an argument breaks a rule, or a parameter cannot be trained, or another Optimizer trains it.
         ManifestMismatch: the model or the settings differ from those of the run; names both.
         RunNotFound: see ``start_new``.
         Unavailable: the DHT, or every peer that could send the run's state, does not answer.
@@ -348,7 +348,10 @@ class Optimizer(OptimizerWrapper):
         return self._client.wait_for_others(timeout_s)
 
     def close(self) -> None:
-        """Leave the run; the peer stays. Closing the peer does this too."""
+        """Leave the run; the peer stays. Closing the peer does this too.
+
+        The wrapped optimizer is one of plain torch again, and may be wrapped again.
+        """
         self._client.leave()
 
     def state_dict(self) -> dict[str, Any]:

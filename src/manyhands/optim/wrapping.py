@@ -13,13 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.base.errors import ConfigError
 
 RATES = ("lr", "initial_lr")
-"""The options that a schedule has changed for good when it is made, and that the next one begins from."""
+"""The options from which a schedule begins."""
 
 _lock = threading.Lock()
 _trained: dict[int, tuple[torch.Tensor, str]] = {}  # by id: the parameters of all open wrappers, with their run
 _left: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, dict[str, Any]]]] = weakref.WeakKeyDictionary()
-"""Optimizers that a schedule of their own was made for, and taken from: the last rate of each group, and those before
-that schedule."""
+"""Closed ones for which a schedule was made: by group, the last rate, and the rates before that schedule."""
 
 
 class Wrapping:
@@ -27,7 +26,8 @@ class Wrapping:
 
     Args:
         named: the parameters of the optimizer with their names.
-        has_schedule: whether the user gives a schedule that exists; it goes on from where it is.
+        scheduler: as the user gives it. A schedule goes on from where it is; one that a function makes begins from the
+            rates before the last one that was made so.
     Raises:
         ConfigError: another wrapper trains one of them; names it.
     """

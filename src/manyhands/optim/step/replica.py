@@ -97,6 +97,7 @@ class Replica:
         self.options = options_of(self.wrapped.param_groups)
         self.mode = ""
         self._in_train_mode: InTrainMode | None = None
+        self._finer: dict[str, torch.Tensor] = {}  # of the copies that there were
 
     @property
     def part(self) -> int:
@@ -240,7 +241,9 @@ class Replica:
         with self._lock:
             if not self.is_overwritten:
                 self._show()
+            self._finer = self.host_copy.finer()
             self.host_copy.remove()
+            self.host_copy = None
 
     def check_options(self, *, is_stepping: bool) -> None:
         """Raises ``ConfigError`` if something else than the schedule has changed an option of the groups."""
@@ -330,7 +333,7 @@ class Replica:
 
     def place(self) -> dict[str, Any]:
         """Position and schedule for a checkpoint; with ``offload`` also parameters that are finer than the model's."""
-        finer = self.host_copy.finer() if self.host_copy is not None else {}
+        finer = self.host_copy.finer() if self.host_copy is not None else self._finer
         return ({"parameters": finer} if finer else {}) | {
             "step": self.position.step,
             "lineage": self.position.lineage.hex(),
