@@ -44,7 +44,7 @@ from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica, manifest_of
 from manyhands.optim.wrapper import PLACE, OptimizerWrapper
-from manyhands.optim.wrapping import Wrapping
+from manyhands.optim.wrapping import Wrapping, undone_if_it_raises
 from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted
 
@@ -119,6 +119,7 @@ class Optimizer(OptimizerWrapper):
     _step_supports_amp_scaling = True
     """``torch.amp.GradScaler`` leaves it to :meth:`step` to divide by the scale, and to drop overflowed gradients."""
 
+    @undone_if_it_raises
     def __init__(
         self,
         optimizer: OptimizerMaker,
@@ -164,57 +165,58 @@ class Optimizer(OptimizerWrapper):
         self._averaging = averaging
         super().__init__(made_optimizer(optimizer, params))
         named = checked_parameters(self.inner)  # the model's own
-        with Wrapping(self.inner, named, run_id, scheduler) as wrapping:
-            self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-            extra = extra_tensors_of(buffers, extra_tensors)
-            if buffers is None and not auxiliary:
-                warn_of_running_statistics(parameter for _, parameter in named)
-            facts = dict(must_match or {}) | options.facts()
-            schedule = made_scheduler(scheduler, self.inner)
-            of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.offload, "extra": extra}
-            self._local: InnerSteps | None = None
-            if local_steps is None:
-                replica = Replica(self.inner, schedule, **of_replica)
-            else:
-                replica = local = LocalReplica(self.inner, schedule, local_steps, **of_replica)
-                self._local = InnerSteps(local)
-                facts |= local_steps.facts(local.optimizer)
-            self.wrap(replica)
-            self.last_round: RoundManifest | None = None
-            """The manifest of the round behind the current global step; None for a step made alone or loaded."""
-            self.last_contribution = 0
-            """This peer's samples in the current global step."""
-            self.recent_steps = RecentSteps(peer.peer_id, split.fragments)
-            """The last global steps that this peer has made, with the samples of all peers."""
-            self.weighs_by_samples: bool | None = None
-            """Whether the weight of each batch so far was its number of samples; None before the first batch."""
-            self.last_failure: Failure | None = None
-            """Why samples of this peer last did not count at once; None if they always have."""
-            self.peer = peer
-            accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
-            self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
-            self._averages_in_background = options.delay == "gradients" or split.overlap_steps > 0
-            self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
-            self._speed = SpeedMeter()
-            self._advice = Advice(target_batch_size)
-            self._allow_solo = allow_solo
-            self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
-            self._was_alone = self._has_told_overwritten = False
-            prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
-            self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
-            """The settings of the run, which all its peers have signed."""
-            self._collaboration = Collaboration(
-                peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
-                batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
-            )  # fmt: skip
-            self._client = BlockingRunClient(peer, self._collaboration, self._replica)
-            self.statistics.states_loaded += self._client.join()
-            if local_steps is not None and (fault := options.fault_with(self.num_peers)):
-                self._client.leave()
-                raise ConfigError(fault)
-            self._checks = LoopChecks(self._replica.model_parameters)
-            self._collaboration.on_leaving = functools.partial(_give_back, self._checks, replica, wrapping)
-            self._show()
+        self._wrapping = Wrapping(self.inner, named, run_id, scheduler)
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        extra = extra_tensors_of(buffers, extra_tensors)
+        if buffers is None and not auxiliary:
+            warn_of_running_statistics(parameter for _, parameter in named)
+        facts = dict(must_match or {}) | options.facts()
+        schedule = made_scheduler(scheduler, self.inner)
+        of_replica: dict[str, Any] = {"max_grad_norm": max_grad_norm, "offload": options.offload, "extra": extra}
+        self._local: InnerSteps | None = None
+        if local_steps is None:
+            replica = Replica(self.inner, schedule, **of_replica)
+        else:
+            replica = local = LocalReplica(self.inner, schedule, local_steps, **of_replica)
+            self._local = InnerSteps(local)
+            facts |= local_steps.facts(local.optimizer)
+        self.wrap(replica)
+        self.last_round: RoundManifest | None = None
+        """The manifest of the round behind the current global step; None for a step made alone or loaded."""
+        self.last_contribution = 0
+        """This peer's samples in the current global step."""
+        self.recent_steps = RecentSteps(peer.peer_id, split.fragments)
+        """The last global steps that this peer has made, with the samples of all peers."""
+        self.weighs_by_samples: bool | None = None
+        """Whether the weight of each batch so far was its number of samples; None before the first batch."""
+        self.last_failure: Failure | None = None
+        """Why samples of this peer last did not count at once; None if they always have."""
+        self.peer = peer
+        accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
+        self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
+        self._averages_in_background = options.delay == "gradients" or split.overlap_steps > 0
+        self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
+        self._speed = SpeedMeter()
+        self._advice = Advice(target_batch_size)
+        self._allow_solo = allow_solo
+        self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
+        self._was_alone = self._has_told_overwritten = False
+        prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
+        self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
+        """The settings of the run, which all its peers have signed."""
+        self._collaboration = Collaboration(
+            peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
+            batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
+        )  # fmt: skip
+        self._client = BlockingRunClient(peer, self._collaboration, self._replica)
+        self.statistics.states_loaded += self._client.join()
+        if local_steps is not None and (fault := options.fault_with(self.num_peers)):
+            self._client.leave()
+            raise ConfigError(fault)
+        self._checks = LoopChecks(self._replica.model_parameters)
+        self._collaboration.on_leaving = functools.partial(_give_back, self._checks, replica, self._wrapping)
+        self._wrapping.begin()
+        self._show()
 
     @property
     def global_step(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,6 +20,27 @@ _lock = threading.Lock()
 _trained: dict[int, tuple[torch.Tensor, str]] = {}  # by id: the parameters of all open wrappers, with their run
 _left: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, dict[str, Any]]]] = weakref.WeakKeyDictionary()
 """Closed ones for which a schedule was made: by group, the last rate, and the rates before that schedule."""
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def undone_if_it_raises(init: Init) -> Init:
+    """A wrapper's constructor that leaves the wrapped optimizer as it was, if it raises.
+
+    It sets ``_wrapping``, a :class:`Wrapping`, before it changes anything.
+    """
+
+    @functools.wraps(init)
+    def made(wrapper: Any, *args: Any, **named: Any) -> None:
+        try:
+            init(wrapper, *args, **named)
+        except BaseException:
+            if (wrapping := vars(wrapper).get("_wrapping")) is not None:
+                wrapping.undo()
+            raise
+
+    return cast(Init, made)
 
 
 class Wrapping:
@@ -66,16 +88,12 @@ class Wrapping:
                     group.pop(name, None)
                     group.update({name: before[name]} if name in before else {})
 
-    def __enter__(self) -> Wrapping:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Put everything back if the wrapper could not be made; else what it learns stays."""
-        if kind is not None:
-            self._undo()
+    def begin(self) -> None:
+        """The wrapper is made: what it learns stays."""
         self._state, self._of_schedule = {}, {}
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
+        """Put everything back: the wrapper could not be made."""
         self._free()
         for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.clear()
