@@ -18,6 +18,7 @@ import manyhands
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.optim.metrics import MetricsRecord, read_metrics
 from manyhands.training.transformers import CollaborativeCallback
+from tests.schedule_free import ScheduleFreeAdamW
 from tests.trainers import AVERAGING, FAST, in_threads, peers
 
 TARGET = 24
@@ -307,6 +308,80 @@ def test_a_checkpoint_is_of_one_global_step_and_goes_on_from_there(tmp_path: Pat
         assert callback.optimizer.global_step == trainer.state.global_step == 5
     assert sorted(losses_of(trainer)) == [1, 2, 3, 4, 5], "with those of the checkpoint"
     assert max(losses_of(trainer).values()) < 6
+
+
+@pytest.mark.parametrize("in_one_process", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"local_steps": manyhands.LocalSteps()},
+        {"local_steps": manyhands.LocalSteps(fragments=2, overlap_steps=1)},
+        {"local_steps": manyhands.LocalSteps(), "offload": True},
+        {"delay": "gradients"},
+    ],
+    ids=["local", "local, in parts", "local, offload", "delay"],
+)
+def test_a_resumed_training_goes_on_from_the_saved_model(
+    tmp_path: Path, options: dict[str, Any], *, in_one_process: bool
+) -> None:
+    """It has begun from new weights: the Trainer loads the model before the optimizer's state."""
+    often: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 0.02, "lr_scheduler_type": "constant"}
+    with peers(1) as (peer,):
+        trainer = made(tmp_path, max_steps=20, save_strategy="steps", save_steps=20, **often)
+        collaborating(trainer, peer, **options)
+        trainer.train()
+        if in_one_process:
+            trainer.train(resume_from_checkpoint=True)
+        trained = training_loss(trainer)
+    assert trained < plain_loss(trainer) - 0.5
+    with peers(1) as (peer,):
+        trainer = made(tmp_path, max_steps=21, **often)
+        callback = collaborating(trainer, peer, **options)
+        trainer.train(resume_from_checkpoint=True)
+        assert callback.optimizer.global_step == trainer.state.global_step == 21
+        assert training_loss(trainer) == pytest.approx(trained, abs=0.2)
+        with trainer.optimizer.optimizer.agreed_parameters():
+            assert training_loss(trainer) == pytest.approx(trained, abs=0.2)
+
+
+def training_loss(trainer: transformers.Trainer) -> float:
+    with torch.no_grad():
+        samples = trainer.train_dataset
+        whole = {name: torch.stack([sample[name] for sample in samples]) for name in ("inputs", "labels")}
+        return float(trainer.model(**whole)["loss"])
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"delay": "gradients"}], ids=["here", "offload", "delay"])
+def test_a_schedule_free_optimizer_trains_evaluates_and_resumes(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Its evaluations are of the weights to evaluate; these are saved, and it trains others."""
+
+    def made_free(max_steps: int) -> transformers.Trainer:
+        model = Tagger()
+        return transformers.Trainer(
+            model, arguments(tmp_path, max_steps=max_steps, eval_strategy="steps", eval_steps=2, save_steps=4,
+                             save_strategy="steps", lr_scheduler_type="constant", eval_on_start=True),
+            train_dataset=dataset(31, 1), eval_dataset=dataset(31, 1),
+            optimizers=(ScheduleFreeAdamW(model.parameters(), lr=0.02), None),
+        )  # fmt: skip
+
+    with peers(1) as (peer,):
+        trainer = made_free(8)
+        collaborating(trainer, peer, **options)
+        trainer.train()
+        optimizer: Any = trainer.optimizer.optimizer
+        assert optimizer.param_groups[0]["train_mode"] is False, "it has evaluated"
+        evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert evaluated[-1] < evaluated[0] - 0.2
+        optimizer.train()
+        trained = training_loss(trainer)
+        optimizer.eval()
+        assert training_loss(trainer) != trained
+    with peers(1) as (peer,):
+        trainer = made_free(8)
+        collaborating(trainer, peer, **options)
+        trainer.train(resume_from_checkpoint=True)
+        trainer.optimizer.train()
+        assert training_loss(trainer) == pytest.approx(trained, abs=1e-4)
 
 
 class Saves(transformers.TrainerCallback):

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import manyhands
 from manyhands.optim import process_group as ranks
 from tests.process.jobs import NUM_RANKS, Job, job, say
+from tests.schedule_free import ScheduleFreeAdamW
 from tests.sweeps import few_of
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, new_model, peers
 
@@ -386,6 +387,36 @@ def test_accelerate_prepares_it_as_any_other_optimizer(tmp_path: Path) -> None:
         first, second = both.hear()
         assert first == second
         assert (first["model"], first["step"]) == ("DistributedDataParallel", 2)
+        assert both.wait() == [0, 0]
+
+
+def train_and_evaluate(rank: int) -> None:
+    model = DistributedDataParallel(new_model())
+    with the_peer(rank) as peer:
+        optimizer: Any = manyhands.ProcessGroupOptimizer(
+            ScheduleFreeAdamW(model.parameters()), peer=peer, run_id="free", target_batch_size=2 * BATCH_SIZE,
+            batch_size_per_step=BATCH_SIZE, averaging=AVERAGING, progress=FAST,
+        )  # fmt: skip
+        for number in range(3):
+            optimizer.train()
+            loss_of(model, random_batch(rank, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained = digest_of(model)
+        optimizer.eval()
+        evaluated, mode = digest_of(model), optimizer.param_groups[0]["train_mode"]
+        optimizer.train()
+        say(trained=trained, evaluated=evaluated, mode=mode, again=digest_of(model), steps=optimizer.num_steps())
+
+
+@pytest.mark.long
+def test_all_ranks_have_the_weights_to_evaluate_and_then_those_to_train(tmp_path: Path) -> None:
+    with job(train_and_evaluate, tmp_path) as both:
+        first, second = both.hear()
+        assert first == second
+        assert first["trained"] == first["again"] != first["evaluated"]
+        assert first["mode"] is False
+        assert first["steps"] == 3
         assert both.wait() == [0, 0]
 
 

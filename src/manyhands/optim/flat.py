@@ -108,3 +108,8 @@ def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
         return True
     pieces = (piece for tensor in tensors for piece in torch.split(tensor.reshape(-1), CHECKED_NUMEL))
     return all(bool(piece.float().isfinite().all()) for piece in pieces)
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place, as torch counts it: not through ``.data``."""
+    return tensor._version  # noqa: SLF001 (torch has no public name for it)

@@ -35,7 +35,7 @@ from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, restore, specs_of, split_inner, take_options
-from manyhands.optim.step.replica import HostCopy, Replica, copy_on_host, trained_of
+from manyhands.optim.step.replica import HostCopy, Replica, Writes, copy_on_host, take_over, trained_of
 from manyhands.optim.step.update import global_norm
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,11 @@ class LocalReplica(Replica):
         self.num_fragments, self.overlap_steps = local_steps.fragments, local_steps.overlap_steps
         self._is_sparse = local_steps.sparse is not None
         of_model, model_parameters = parameters_of(inner), trained_of(inner)
+        if self.num_fragments > len(model_parameters):
+            above = f"fragments={self.num_fragments} is above the number of trained tensors"
+            raise ConfigError(f"{above}; for example {len(model_parameters)}, or fewer")
         super().__init__(_outer_of(local_steps, inner), scheduler, extra=extra)
+        self.writes = Writes(of_model)
         pairs = zip(of_model, parameters_of(self.optimizer), strict=True)
         self._frozen = [(own, agreed) for own, agreed in pairs if not own.requires_grad]
         self._max_inner_norm = max_grad_norm
@@ -146,9 +150,6 @@ class LocalReplica(Replica):
         self.host_copy = HostCopy(inner) if offload else None  # of the model, as for every replica
         self.own = trained_of(inner)
         self._agreed_inner_options = hyper_parameters_of(inner.param_groups)
-        if self.num_fragments > len(self.own):
-            above = f"fragments={self.num_fragments} is above the number of trained tensors"
-            raise ConfigError(f"{above}; for example {len(self.own)}, or fewer")
         self._fragments = list[_Fragment]()
         for members in _fragments_of([parameter.numel() for parameter in self.own], self.num_fragments):
             own, agreed = ([those[index] for index in members] for those in (self.own, self._parameters))
@@ -210,7 +211,7 @@ class LocalReplica(Replica):
             except ValueError as error:  # of a kind of optimizer that cannot be tried on a copy
                 logger.warning("This peer begins with new statistics of its inner optimizer: %s", error)
         self.options = options_of(self.inner.param_groups)
-        self._copy_own_to_model()
+        self._show()
 
     # for the training thread
 
@@ -228,7 +229,8 @@ class LocalReplica(Replica):
                 for parameter, own in zip(self.model_parameters, self.own, strict=True):
                     own.grad = parameter.grad.to(own) if parameter.grad is not None else None
             self.inner.step()
-        self._copy_own_to_model()
+            self.options = options_of(self.inner.param_groups)  # some keep numbers of their own there
+        self._show()
 
     @torch.no_grad()
     def pseudo_gradient(self, flat_N: torch.Tensor | None) -> torch.Tensor:
@@ -249,7 +251,7 @@ class LocalReplica(Replica):
         own_ones, agreed_ones, _ = self._fragments[number]
         for own, agreed in zip(own_ones, agreed_ones, strict=True):
             own.copy_(agreed) if kept_share == 0 else own.lerp_(agreed.to(own), 1 - kept_share)
-        self._copy_own_to_model()
+        self._show()
 
     @torch.no_grad()
     def differ_by(self, number: int, pseudo_gradient_N: torch.Tensor) -> None:
@@ -257,7 +259,7 @@ class LocalReplica(Replica):
         own_ones, agreed_ones, layout = self._fragments[number]
         for own, agreed, value in zip(own_ones, agreed_ones, layout.views(pseudo_gradient_N).values, strict=True):
             own.copy_(agreed - value)
-        self._copy_own_to_model()
+        self._show()
 
     def forget_inner(self) -> None:
         """Begin with new statistics of the inner optimizer."""
@@ -269,13 +271,27 @@ class LocalReplica(Replica):
         own = [parameter.detach().clone() for parameter in self.model_parameters]
         try:  # an interrupt may come between two parameters
             _copy(self._parameters, self.model_parameters)
+            self.writes.note()
             yield
         finally:
             _copy(own, self.model_parameters)
+            self.writes.note()
 
-    def _copy_own_to_model(self) -> None:
-        if self.host_copy is not None:
-            self.host_copy.copy_to_model()
+    @property
+    def is_overwritten(self) -> bool:
+        return self.writes.are_foreign
+
+    def take_over(self, *, is_ahead: bool = False) -> None:
+        """Without steps of its own to average, this peer agrees on what was written: it is no change of its own."""
+        if not self.writes.are_foreign:
+            return
+        super().take_over()
+        if not is_ahead:
+            with self._lock:
+                self._num_changes += 1
+                for own, agreed in [*zip(self.own, self._parameters, strict=True), *self._frozen]:
+                    take_over(own, agreed)
+        self.writes.note()
 
     # checkpoints
 
@@ -288,14 +304,18 @@ class LocalReplica(Replica):
 
     def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
         kept: Mapping[str, torch.Tensor] = (place or {}).get(AGREED, {})
-        with torch.no_grad():
-            for index, (own, agreed) in enumerate(zip(self.model_parameters, self._parameters, strict=True)):
-                agreed.copy_(kept.get(f"{index}", own))
-            for own, agreed in self._frozen:
-                agreed.copy_(own)
+        is_here = self.is_at(place)
+        if not is_here:
+            with torch.no_grad():
+                for index, (own, agreed) in enumerate(zip(self.model_parameters, self._parameters, strict=True)):
+                    agreed.copy_(kept.get(f"{index}", own))
+                for own, agreed in self._frozen:
+                    agreed.copy_(own)
         outer = (place or {}).get(OUTER, self.optimizer.state_dict() | {"state": {}})
         super()._load(outer, place)
         self._load_optimizer(self.inner, state_dict, place)
+        if not is_here and self.has_modes:
+            self.inner.train()  # type: ignore[attr-defined]  # its parameters become the agreed ones, which are trained
         self.options = options_of(self.inner.param_groups)
 
 
@@ -366,6 +386,11 @@ class InnerSteps(Accumulator):
             "that DiLoCo chose. Its perplexity was 2.9% higher with 1000 than with 50 (arXiv:2311.08105). A smaller "
             "target_batch_size makes them fewer"
         )
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this peer has made inner steps that are in no average yet."""
+        return self._out is not None or any(self._weights)
 
     @property
     def must_wait(self) -> bool:

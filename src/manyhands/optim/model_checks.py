@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from manyhands.base.errors import ConfigError
+from manyhands.optim.flat import num_writes
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class LoopChecks:
 
     def _is_unwritten(self, num_more: int) -> bool:
         grad = self._counted
-        return grad is not None and self._smallest.grad is grad and _num_writes(grad) == self._num_writes + num_more
+        return grad is not None and self._smallest.grad is grad and num_writes(grad) == self._num_writes + num_more
 
     def _before(self, _: torch.Tensor) -> None:
         if self._counted is not None and self._is_unwritten(0):
@@ -95,7 +96,7 @@ class LoopChecks:
         grad = self._smallest.grad
         is_watched = grad is not None and grad.layout is torch.strided and not grad.is_inference()
         self._counted = grad if is_watched and not self._is_told else None
-        self._num_writes = _num_writes(self._counted) if self._counted is not None else 0
+        self._num_writes = num_writes(self._counted) if self._counted is not None else 0
         self._was_added_to = self._was_zero = False
 
     def close(self) -> None:
@@ -103,10 +104,6 @@ class LoopChecks:
         self._counted, self._is_told = None, True
         for handle in self._handles:
             handle.remove()
-
-
-def _num_writes(tensor: torch.Tensor) -> int:
-    return tensor._version  # noqa: SLF001 (torch has no public name for it)
 
 
 def models_of(parameters: Iterable[torch.Tensor]) -> list[torch.nn.Module]:

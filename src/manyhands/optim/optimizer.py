@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -43,7 +44,8 @@ from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica, manifest_of
-from manyhands.optim.wrapper import OptimizerWrapper
+from manyhands.optim.wrapper import PLACE, OptimizerWrapper
+from manyhands.optim.wrapping import Wrapping, undone_if_it_raises
 from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted
 
@@ -56,6 +58,12 @@ FAILURES_UNTIL_ADVICE = 3
 ADVISED_FAILURES = {FAILURES_UNTIL_ADVICE << doubled for doubled in range(32)}
 REPEAT_S = 10.0
 """Several attempts may fail in a second, also in a healthy run: a newcomer's record is there before its first batch."""
+
+
+OVERWRITTEN = (
+    "Something has written to the model's parameters while a step was made in the background (delay=%r). The step "
+    "overwrites that: load weights after optimizer.settle(), and change none in the loop, or leave delay out"
+)
 
 
 def _are_texts(facts: object) -> bool:
@@ -107,7 +115,7 @@ class Optimizer(OptimizerWrapper):
         averaging: times and sizes of the averaging rounds.
         progress: periods of the progress records.
     Raises:
-        ConfigError: an argument breaks a rule, or a parameter cannot be trained.
+        ConfigError: an argument breaks a rule, or a parameter cannot be trained, or another Optimizer trains it.
         ManifestMismatch: the model or the settings differ from those of the run; names both.
         RunNotFound: see ``start_new``.
         Unavailable: the DHT, or every peer that could send the run's state, does not answer.
@@ -116,6 +124,7 @@ class Optimizer(OptimizerWrapper):
     _step_supports_amp_scaling = True
     """``torch.amp.GradScaler`` leaves it to :meth:`step` to divide by the scale, and to drop overflowed gradients."""
 
+    @undone_if_it_raises
     def __init__(
         self,
         optimizer: OptimizerMaker,
@@ -162,6 +171,7 @@ class Optimizer(OptimizerWrapper):
         self._averaging = averaging
         super().__init__(made_optimizer(optimizer, params))
         named = checked_parameters(self.inner)  # the model's own
+        self._wrapping = Wrapping(self.inner, named, run_id, scheduler)
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         extra = extra_tensors_of(buffers, extra_tensors)
         parameters = [parameter for _, parameter in named]
@@ -200,7 +210,7 @@ class Optimizer(OptimizerWrapper):
         self._advice = Advice(target_batch_size)
         self._allow_solo = allow_solo
         self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
-        self._was_alone = self._has_checked_state = False
+        self._was_alone = self._has_checked_state = self._has_told_overwritten = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
         """The settings of the run, which all its peers have signed."""
@@ -214,7 +224,8 @@ class Optimizer(OptimizerWrapper):
             self._client.leave()
             raise ConfigError(fault)
         self._checks = LoopChecks(self._replica.model_parameters)
-        self._collaboration.on_leaving = self._checks.close
+        self._collaboration.on_leaving = functools.partial(_give_back, self._checks, replica, self._wrapping)
+        self._wrapping.begin()
         self._show()
 
     @property
@@ -283,10 +294,13 @@ class Optimizer(OptimizerWrapper):
         Raises:
             ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
                 that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
-                option of the groups, such as the learning rate; accelerate accumulates gradients as well; or, after
-                the first step, the optimizer's state has a value that newcomers could not load.
+                option of the groups, such as the learning rate; the wrapped optimizer is in eval mode; accelerate
+                accumulates gradients as well; or, after the first step, the optimizer's state has a value that
+                newcomers could not load.
             Unavailable: this peer has learnt nothing yet, and cannot use the state of the peers that are ahead.
         """
+        if self._replica.mode == "eval":
+            raise ConfigError("the optimizer is in eval mode: call optimizer.train() before the next batch, as always")
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
         self._checks.check_held()
@@ -294,7 +308,11 @@ class Optimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_over()
         if self._current is not None and self._current.is_done:
+            if self._replica.is_overwritten and not self._has_told_overwritten:
+                self._has_told_overwritten = True
+                logger.warning(OVERWRITTEN, self._options.delay)
             self._conclude(self._current)
         has_batch = self._accumulate(batch_size, weight, at_step)
         if self._current is not None and self._local is not None and self._local.must_wait:
@@ -318,7 +336,7 @@ class Optimizer(OptimizerWrapper):
         deadline = self.peer.time() + timeout_s
         while self._current is not None:
             if self._current.is_done:
-                self._conclude(self._current)
+                self._conclude(self._current, keeps_model=True)
             elif self.peer.time() > deadline:
                 raise Timeout("waiting for a global step in the background", timeout_s)
             else:
@@ -332,6 +350,7 @@ class Optimizer(OptimizerWrapper):
         for a step in the background. Call no :meth:`step` within the block.
         """
         self.settle()
+        self._take_over()
         with self._replica.agreed_in_model():
             yield
 
@@ -350,7 +369,10 @@ class Optimizer(OptimizerWrapper):
         return self._client.wait_for_downloads(timeout_s)
 
     def close(self) -> None:
-        """Leave the run; the peer stays. Closing the peer does this too."""
+        """Leave the run; the peer stays. Closing the peer does this too.
+
+        The wrapped optimizer is one of plain torch again, and may be wrapped again.
+        """
         self._client.leave()
 
     def state_dict(self) -> dict[str, Any]:
@@ -359,6 +381,7 @@ class Optimizer(OptimizerWrapper):
         It waits for a step in the background, so save the model's parameters after it.
         """
         self.settle()
+        self._take_over()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -369,10 +392,30 @@ class Optimizer(OptimizerWrapper):
         """
         self.settle()
         with uninterrupted():
+            self._take_over()
+            is_here = self._replica.is_at(state_dict.get(PLACE))
             super().load_state_dict(state_dict)
+            if is_here:
+                return
             self._samples.drop_waiting("a checkpoint was loaded")
             self._moved_elsewhere()
         self._client.moved_elsewhere()
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == self._replica.mode:  # a Trainer calls train() before each batch
+            return None
+        self.settle()
+        with uninterrupted():
+            result = self._replica.call(name, *args, **kwargs)
+            self.share()
+        return result
+
+    def _take_over(self) -> None:
+        """Step from what the user's code has written to the model, which no step in the background knows."""
+        if self._local is not None:
+            self._replica.take_over(is_ahead=self._local.is_ahead)
+        elif self._current is None:
+            self._replica.take_over()
 
     # micro-batches
 
@@ -472,8 +515,12 @@ class Optimizer(OptimizerWrapper):
         self._conclude(step)
 
     @uninterrupted()
-    def _conclude(self, step: GlobalStep) -> None:
-        """Count the outcome of a step, and have the model use its parameters."""
+    def _conclude(self, step: GlobalStep, *, keeps_model: bool = False) -> None:
+        """Count the outcome of a step, and have the model use its parameters.
+
+        Args:
+            keeps_model: unless something else has written to the model since the step began, a checkpoint perhaps.
+        """
         error = step.error
         if error is not None and not step.has_moved:
             self._give_up(step)
@@ -488,7 +535,10 @@ class Optimizer(OptimizerWrapper):
         if outcome.is_left_out or step.refusal:
             self.last_failure = Failure(number, step.refusal or "the group made the step without its samples")
         self._was_alone = outcome.manifest is None
-        self._replica.copy_to_model()
+        if keeps_model and self._replica.is_overwritten:
+            self._replica.take_over()
+        else:
+            self._replica.copy_to_model()
         self._show()
         self.last_round = outcome.manifest
         self.last_contribution = 0 if outcome.is_left_out else step.contribution.samples
@@ -577,3 +627,10 @@ class Optimizer(OptimizerWrapper):
     def _show(self) -> None:
         self.share()
         self._shown_step = self._replica.position.step
+
+
+def _give_back(checks: LoopChecks, replica: Replica, wrapping: Wrapping) -> None:
+    """Make the wrapped optimizer one of plain torch again, as this peer has left the run."""
+    checks.close()
+    replica.release()
+    wrapping.end()

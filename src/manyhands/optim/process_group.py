@@ -25,6 +25,7 @@ from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.options import OptimizerMaker, checked_parameters, made_optimizer
 from manyhands.optim.serializable import merged
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, specs_of
+from manyhands.optim.step.replica import MODES
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
 
@@ -199,6 +200,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         self._tensors = [*parameters_of(inner), *(tensor for _, tensor in extra)]
         self._batch_size_per_step = batch_size_per_step
         self._has_warned = False
+        self._mode = ""  # of the wrapped optimizer on rank 0
         self._shared: tuple[int, int, int] | None = None  # which parameters all ranks have; None if they may differ
 
         def make(_: Sequence[StepArguments]) -> None:
@@ -271,8 +273,17 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 
         The others get these parameters.
         """
-        self._shared = None
+        self._shared, self._mode = None, ""
         self._together("load_state_dict", lambda _: self._own_leader.load_state_dict(state_dict))
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the wrapped optimizer on rank 0; all ranks do, and get its result and the parameters."""
+        if name == self._mode:
+            return None
+        self._shared = None
+        result = self._together(name, lambda _: getattr(self._own_leader, name)(*args, **kwargs))
+        self._mode = name if name in MODES else self._mode
+        return result
 
     # on rank 0
 

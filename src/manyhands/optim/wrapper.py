@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -37,9 +39,30 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
+        if isinstance(inner, OptimizerWrapper) or isinstance(getattr(inner, "optimizer", None), OptimizerWrapper):
+            raise ConfigError(
+                "optimizer is a manyhands.Optimizer already, which is wrapped once; give the torch optimizer itself, "
+                "optimizer.inner, after close()"
+            )
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self._next_batch: tuple[int, float | None] | None = None
+
+    if not TYPE_CHECKING:  # a misspelt name is an error there
+
+        def __getattr__(self, name: str) -> Any:
+            """The other public methods of the wrapped optimizer, such as ``train()`` and ``eval()``.
+
+            The model has what they make of its parameters when they return.
+            """
+            method = getattr(vars(self).get("inner"), name, None) if not name.startswith("_") else None
+            if not inspect.isroutine(method):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return functools.wraps(method)(functools.partial(self._call, name))
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the wrapped optimizer."""
+        raise NotImplementedError
 
     @property
     def makes_local_steps(self) -> bool:

@@ -204,6 +204,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
         if not self._has_begun:
             raise ConfigError("the Trainer has no CollaborativeCallback: call trainer.add_callback(callback) first")
         if self._trainer.control.should_training_stop:  # the run was complete from the start
+            self._trainer.optimizer.train()  # it may have evaluated
             self.optimizer.next_batch(0)
             return torch.zeros((), device=self._trainer.args.device)
         samples, weight = find_batch_size(inputs), self.weight_of(inputs)
@@ -280,6 +281,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stay until peers that are behind have loaded the state."""
         logger.info("Stopping at global step %d; waiting for peers that are behind", self.optimizer.global_step)
+        self.optimizer.settle()  # so that the model is that of the last step
         self.optimizer.wait_for_others()
 
 

@@ -78,7 +78,7 @@ class Collaboration:
     """One peer's part in one run: its manifest, progress, rounds and state server.
 
     Attributes:
-        on_leaving: called as this peer leaves the run.
+        on_leaving: called when this peer has left the run, and nothing is done for it any more.
     """
 
     presence: Presence
@@ -231,11 +231,13 @@ class Collaboration:
         if self.close in self.presence.on_close:
             self.presence.on_close.remove(self.close)
             self._lull_until = -math.inf
-            if self.on_leaving is not None:
-                self.on_leaving()
             is_new = self.tracker.own.position.step == 0  # another attempt to join must know
             self.presence.seen_steps[self.run_id] = self.tracker.branches.seen_step if is_new else 0
-            await self._parts.aclose()
+            try:
+                await self._parts.aclose()
+            finally:
+                if self.on_leaving is not None:
+                    self.on_leaving()
 
     # at step 0
 

@@ -22,7 +22,7 @@ from manyhands.averaging.state.content import Origin, State, spec_of
 from manyhands.averaging.tensor_list import overlapping
 from manyhands.base.errors import ConfigError
 from manyhands.optim.extra_tensors import ExtraTensors
-from manyhands.optim.flat import GradientLayout, assign_flat, flattened
+from manyhands.optim.flat import GradientLayout, assign_flat, flattened, num_writes
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.options import check_unchanged, options_of
 from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 PROTOCOL = "manyhands/1"
 MAX_COPIES = 3
+MODES = ("train", "eval")
+"""Methods that exchange the parameters in the model, as those of schedule-free optimizers do."""
 YIELD_S = 0.0002
 DTYPES = "dtypes"
 """Key of the dtypes of the optimizer's parameters in a checkpoint."""
@@ -65,6 +67,7 @@ class Replica:
         origin: the last of these steps; None at the beginning, or if unknown.
         root: the lineage after the first of these steps, which tells two beginnings of one run apart; empty before it.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
+        mode: which of ``MODES`` was called last; empty if none was since a checkpoint was loaded.
         can_replay: whether a newcomer can make past steps from their averaged vectors alone.
         norm_grows: whether the values of a contribution are larger the more samples are behind it.
     """
@@ -85,6 +88,7 @@ class Replica:
         self.extra_specs = [spec_of(*named) for named in zip(self.extra.names, self.extra.agreed, strict=True)]
         self.optimizer = self.wrapped = optimizer
         self.model_parameters = trained_of(optimizer)
+        self.writes = Writes(parameters_of(optimizer))
         self.scheduler = scheduler
         self._schedule = ScheduleAtBegin(scheduler) if scheduler is not None else None
         self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
@@ -99,6 +103,9 @@ class Replica:
         self.root = b""
         self._agreed_options = hyper_parameters_of(optimizer.param_groups)
         self.options = options_of(self.wrapped.param_groups)
+        self.mode = ""
+        self._in_train_mode: InTrainMode | None = None
+        self._finer: dict[str, torch.Tensor] = {}  # of the copies that there were
 
     @property
     def part(self) -> int:
@@ -175,9 +182,78 @@ class Replica:
 
     def copy_to_model(self) -> None:
         """Copy parameters and extra tensors to the model."""
+        self._show()
+        self.extra.copy_to_model()
+
+    def _show(self) -> None:
+        """Copy the parameters of the wrapped optimizer to the model, if it has its own."""
         if self.host_copy is not None:
             self.host_copy.copy_to_model()
-        self.extra.copy_to_model()
+        self.writes.note()
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether something else has written to the model's parameters, and the optimizer has copies of them."""
+        return self.host_copy is not None and self.writes.are_foreign
+
+    def take_over(self, *, is_ahead: bool = False) -> None:
+        """Have the optimizer step from what something else has written to the model, a checkpoint perhaps.
+
+        Args:
+            is_ahead: there are steps of this peer alone that no average has yet.
+        """
+        if self._in_train_mode is not None and self.writes.are_foreign:
+            self._in_train_mode = None
+        if self.is_overwritten and self.host_copy is not None:
+            with self._lock:
+                self._num_changes += 1
+                self.host_copy.take_over()
+            self.writes.note()
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the wrapped optimizer, and have the model follow what it does to parameters and options.
+
+        While an optimizer is in eval mode, the state of the run is still that in train mode, which ``train()`` puts
+        back to the last bit.
+        """
+        self.check_options(is_stepping=False)
+        self.take_over(is_ahead=True)
+        with self._lock:
+            self._num_changes += 1
+            if self.has_modes and name == "eval" and self._in_train_mode is None:
+                self._in_train_mode = InTrainMode(self.wrapped)
+            result = getattr(self.wrapped, name)(*args, **kwargs)
+            if self.has_modes and name in MODES:
+                self.mode = name
+                self._after_mode(name)
+            self.options = options_of(self.wrapped.param_groups)
+        self._show()
+        return result
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the wrapped optimizer has all of ``MODES``."""
+        return all(callable(getattr(self.wrapped, mode, None)) for mode in MODES)
+
+    def _after_mode(self, name: str) -> None:
+        before = self._in_train_mode
+        if before is None:
+            return
+        if name == "train":
+            before.put_back()
+        if name == "train" or not before.differs():  # else it was in eval mode before, as a checkpoint may be
+            self._in_train_mode = None
+
+    def release(self) -> None:
+        """Have the wrapped optimizer work on the model's parameters again, as they are in the model or newer."""
+        if self.host_copy is None:
+            return
+        with self._lock:
+            if not self.is_overwritten:
+                self._show()
+            self._finer = self.host_copy.finer()
+            self.host_copy.remove()
+            self.host_copy = None
 
     def check_options(self, *, is_stepping: bool) -> None:
         """Raises ``ConfigError`` if something else than the schedule has changed an option of the groups."""
@@ -224,7 +300,13 @@ class Replica:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
         place = self.position, self.lineage_samples, self.origin
-        return Capture(self.optimizer, schedule, *place, extra, inner, self.root)
+        optimizer, inner = self._as_trained(self.optimizer), self._as_trained(inner)
+        return Capture(optimizer, schedule, *place, extra, inner, self.root)
+
+    def _as_trained(self, optimizer: Any) -> Any:
+        """An optimizer as it is in train mode."""
+        is_evaluated = self._in_train_mode is not None and optimizer is self.wrapped
+        return self._in_train_mode if is_evaluated else optimizer
 
     def check_state(self) -> None:
         """Raises ``ConfigError`` if newcomers could not load the state; names the value."""
@@ -235,6 +317,9 @@ class Replica:
         """Load another peer's state; raises ``ValueError``, and changes nothing, if it cannot be trained on."""
         with self._lock:
             self._restore(state)
+            if self.mode == "train":  # the donor may have loaded a checkpoint that was saved in eval mode
+                self.wrapped.train()  # type: ignore[attr-defined]
+                self.options = options_of(self.wrapped.param_groups)
         self.copy_to_model()
 
     def _restore(self, state: State) -> None:
@@ -263,7 +348,7 @@ class Replica:
 
     def place(self) -> dict[str, Any]:
         """Position and schedule for a checkpoint; with ``offload`` also parameters that are finer than the model's."""
-        finer = self.host_copy.finer() if self.host_copy is not None else {}
+        finer = self.host_copy.finer() if self.host_copy is not None else self._finer
         return ({"parameters": finer} if finer else {}) | {
             "step": self.position.step,
             "lineage": self.position.lineage.hex(),
@@ -277,10 +362,21 @@ class Replica:
         """Load a checkpoint of the optimizer, and move to the position where it was taken."""
         with self._lock:
             self._num_changes += 1
+            self.mode = ""
+            if not self.is_at(place):
+                self._in_train_mode = None
+                self.extra.load(self.extra.own)  # the user has loaded them with the model
             self._load(state_dict, place)
-            self.extra.load(self.extra.own)  # the user has loaded them with the model
         if self.host_copy is not None:
             self.host_copy.take_over(place.get("parameters") if place is not None else None)
+
+    def is_at(self, place: dict[str, Any] | None) -> bool:
+        """Whether a checkpoint is of the position where this peer is: what all peers agree on is there already.
+
+        ``accelerate.prepare`` loads what :meth:`place` has just returned.
+        """
+        here = self.position.step, self.position.lineage.hex()
+        return place is not None and (place.get("step"), place.get("lineage")) == here
 
     def _load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
         self._load_optimizer(self.optimizer, state_dict, place)
@@ -308,6 +404,53 @@ class Replica:
     def _set_schedule(self, schedule: dict[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))
+
+
+class Writes:
+    """Tells whether something has written to parameters since :meth:`note`, except through ``.data``."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self.note()
+
+    def note(self) -> None:
+        """All writes so far are known."""
+        self._counts = [num_writes(parameter) for parameter in self._parameters]
+
+    @property
+    def are_foreign(self) -> bool:
+        """Whether there were others."""
+        return any(num_writes(one) != count for one, count in zip(self._parameters, self._counts, strict=True))
+
+
+class InTrainMode:
+    """Parameters and options of an optimizer in train mode, which stand for it in a state while it is in eval mode."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.param_groups = [
+            {**group, "params": [parameter.detach().to(HOST, copy=True) for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer, whose statistics are the same in both modes."""
+        return self._optimizer.state_dict()
+
+    def differs(self) -> bool:
+        """Whether the optimizer has others now."""
+        pairs = zip(self._kept(), parameters_of(self._optimizer), strict=True)
+        is_same = all(torch.equal(kept, now.detach().to(HOST)) for kept, now in pairs)
+        return not is_same or options_of(self.param_groups) != options_of(self._optimizer.param_groups)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Write the parameters to the optimizer's."""
+        for kept, parameter in zip(self._kept(), parameters_of(self._optimizer), strict=True):
+            parameter.copy_(kept)
+
+    def _kept(self) -> list[torch.Tensor]:
+        return [kept for group in self.param_groups for kept in group["params"]]
 
 
 def trained_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -365,9 +508,22 @@ class HostCopy:
         for index, (parameter, copy) in enumerate(zip(self._model_parameters, self._copies, strict=True)):
             if finer is not None and f"{index}" in finer:
                 copy.copy_(finer[f"{index}"])
-            if not torch.equal(copy.to(parameter), parameter):  # else the copy has them with more precision
-                copy.copy_(parameter)
+            take_over(parameter, copy)
         self._show_options()
+
+    def remove(self) -> None:
+        """Have the optimizer work on the model's parameters again, with its statistics beside them."""
+        originals = dict(zip(self._copies, self._model_parameters, strict=True))
+        for group in self._optimizer.param_groups:
+            is_on_device = bool(group.get("capturable") or group.get("fused"))
+            for copy in group["params"]:
+                statistics = self._optimizer.state.pop(copy, {})
+                for name in statistics.keys() - (set() if is_on_device else {"step"}):
+                    move = functools.partial(_statistic_beside, originals[copy], copy, name)
+                    statistics[name] = with_tensors(statistics[name], move)
+                if statistics:
+                    self._optimizer.state[originals[copy]] = statistics
+            group["params"] = [originals[copy] for copy in group["params"]]
 
     def _show_options(self) -> None:
         for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
@@ -376,6 +532,14 @@ class HostCopy:
                 {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
             )
         self.shown_options = options_of(self.shown_groups)
+
+
+@torch.no_grad()
+def take_over(parameter: torch.Tensor, copy: torch.Tensor) -> None:
+    """Copy the values of a parameter that a copy does not have already, with more precision perhaps."""
+    has_them = copy.to(parameter) == parameter
+    if not bool(has_them.all()):
+        copy.copy_(torch.where(has_them.to(copy.device), copy, parameter.to(copy)))
 
 
 def copy_on_host(parameter: torch.Tensor) -> torch.Tensor:
@@ -387,6 +551,12 @@ def _statistic_on_host(owner: Any, value: torch.Tensor) -> torch.Tensor:
     """A statistic on the host; as precise as the copy of its parameter, if it was as precise as the parameter."""
     is_alike = isinstance(owner, torch.Tensor) and value.dtype == owner.dtype
     return _on_host(value) if is_alike else value.to(HOST)
+
+
+def _statistic_beside(parameter: torch.Tensor, copy: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+    """A statistic on the device of its parameter; as precise as that, if it was as precise as the copy."""
+    is_alike = value.dtype == copy.dtype and name != "step"
+    return value.to(parameter.device, parameter.dtype if is_alike else value.dtype)
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,126 @@
+"""Which parameters are wrapped in this process, and how a wrapped optimizer becomes one of plain torch again."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.base.errors import ConfigError
+
+RATES = ("lr", "initial_lr")
+"""The options from which a schedule begins."""
+
+_lock = threading.Lock()
+_trained: dict[int, tuple[torch.Tensor, str]] = {}  # by id: the parameters of all open wrappers, with their run
+_left: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, dict[str, Any]]]] = weakref.WeakKeyDictionary()
+"""Closed ones for which a schedule was made: by group, the last rate, and the rates before that schedule."""
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def undone_if_it_raises(init: Init) -> Init:
+    """A wrapper's constructor that leaves the wrapped optimizer as it was, if it raises.
+
+    It sets ``_wrapping``, a :class:`Wrapping`, before it changes anything.
+    """
+
+    @functools.wraps(init)
+    def made(wrapper: Any, *args: Any, **named: Any) -> None:
+        try:
+            init(wrapper, *args, **named)
+        except BaseException:
+            if (wrapping := vars(wrapper).get("_wrapping")) is not None:
+                wrapping.undo()
+            raise
+
+    return cast(Init, made)
+
+
+class Wrapping:
+    """An optimizer while it is wrapped: nothing else may train its parameters.
+
+    Args:
+        named: the parameters of the optimizer with their names.
+        scheduler: as the user gives it. A schedule goes on from where it is; one that a function makes begins from the
+            rates before the last one that was made so.
+    Raises:
+        ConfigError: another wrapper trains one of them; names it.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, torch.Tensor]],
+        run_id: str,
+        scheduler: object,
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = [parameter for _, parameter in named if parameter.requires_grad]
+        with _lock:
+            for name, parameter in named:
+                if parameter.requires_grad and (other := _trained.get(id(parameter))) is not None:
+                    raise ConfigError(
+                        f"{name} is trained in run {other[1]!r} by another Optimizer already, which would overwrite "
+                        "what this one learns: close() that one first, or its peer; or give each one parameters of "
+                        "its own"
+                    )
+            _trained.update({id(parameter): (parameter, run_id) for parameter in self._parameters})
+        self._makes_schedule = scheduler is not None and not isinstance(scheduler, LRScheduler)
+        self._schedule = scheduler if isinstance(scheduler, LRScheduler) else None
+        if self._schedule is None:
+            self._forget_schedule()
+        self._groups = [_copied(group) for group in optimizer.param_groups]
+        self._state = dict(optimizer.state)
+        self._of_schedule = self._schedule.state_dict() if self._schedule is not None else {}
+
+    def _forget_schedule(self) -> None:
+        """Set the rates to those before the schedule that the last wrapper has made."""
+        for group, (last, before) in zip(self._optimizer.param_groups, _left.pop(self._optimizer, ()), strict=False):
+            for name in RATES:
+                if name == "initial_lr" or group["lr"] == last:  # else the user has set another one since
+                    group.pop(name, None)
+                    group.update({name: before[name]} if name in before else {})
+
+    def begin(self) -> None:
+        """The wrapper is made: what it learns stays."""
+        self._state, self._of_schedule = {}, {}
+
+    def undo(self) -> None:
+        """Put everything back: the wrapper could not be made."""
+        self._free()
+        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(before)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        if self._schedule is not None:
+            self._schedule.load_state_dict(self._of_schedule)
+
+    def end(self) -> None:
+        """The wrapper is closed."""
+        self._free()
+        if self._makes_schedule:
+            groups = zip(self._optimizer.param_groups, self._groups, strict=True)
+            _left[self._optimizer] = [(_copied(group)["lr"], _rates_of(before)) for group, before in groups]
+
+    def _free(self) -> None:
+        with _lock:
+            for parameter in self._parameters:
+                _trained.pop(id(parameter), None)
+        self._parameters = []
+
+
+def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter group; a rate may be a tensor, into which a schedule writes."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+
+
+def _rates_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: group[name] for name in RATES if name in group}

@@ -1,0 +1,288 @@
+"""Optimizers with methods of their own, such as train() and eval() of those that are schedule-free."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.base.errors import ConfigError
+from manyhands.optim.local_steps import LocalSteps
+from tests.schedule_free import ScheduleFreeAdamW
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES: dict[str, dict[str, Any]] = {
+    "here": {},
+    "offload": {"offload": True},
+    "delayed gradients": {"delay": "gradients"},
+    "local": {"local_steps": LocalSteps()},
+    "local, offload": {"local_steps": LocalSteps(), "offload": True},
+}
+in_each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+Weights = dict[str, torch.Tensor]
+
+
+def new_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+
+
+def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    inputs, targets = (torch.randn(4, size, generator=generator) for size in (4, 2))
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+
+def schedule_free(model: torch.nn.Module) -> ScheduleFreeAdamW:
+    return ScheduleFreeAdamW(model.parameters())
+
+
+def alone(train: Callable[[Member], None], **options: Any) -> Member:
+    """Run one peer's program."""
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    swarm = Swarm()
+    settings = {"target_batch_size": 4, "batch_size_per_step": 4, **options}
+    swarm.start("p0", new_model, schedule_free, train, **settings)
+    swarm.run()
+    return swarm.members["p0"]
+
+
+def copied(model: torch.nn.Module) -> Weights:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_has(has: torch.nn.Module, weights: Weights, within: float = 0.0) -> None:
+    for name, value in has.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=within)
+
+
+def plain(numbers: range) -> tuple[Weights, Weights]:
+    """The parameters to train and to evaluate after some steps, and an evaluation before each."""
+    model = new_model()
+    inner = schedule_free(model)
+    for number in numbers:
+        inner.eval()
+        inner.train()
+        loss_of(model, number).backward()
+        inner.step()
+        inner.zero_grad()
+    trained = copied(model)
+    inner.eval()
+    return trained, copied(model)
+
+
+@in_each_mode
+def test_an_evaluation_has_the_weights_to_evaluate_and_training_goes_on_from_those_to_train(
+    options: dict[str, Any],
+) -> None:
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        for number in range(5):
+            optimizer.train()
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+            trained = copied(member.model)
+            optimizer.eval()
+            assert optimizer.param_groups[0]["train_mode"] is False
+            evaluated = copied(member.model)
+            optimizer.eval()
+            assert_has(member.model, evaluated)
+            digest = optimizer.state_digest()
+            optimizer.train()
+            assert optimizer.param_groups[0]["train_mode"] is True
+            assert_has(member.model, trained)
+            assert optimizer.state_digest() == digest, "an evaluation does not change the state of the run"
+            optimizer.eval()
+        right_to_train, right_to_evaluate = plain(range(5))
+        assert_has(member.model, right_to_evaluate, 1e-5)
+        optimizer.train()
+        assert_has(member.model, right_to_train, 1e-5)
+        assert any((right_to_train[name] - value).abs().max() > 1e-3 for name, value in right_to_evaluate.items())
+
+    alone(train, **options)
+
+
+def test_a_batch_in_eval_mode_is_refused_and_counts_nothing() -> None:
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        optimizer.eval()
+        with pytest.raises(ConfigError, match=r"in eval mode: call optimizer.train\(\) before the next batch"):
+            member.step(loss_of(member.model, 0))
+        assert optimizer.statistics.samples_computed == 0
+        optimizer.train()
+        member.step(loss_of(member.model, 0))
+        assert optimizer.statistics.samples_used == 4
+
+    alone(train)
+
+
+@in_each_mode
+def test_other_public_methods_are_those_of_the_wrapped_optimizer(options: dict[str, Any]) -> None:
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        optimizer.train()
+        member.step(loss_of(member.model, 0))
+        optimizer.settle()
+        assert optimizer.num_steps(plus=2) == 3
+        assert optimizer.num_steps.__doc__ == ScheduleFreeAdamW.num_steps.__doc__
+        before = copied(member.model)
+        optimizer.halve()
+        assert_has(member.model, {name: value / 2 for name, value in before.items()})
+        member.step(loss_of(member.model, 1))
+        optimizer.settle()
+        assert_has(member.model, {name: value / 2 for name, value in before.items()}, 0.2)
+        for name in ("first_step", "_move", "step_", "parameters"):
+            assert not hasattr(optimizer, name)
+
+    alone(train, **options)
+
+
+@in_each_mode
+def test_after_close_the_model_still_gets_the_weights_to_evaluate(options: dict[str, Any]) -> None:
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        optimizer.train()
+        for number in range(3):
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+        optimizer.close()
+        optimizer.eval()
+        assert_has(member.model, plain(range(3))[1], 1e-5)
+        optimizer.inner.train()
+        loss_of(member.model, 3).backward()
+        optimizer.inner.step()
+        assert_has(member.model, plain(range(4))[0], 1e-5)
+
+    alone(train, **options)
+
+
+def test_a_method_does_not_hide_that_the_loop_has_changed_an_option() -> None:
+    def train(member: Member) -> None:
+        member.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(ConfigError, match=r"the option 'lr' was 0\.01 and is 0\.5 now"):
+            member.optimizer.train()  # type: ignore[attr-defined]
+
+    alone(train)
+
+
+def test_torch_optimizers_without_such_methods_have_none() -> None:
+    def train(member: Member) -> None:
+        assert not hasattr(member.optimizer, "train")
+        assert not hasattr(member.optimizer, "eval")
+
+    swarm = Swarm()
+    swarm.start("p0", new_model, lambda model: torch.optim.SGD(model.parameters()), train, target_batch_size=4)
+    swarm.run()
+
+
+@in_each_mode
+@pytest.mark.parametrize("saves_in", ["train", "eval"])
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_a_checkpoint_of_either_mode_goes_on_where_it_was_taken(
+    options: dict[str, Any], saves_in: str, evaluates_first: bool
+) -> None:
+    saved: dict[str, Any] = {}
+
+    def first(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        optimizer.train()
+        for number in range(3):
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+        getattr(optimizer, saves_in)()
+        saved.update(optimizer=copy.deepcopy(optimizer.state_dict()), model=copied(member.model))
+        go_on(member)
+        saved["end"] = copied(member.model)
+
+    def go_on(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        if evaluates_first:
+            optimizer.eval()
+        optimizer.train()
+        for number in range(3, 5):
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+
+    def second(member: Member) -> None:
+        member.model.load_state_dict(saved["model"])
+        member.optimizer.load_state_dict(member.optimizer.state_dict())  # as accelerate.prepare does
+        member.optimizer.load_state_dict(saved["optimizer"])
+        go_on(member)
+        assert_has(member.model, saved["end"], 1e-6)
+
+    alone(first, **options)
+    alone(second, **options)
+
+
+@in_each_mode
+def test_weights_that_are_loaded_in_eval_mode_are_those_to_evaluate(options: dict[str, Any]) -> None:
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        optimizer.train()
+        for number in range(3):
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+        optimizer.eval()
+        weights = {name: value + 1 for name, value in copied(member.model).items()}
+        member.model.load_state_dict(weights)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.train()
+        optimizer.eval()
+        assert_has(member.model, weights, 1e-5)
+
+    alone(train, **options)
+
+
+@pytest.mark.parametrize("options", [MODES["here"], MODES["offload"]], ids=["here", "offload"])
+def test_peers_that_evaluate_at_different_times_stay_equal_and_hand_out_the_state_to_train(
+    options: dict[str, Any],
+) -> None:
+    """A newcomer loads the state while the only other peer evaluates."""
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    swarm, digests = Swarm(), {}
+
+    def old(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        optimizer.train()
+        for number in range(3):
+            member.step(loss_of(member.model, number))
+            optimizer.eval()
+            optimizer.train()
+        assert optimizer.global_step >= 1
+        optimizer.eval()
+        while "p1" not in digests:
+            member.peer.sleep(1.0)
+        assert digests["p1"] == optimizer.state_digest()
+        optimizer.train()
+        train(member, optimizer.global_step)
+
+    def newcomer(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        assert optimizer.statistics.states_loaded == 1
+        optimizer.train()
+        digests["p1"] = optimizer.state_digest()
+        train(member, optimizer.global_step)
+
+    def train(member: Member, begun_at: int) -> None:
+        together(2, member)
+        for number in range(1, 4):
+            if member.name == "p1":
+                member.optimizer.eval()  # type: ignore[attr-defined]
+                member.optimizer.train()  # type: ignore[attr-defined]
+            member.step(loss_of(member.model, 10 * number + int(member.name[1])))
+            member.wait_for(begun_at + number)
+        ends[member.name] = member.optimizer.state_digest()
+        assert member.optimizer.statistics.samples_dropped == 0
+
+    ends: dict[str, str] = {}
+    settings = {"target_batch_size": 8, "batch_size_per_step": 4, **options}
+    swarm.start("p0", new_model, schedule_free, old, **settings)
+    swarm.start("p1", new_model, schedule_free, newcomer, begins_s=20.0, **settings)
+    swarm.run()
+    assert len(set(ends.values())) == 1
