@@ -433,8 +433,13 @@ class InTrainMode:
             for group in optimizer.param_groups
         ]
 
+    @property
+    def state(self) -> dict[Any, Any]:
+        """That of the optimizer: its statistics are the same in both modes."""
+        return self._optimizer.state
+
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer, whose statistics are the same in both modes."""
+        """Likewise."""
         return self._optimizer.state_dict()
 
     def differs(self) -> bool:
