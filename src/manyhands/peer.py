@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
-from manyhands.access.charters import charted_runs, read_charters
+from manyhands.access.charters import charted_runs, has_charter_records, read_charters
 from manyhands.access.coordinator import Coordinator
 from manyhands.access.joining import JoiningPeer, follow_open, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
@@ -166,10 +166,11 @@ class Presence:
         if not self._named:
             return []
         run_ids = [run_id] if run_id is not None else await charted_runs(self.dht)
-        published = await asyncio.gather(*(read_charters(self.dht, name) for name in run_ids))
-        entries = [entry for entries in published for entry in entries]
-        named = await self.named_peers() if entries else ()
-        return [entry.charter for entry in entries if entry.peer_id in named]
+        if not any(await asyncio.gather(*(has_charter_records(self.dht, name) for name in run_ids))):
+            return []
+        named = await self.named_peers()
+        published = await asyncio.gather(*(read_charters(self.dht, name, publishers=named) for name in run_ids))
+        return [entry.charter for entries in published for entry in entries]
 
     async def named_peers(self) -> set[PeerId]:
         """The peers whose addresses this peer was given, except those that cannot be dialled."""

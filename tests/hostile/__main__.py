@@ -30,7 +30,8 @@ from typing import Any
 
 import psutil
 
-from manyhands.access import Charter, SignedCharter
+from manyhands.access import Charter, Invitation, SignedCharter
+from manyhands.access.invitation import ID_BYTES, SignedInvitation
 from manyhands.base.address import Address
 from manyhands.base.identity import Identity
 from manyhands.base.ticket import Ticket
@@ -38,6 +39,7 @@ from tests.hostile import networks
 from tests.hostile.attacks import (
     ADDRESSES,
     ATTACKS,
+    BY_INVITATION,
     FALSE_MANIFESTS,
     FURTHER_HOSTS,
     LOCAL_PLACES,
@@ -230,8 +232,12 @@ class Siege:
 
 
 @contextlib.contextmanager
-def besieged(folder: Path, *, has_charter: bool = False) -> Iterator[Siege]:
-    """A run of honest trainers that has made its first steps; with a charter its owner has signed the manifest."""
+def besieged(folder: Path, access: str = "") -> Iterator[Siege]:
+    """A run of honest trainers that has made its first steps.
+
+    Args:
+        access: of its charter, if it has one: "open", with the manifest that its owner has signed, or "invite".
+    """
     with networks.machines(NUM_TRAINERS + 3) as machines, contextlib.ExitStack() as stack:
 
         def start(number: int, name: str, *arguments: str, python: Sequence[str] = (sys.executable, "-u")) -> Process:
@@ -242,15 +248,16 @@ def besieged(folder: Path, *, has_charter: bool = False) -> Iterator[Siege]:
 
         listen = f"/ip4/{networks.host(MONITOR)}/tcp/{networks.PORT}"
         key = folder / "monitor.pem"  # with it the monitor makes no folder here
-        monitor_id = Identity.load_or_create(key).peer_id
+        coordinator = Identity.load_or_create(key)
+        monitor_id = coordinator.peer_id
         address = place = f"{listen}/p2p/{monitor_id}"
         command = ["manyhands", "monitor", "--run-id", RUN_ID, "--listen", listen, "--identity", str(key)]
-        if has_charter:
-            owner, manifest = Identity.generate(), fingerprint()
-            charter = SignedCharter.sign(owner, Charter(RUN_ID, owner.peer_id, "open", [monitor_id], manifest))
+        if access:
+            charter = signed_charter(access, monitor_id)
             charter.save(folder / "charter")
             command += ["--charter", str(folder / "charter"), "--state-dir", str(folder / "monitor")]
-            place = str(Ticket(RUN_ID, [Address.parse(address)], b"", charter.digest))
+            token = b"" if charter.is_open else invitation(coordinator, charter)
+            place = str(Ticket(RUN_ID, [Address.parse(address)], b"", charter.digest, token))
         monitor = start(MONITOR, "monitor", *command)
         monitor.wait_for("as peer")
         trainers = [
@@ -266,9 +273,23 @@ def besieged(folder: Path, *, has_charter: bool = False) -> Iterator[Siege]:
         yield siege
 
 
+def signed_charter(access: Any, coordinator: str) -> SignedCharter:
+    owner = Identity.generate()
+    manifest = fingerprint() if access == "open" else b""
+    return SignedCharter.sign(owner, Charter(RUN_ID, owner.peer_id, access, [coordinator], manifest))
+
+
+def invitation(coordinator: Identity, charter: SignedCharter) -> bytes:
+    """A token for all honest trainers."""
+    expires_at = time.time() + 86400.0
+    token = Invitation(charter.digest, os.urandom(ID_BYTES), NUM_TRAINERS + 1, expires_at, coordinator.peer_id)
+    return SignedInvitation.sign(coordinator, token).signed.encoded()
+
+
 def measured(name: str, folder: Path, period_s: float) -> dict[str, Any]:
     """One attack, and what became of the run; it is watched for so long before, during and after it."""
-    with besieged(folder, has_charter=name == FALSE_MANIFESTS) as siege:
+    access = "open" if name == FALSE_MANIFESTS else "invite" if name in BY_INVITATION else ""
+    with besieged(folder, access) as siege:
         for host in FURTHER_HOSTS:
             siege.machines.add_address(ATTACKER, host)
         if name == ADDRESSES:

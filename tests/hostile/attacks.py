@@ -22,6 +22,10 @@ from typing import Any
 import msgspec
 import torch
 
+from manyhands.access import Charter, Lease, SignedCharter
+from manyhands.access.charters import read_charters
+from manyhands.access.lease import SignedLease
+from manyhands.access.messages import LEASE_RECORD_TTL_S, CharterRecord, charter_key, leases_key
 from manyhands.averaging.messages import (
     INVITE,
     JOIN,
@@ -46,9 +50,10 @@ from manyhands.averaging.state.server import (
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import Identity
-from manyhands.dht.config import DhtConfig
+from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.issuing import Issuer
-from manyhands.dht.messages import StoreOutcome
+from manyhands.dht.messages import STORE, StoreOutcome, StoreRequest
+from manyhands.dht.records import AgedRecord, Record
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.run.progress import MAX_COUNT, ProgressRecord, progress_key
@@ -76,6 +81,12 @@ LOCAL_PLACES = [("10.0.0.7", 31000), ("169.254.169.254", 31000)]
 THIRD_PARTY = ("11.99.1.2", 31000)
 ADDRESSES = "addresses of others"
 FALSE_MANIFESTS = "5 false manifests"
+FALSE_LEASES = "6,000 false leases"
+FOREIGN_CHARTERS = "3,600 foreign charters"
+STRANGERS_RECORDS = "6,000 records of strangers"
+BY_INVITATION = (FALSE_LEASES, FOREIGN_CHARTERS, STRANGERS_RECORDS)
+"""Attacks on a run that the attacker has no ticket of."""
+FILL_S = 60.0
 SLOW_BYTES = 1200
 """Of a state that a slow donor sends, ten times a second."""
 
@@ -90,6 +101,7 @@ class Attacker:
         self.host = host
         self.initial_peer = initial_peer
         self.peer = Peer(initial_peers=[initial_peer], listen=[f"/ip4/{host}/tcp/0"])
+        self.charter: SignedCharter | None = None
         print("identity", self.peer.peer_id, flush=True)
 
     def begin(self) -> None:
@@ -472,6 +484,70 @@ def false(own: RunManifest) -> bytes:
     return msgspec.structs.replace(own, target_batch_size=2 * own.target_batch_size).encoded()
 
 
+def fill(make: Callable[[Attacker, Identity], tuple[str, Any]], num: int, ttl_s: float) -> Attack:
+    """In a run by invitation, a stranger fills a key at all its holders, itself too, and says that it trains."""
+
+    def attack(attacker: Attacker) -> None:
+        records = []
+        for identity in (Identity.generate() for _ in range(num)):
+            key, value = make(attacker, identity)
+            records.append(Issuer(identity, DhtConfig(), time.time).issue(key, identity.peer_id, value, ttl_s))
+        print("identity", attacker.peer.peer_id, flush=True)
+
+        async def fill_all(presence: Presence) -> None:
+            holders = [contact.peer_id for contact in presence.dht.contacts()]
+            for record in records:
+                presence.dht._handlers.hold(presence.peer_id, AgedRecord(record, 0.0))
+            await asyncio.gather(*(hand_over(presence, peer_id, records) for peer_id in holders))
+
+        attacker.peer.run(fill_all(attacker.peer.presence), 2 * FILL_S, "filling a key")
+
+        async def act(presence: Presence) -> None:
+            if (leader := await attacker.leader(presence)) is not None:
+                await attacker.publish(presence, position=leader[1].position)
+
+        attacker.forever(0.5, act)
+
+    return attack
+
+
+async def hand_over(presence: Presence, peer_id: Any, records: Sequence[Record]) -> None:
+    """Store records at a peer, as fast as it takes them."""
+    deadline = asyncio.get_running_loop().time() + FILL_S
+    for start in range(0, len(records), MAX_STORED_RECORDS):
+        request = StoreRequest([AgedRecord(record, 0.0) for record in records[start : start + MAX_STORED_RECORDS]])
+        while asyncio.get_running_loop().time() < deadline:
+            try:
+                await presence.endpoint.call(peer_id, STORE, request, CALL_S)
+                break
+            except ManyhandsError:
+                await asyncio.sleep(0.1)
+
+
+def false_lease(attacker: Attacker, identity: Identity) -> tuple[str, Any]:
+    """It names the coordinator of the run as its signer."""
+    if attacker.charter is None:
+        coordinator = Address.parse(attacker.initial_peer).peer_id
+        publishers = [coordinator] if coordinator is not None else []
+        attacker.charter = attacker.run(read_charters(attacker.peer.dht, RUN_ID, publishers=publishers))[0].charter
+    charter, now = attacker.charter, time.time()
+    lease = Lease(charter.digest, identity.peer_id, "trainer", now, now + 3600.0)
+    signed = SignedLease.sign(identity, lease).signed
+    return leases_key(RUN_ID), msgspec.structs.replace(signed, signer=charter.coordinators[0]).encoded()
+
+
+def foreign_charter(attacker: Attacker, identity: Identity) -> tuple[str, Any]:
+    """A valid charter of the same run, with as many coordinators as there may be."""
+    charter = Charter(RUN_ID, identity.peer_id, "invite", [identity.peer_id] * 16)
+    record = CharterRecord(SignedCharter.sign(identity, charter).signed.encoded())
+    return charter_key(RUN_ID), msgspec.to_builtins(record, builtin_types=(bytes,))
+
+
+def progress_of_stranger(attacker: Attacker, identity: Identity) -> tuple[str, Any]:
+    record = attacker.record(attacker.peer.presence, ttl_s=LEASE_RECORD_TTL_S)
+    return progress_key(RUN_ID), msgspec.to_builtins(record, builtin_types=(bytes,))
+
+
 def download_slowly(attacker: Attacker) -> None:
     """Many downloads of the state at once, of which nothing is read."""
     open_streams: list[Stream] = []
@@ -527,6 +603,9 @@ ATTACKS: dict[str, Attack] = {
     "nodes that swallow the key": swallow_the_key,
     "manifests that unpack": manifests(20, large),
     FALSE_MANIFESTS: manifests(5, false),
+    FALSE_LEASES: fill(false_lease, 6000, LEASE_RECORD_TTL_S),
+    FOREIGN_CHARTERS: fill(foreign_charter, 3600, LEASE_RECORD_TTL_S),
+    STRANGERS_RECORDS: fill(progress_of_stranger, 6000, LEASE_RECORD_TTL_S),
 }
 UNSIGNED = {
     "slow downloads",
@@ -536,6 +615,7 @@ UNSIGNED = {
     "manifests that unpack",
     FALSE_MANIFESTS,
     "a newcomer that is always late",
+    *BY_INVITATION,
 }
 """What these send carries no signature that anybody could show."""
 

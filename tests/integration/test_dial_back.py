@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from manyhands.base.address import Address
 from manyhands.base.errors import PeerLost, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, dial_back
@@ -113,8 +114,35 @@ async def test_a_stream_that_nobody_has_asked_for_is_turned_down() -> None:
 
 async def test_a_peer_that_can_be_dialled_is_not_asked() -> None:
     async with endpoints(2, kind="tls") as (here, there):
-        with pytest.raises(Refused, match="unknown_method"):
-            await here.call(there.peer_id, DIAL_BULK, DialRequest(bytes(TOKEN_BYTES)))
+        serve_data(there, b"data")
+        await there.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_connected(there.peer_id), "the host has the connection")
+        assert await taken(here, there, 4) == b"data"
+        assert there.counters["asked_streams"] == 0
+
+
+async def test_a_peer_whose_announced_name_does_not_resolve_is_asked_to_dial() -> None:
+    async with endpoints(2, kind="tls") as (here, there):
+        serve_data(there, b"data")
+        there.announce([Address.parse("/dns4/no-such-host.invalid/tcp/31337")])
+        await there.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_connected(there.peer_id), "the host has the connection")
+        here._book._known.pop(there.peer_id)
+        here.learn(there.peer_id, there.addresses)
+        assert await taken(here, there, 4) == b"data"
+        assert there.counters["asked_streams"] == 1
+
+
+async def test_a_peer_that_does_not_dial_either_is_told_with_its_address() -> None:
+    async with endpoints(2, kind="tls") as (here, there):
+        there.announce([Address.parse("/dns4/no-such-host.invalid/tcp/31337")])
+        await there.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_connected(there.peer_id), "the host has the connection")
+        here._book._known.pop(there.peer_id)
+        here.learn(there.peer_id, there.addresses)
+        there._book.failed(here.peer_id)
+        with pytest.raises(Unavailable, match=r"no-such-host\.invalid.*does not resolve"):
+            await here.open_bulk(there.peer_id, "data", b"please")
 
 
 async def test_one_that_does_not_dial_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Happened, HeldoutSeen, MonitorEvent, ProgressMade, StepMade
+from manyhands.optim.manifest import RunManifest, manifest_key
 from manyhands.optim.metrics import (
     AccountRecord,
     HeldoutRecord,
@@ -219,3 +221,28 @@ def test_what_was_published_before_the_run_went_back_does_not_count_in_the_steps
         wait_until(lambda: told(events, StepMade)[-1].step == 4 and told(events, HeldoutSeen)[-1].step == 4)
         assert {(event.step, event.loss) for event in told(events, StepMade)[2:]} <= {(2, 5.0), (4, 3.0)}
         assert {event.step for event in told(events, HeldoutSeen)[2:]} <= {2, 4}
+
+
+def test_a_monitor_through_which_two_swarms_of_one_name_meet_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "manyhands.monitor")
+    events: list[MonitorEvent] = []
+    with (
+        Peer(listen=[LOOPBACK]) as here,
+        Peer(here.addresses, listen=[LOOPBACK]) as one,
+        Peer(here.addresses, listen=[LOOPBACK]) as other,
+    ):
+        for trainer, target in ((one, 64), (other, 32)):
+            manifest = RunManifest("manyhands/1", "run", target, [], [], "SGD", [], "", "none", {})
+            value = zlib.compress(manifest.encoded())
+            trainer.store(manifest_key("run"), value, ttl_s=60, subkey=trainer.peer_id)
+            store_progress(trainer, 3)
+        monitor = RunMonitor(here, "run", events.append, refresh_s=0.5)
+        here.run(monitor.start(), 5.0, "starting")
+        wait_until(lambda: told(events, ProgressMade))
+        for trainer in (one, other):
+            store_progress(trainer, 4)
+        wait_until(lambda: told(events, ProgressMade)[-1].step == 4, "it has looked twice")
+    (line,) = [record.getMessage() for record in caplog.records if "different settings" in record.getMessage()]
+    assert "Two groups of peers train run run with different settings, and share no work" in line
+    assert "64 at 1 peer" in line
+    assert "32 at 1 peer" in line

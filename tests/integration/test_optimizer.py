@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import torch
 from accelerate import Accelerator
 
 import manyhands
+from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ManifestMismatch
-from tests.trainers import AVERAGING, BATCH_SIZE, FAST, Trainer, in_threads, new_model, peers
+from manyhands.base.identity import Identity
+from manyhands.peer import Presence
+from tests.trainers import AVERAGING, BATCH_SIZE, FAST, LISTEN, Trainer, in_threads, new_model, peers
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -130,6 +134,25 @@ def test_a_newcomer_loads_the_state_and_contributes() -> None:
         in_threads([lambda: contribute(old, old_model), lambda: contribute(newcomer, new)])
         assert newcomer.statistics.samples_used == 4
         assert newcomer.state_digest() == old.state_digest()
+
+
+@pytest.mark.parametrize("is_lower", [False, True])
+def test_a_newcomer_whose_announced_name_resolves_for_nobody_else_costs_no_step(tmp_path: Path, is_lower: bool) -> None:
+    keys = [tmp_path / name for name in ("one", "other")]
+    keys.sort(key=lambda key: Identity.load_or_create(key).peer_id, reverse=is_lower)
+
+    async def hide(presence: Presence) -> None:
+        presence.endpoint.announce([Address.parse("/dns4/no-such-host.invalid/tcp/31337")])
+
+    with manyhands.Peer(listen=LISTEN, identity=keys[0]) as first:
+        trainer = Trainer(first, "names", 2 * BATCH_SIZE)
+        trainer.train_until(1)
+        with manyhands.Peer(first.addresses, listen=LISTEN, identity=keys[1], before_joining=hide) as second:
+            trainers = [trainer, Trainer(second, "names", 2 * BATCH_SIZE)]
+            in_threads([lambda one=one: one.train_until(6) for one in trainers])
+            counts = trainers[1].optimizer.statistics
+    assert counts.rounds_aborted == 0
+    assert counts.rounds_committed >= 3
 
 
 def test_peers_that_start_with_other_parameters_take_those_of_the_lowest_peer_id() -> None:

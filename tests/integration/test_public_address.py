@@ -400,10 +400,9 @@ def test_an_announced_address_that_does_not_answer_is_warned_of(caplog: pytest.L
         assert f"manyhands doctor --initial-peers {place_of(peer)}" in caplog.text
 
 
-def test_an_announced_name_that_does_not_resolve_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with announced("nosuchhost.invalid:31337"):
-        (line,) = [record.getMessage() for record in caplog.records if "announced" in record.getMessage()]
-    assert line == "The announced name nosuchhost.invalid does not resolve: nobody can dial it until it does"
+def test_an_announced_name_that_does_not_resolve_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"announce='nosuchhost\.invalid:31337': the name does not resolve here"):
+        announced("nosuchhost.invalid:31337")
 
 
 def test_an_announced_loopback_address_without_an_answer_is_refused() -> None:

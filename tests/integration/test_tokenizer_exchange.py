@@ -86,3 +86,9 @@ def test_another_one_is_not_handed_out_and_nobody_is_waited_for(caplog: pytest.L
         donor.run(serve_tokenizer(donor.endpoint, OWN), 5.0, "serving")
         assert fetched(newcomer, donor, digest="another") is None
         assert fetched(newcomer) is None
+
+
+def test_a_peer_does_not_ask_itself_after_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "manyhands"), Peer(listen=LOOPBACK) as peer:
+        assert fetched(peer, peer) is None
+    assert "Could not get the tokenizer" not in caplog.text

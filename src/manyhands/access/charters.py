@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Container
 from typing import NamedTuple
 
 import msgspec
 
 from manyhands.access.charter import SignedCharter
 from manyhands.access.messages import CHARTER_KIND, CHARTER_RECORDS, CharterRecord, charter_key
+from manyhands.access.signed import decoded
 from manyhands.base.errors import PeerError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import is_run_id
-from manyhands.dht import DhtNode
+from manyhands.dht import DhtNode, StoredValue
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +37,33 @@ async def charted_runs(dht: DhtNode) -> list[str]:
     return sorted(filter(is_run_id, await dht.topics(CHARTER_KIND)))[:MAX_RUNS]
 
 
-async def read_charters(dht: DhtNode, run_id: str, *, quickly: bool = False) -> list[Published]:
-    """The charters of a run; forged and unreadable ones are skipped.
+async def has_charter_records(dht: DhtNode, run_id: str) -> bool:
+    """Whether a peer has published anything as a charter of this run; it may be a stranger, and not a charter."""
+    return bool(await _read(dht, run_id))
 
+
+async def read_charters(
+    dht: DhtNode, run_id: str, *, publishers: Container[str] = (), digest: bytes = b"", quickly: bool = False
+) -> list[Published]:
+    """The charters of a run that some peers publish, or those with one digest.
+
+    Strangers can publish thousands of others, valid or not: no signature of these is verified.
+
+    Args:
+        publishers: peer ids.
+        digest: of a charter, whoever publishes it.
     Raises:
         Unavailable: the DHT does not answer.
     """
-    dht.declare(charter_key(run_id), CHARTER_RECORDS)
     published = []
-    for subkey, stored in (await dht.get(charter_key(run_id), quickly=quickly)).items():
-        if stored.owner != subkey:
+    for subkey, stored in (await _read(dht, run_id, quickly=quickly)).items():
+        if stored.owner != subkey or not (digest or subkey in publishers):
             continue
+        await asyncio.sleep(0)  # let other tasks run: there may be thousands to decode
         try:
             record = CHARTER_RECORDS.decode(stored.raw)
+            if digest and decoded(record.charter, subkey).digest != digest:
+                continue
             charter = SignedCharter.from_bytes(record.charter, subkey)
         except (msgspec.DecodeError, PeerError) as error:
             logger.debug("the charter that peer %s publishes does not count: %s", subkey, error)
@@ -54,3 +71,8 @@ async def read_charters(dht: DhtNode, run_id: str, *, quickly: bool = False) -> 
         if charter.run_id == run_id:
             published.append(Published(PeerId(subkey), charter, record))
     return published
+
+
+async def _read(dht: DhtNode, run_id: str, *, quickly: bool = False) -> dict[str, StoredValue]:
+    dht.declare(charter_key(run_id), CHARTER_RECORDS)
+    return await dht.get(charter_key(run_id), quickly=quickly)

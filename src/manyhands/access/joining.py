@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from manyhands.access.authorizer import Authorizer
 from manyhands.access.charter import SignedCharter
-from manyhands.access.charters import read_charters
+from manyhands.access.charters import has_charter_records, read_charters
 from manyhands.access.config import AccessConfig
 from manyhands.access.coordinator import Coordinator
 from manyhands.access.kept import KeptLease
@@ -118,18 +118,14 @@ def _members(peer: JoiningPeer, charter: SignedCharter, **own: Any) -> Members:
 
 
 async def _charter_of(ticket: Ticket, peer: JoiningPeer) -> SignedCharter:
-    others = False
     for attempt in range(LOOK_ATTEMPTS):
         if attempt:
             await asyncio.sleep(LOOK_PERIOD_S)
-        published = await read_charters(peer.dht, ticket.run_id)
-        for entry in published:
-            if entry.charter.digest == ticket.charter:
-                return entry.charter
-        others = bool(published)
+        for entry in await read_charters(peer.dht, ticket.run_id, digest=ticket.charter):
+            return entry.charter
     contacts = [contact.peer_id for contact in peer.dht.contacts()]
     await check_clock(peer.endpoint, peer.wall_clock, contacts, peer.config.max_clock_skew_s)
-    if others:
+    if await has_charter_records(peer.dht, ticket.run_id):
         raise ConfigError(
             f"run {ticket.run_id!r} has another charter than the one of this ticket; ask for a new ticket"
         )

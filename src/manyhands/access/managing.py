@@ -27,9 +27,8 @@ async def manage(
         Refused: this peer is not allowed to ask.
         Unavailable: none of them answers.
     """
-    for entry in await read_charters(dht, charter.run_id):
-        if entry.peer_id in charter.coordinators:
-            endpoint.learn(entry.peer_id, readable(entry.record.addresses))
+    for entry in await read_charters(dht, charter.run_id, publishers=charter.coordinators):
+        endpoint.learn(entry.peer_id, readable(entry.record.addresses))
     method, request = RunMethods(charter.run_id).manage, ManageRequest(charter.digest, list(ban))
     members: dict[str, MemberEntry] = {}
     failures, num_answers = [], 0

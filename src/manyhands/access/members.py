@@ -43,6 +43,7 @@ from manyhands.base.errors import (
 )
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, StoredValue
+from manyhands.dht.records import OVERHEAD_BYTES, Record
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -52,6 +53,8 @@ CALL_TIMEOUT_S = 5.0
 MAX_LEASES = 16_384
 LOOK_UP_PERIOD_S = 1.0
 """Shortest time between two lookups of unknown peers' leases, however many records others publish."""
+LOOK_UP_BYTES_PER_S = 1 << 18
+"""Limits how much is read in all lookups of leases: strangers can fill the key."""
 OBSERVED_KIND = "heldout"
 """Kind of the records that observers publish: held-out losses."""
 
@@ -93,7 +96,10 @@ class Members:
         self._banned: dict[PeerId, PeerId] = {}  # peer -> coordinator that banned it
         self._published: dict[PeerId, CharterRecord] = {}  # the last record of each coordinator
         self._met: dict[PeerId, bytes] = {}  # peer -> the own lease that it has seen
-        self._looked_up_at = -math.inf  # loop time
+        self._refused: dict[PeerId, int] = {}  # peer -> sequence of its published lease, which is not valid
+        self._strangers: set[PeerId] = set()  # that have stored records here since the last look at leases
+        self._look_up_again_at = -math.inf  # loop time
+        self._looking_up = asyncio.Lock()
         self._missed_at = -math.inf  # loop time when the last attempt to reach a coordinator failed
         self._is_away_told = self._is_ban_told = False
         self._tasks = TaskOwner("members")
@@ -108,6 +114,9 @@ class Members:
         gates[run_id] = self
         self._dht.filters[run_id] = self.only_members
         self._dht.declare(leases_key(run_id), LEASE_RECORDS)
+        if not self.charter.is_open:
+            self._dht.members[run_id] = self
+            self._dht.recount(run_id)
         self._endpoint.handle(self._methods.show, self._on_show)
         self._endpoint.on_lost.append(self._on_lost)
         try:
@@ -152,6 +161,7 @@ class Members:
         await self._tasks.close()
         if self._endpoint.gates.get(self.charter.run_id) is self:
             del self._endpoint.gates[self.charter.run_id], self._dht.filters[self.charter.run_id]
+            self._dht.members.pop(self.charter.run_id, None)
             self._endpoint.unhandle(self._methods.show)
             self._endpoint.on_lost.remove(self._on_lost)
 
@@ -273,30 +283,65 @@ class Members:
         if self.charter.is_open:
             return {subkey: stored for subkey, stored in found.items() if stored.owner not in self._banned}
         own_id = self._endpoint.peer_id
-        unknown = {stored.owner for stored in found.values() if stored.owner not in ("", own_id)} - self._banned.keys()
-        if any(self.lease_of(PeerId(owner)) is None for owner in unknown):
-            await self._look_up_leases()
+        owners = {PeerId(stored.owner) for stored in found.values() if stored.owner} - self._banned.keys() - {own_id}
+        if self._without_lease(owners):
+            await self._look_up_leases(owners)
         return {
             subkey: stored
             for subkey, stored in found.items()
             if stored.owner and (stored.owner == own_id or self._is_believed(PeerId(stored.owner), kind))
         }
 
+    def is_member(self, peer_id: PeerId) -> bool:
+        """Whether a peer is known to be a member, or may sign leases."""
+        is_trusted = peer_id == self._endpoint.peer_id or peer_id in self.charter.coordinators
+        return is_trusted or self.lease_of(peer_id) is not None
+
+    def takes(self, record: Record) -> bool:
+        """Whether a record that is to be held here is a member's; learns the lease, if it is one."""
+        owner = PeerId(record.owner)
+        if record.key == leases_key(self.charter.run_id):
+            self._learn_published(owner, record.value, record.sequence)
+        is_member = self.is_member(owner)
+        if not is_member:
+            self._strangers.add(owner)
+        return is_member
+
     def _is_believed(self, owner: PeerId, kind: str) -> bool:
         lease = self.lease_of(owner)
         return lease is not None and (lease.takes_part or kind == OBSERVED_KIND)
 
-    async def _look_up_leases(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if now < self._looked_up_at + LOOK_UP_PERIOD_S:
+    def _without_lease(self, peer_ids: set[PeerId]) -> set[PeerId]:
+        return {peer_id for peer_id in peer_ids if self.lease_of(peer_id) is None}
+
+    async def _look_up_leases(self, peer_ids: set[PeerId]) -> None:
+        """Learn the leases of these peers and of those that store records here, and the new ones of members.
+
+        Strangers can publish thousands. Each is verified once, and other tasks run in between.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._looking_up:  # what another reader looks up now may be enough
+            wanted = self._without_lease(peer_ids | self._strangers)
+            if not wanted or loop.time() < self._look_up_again_at:
+                return
+            self._look_up_again_at = loop.time() + LOOK_UP_PERIOD_S
+            published = await self._dht.get(leases_key(self.charter.run_id))
+            num_bytes = sum(len(stored.raw) + OVERHEAD_BYTES for stored in published.values())
+            self._look_up_again_at = loop.time() + max(LOOK_UP_PERIOD_S, num_bytes / LOOK_UP_BYTES_PER_S)
+            self._strangers.clear()
+            self._refused = {peer_id: number for peer_id, number in self._refused.items() if peer_id in published}
+            for peer_id in (wanted | self._leases.keys()) & published.keys():
+                self._learn_published(peer_id, published[peer_id].raw, published[peer_id].sequence)
+                await asyncio.sleep(0)
+
+    def _learn_published(self, peer_id: PeerId, raw: bytes, sequence: int) -> None:
+        if self._refused.get(peer_id) == sequence:
             return
-        self._looked_up_at = now
-        for subkey, stored in (await self._dht.get(leases_key(self.charter.run_id))).items():
-            if stored.owner == subkey != self._endpoint.peer_id:
-                try:
-                    self._learn(PeerId(subkey), LEASE_RECORDS.decode(stored.raw))
-                except (msgspec.DecodeError, PeerError) as error:
-                    logger.debug("the lease that peer %s publishes does not count: %s", subkey, error)
+        try:
+            self._learn(peer_id, LEASE_RECORDS.decode(raw))
+        except (msgspec.DecodeError, PeerError) as error:
+            self._refused[peer_id] = sequence
+            logger.debug("the lease that peer %s publishes does not count: %s", peer_id, error)
 
     # this peer's own lease
 
@@ -352,6 +397,9 @@ class Members:
             try:
                 await self._look(quickly=True)
                 self._tell_ban()
+                self._dht.recount(self.charter.run_id)
+                if self._strangers:
+                    await self._look_up_leases(set())
                 if self._is_renewal_due() and loop.time() >= tried_at + config.retry_s:
                     tried_at = loop.time()
                     await self._renew_again()
@@ -363,9 +411,9 @@ class Members:
 
     async def _look(self, *, quickly: bool = False) -> None:
         """Read what the coordinators publish: their addresses and bans."""
-        published = await read_charters(self._dht, self.charter.run_id, quickly=quickly)
-        for entry in published:
-            if entry.peer_id in self.charter.coordinators and entry.charter.digest == self.charter.digest:
+        run_id, coordinators = self.charter.run_id, self.charter.coordinators
+        for entry in await read_charters(self._dht, run_id, publishers=coordinators, quickly=quickly):
+            if entry.charter.digest == self.charter.digest:
                 self._note(entry)
 
     def _tell_ban(self) -> None:

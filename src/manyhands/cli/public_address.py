@@ -104,9 +104,7 @@ class AnnouncedCheck:
                     f"--announce {address.host_port}: it leads only to this machine, and this peer does not listen "
                     "there; announce the address that leads here from outside, or leave --announce out"
                 )
-            if reason is DialReason.NAME_NOT_FOUND:
-                logger.warning("The announced name %s does not resolve: nobody can dial it until it does", address.host)
-            elif reason is not DialReason.ITSELF:
+            if reason is not DialReason.ITSELF:
                 logger.warning(
                     "The announced address %s was not reached from this machine (%s). It may still be right, as some "
                     "routers lead nothing back into their own network. To check it, run this on a machine elsewhere: "

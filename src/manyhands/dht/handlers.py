@@ -33,7 +33,7 @@ from manyhands.dht.messages import (
 from manyhands.dht.networks import network_of
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.rate_limit import MAX_CHECKS_PER_S, RateLimit
-from manyhands.dht.records import AgedRecord, Reason, Record
+from manyhands.dht.records import AgedRecord, Reason, Record, topic_of
 from manyhands.dht.routing import Contact
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
@@ -120,7 +120,7 @@ class RequestHandlers:
 
     def has_met(self, record: Record) -> bool:
         """Whether this peer has met the owner of a record, so that its signature is checked in any case."""
-        has_met = self._met.get(record.key.partition(".")[0])
+        has_met = self._met.get(topic_of(record.key))
         return has_met is not None and has_met(PeerId(record.owner))
 
     def may_check(self, source: PeerId, records: Sequence[Record]) -> bool:

@@ -20,9 +20,10 @@ from manyhands.dht.joining import InitialPeers
 from manyhands.dht.known_peers import KnownPeers
 from manyhands.dht.messages import TOPICS, TopicsRequest
 from manyhands.dht.overlay import Overlay
+from manyhands.dht.quotas import Membership
 from manyhands.dht.read_result import StoredValue
 from manyhands.dht.reader import Reader
-from manyhands.dht.records import Reason
+from manyhands.dht.records import Reason, topic_of
 from manyhands.dht.routing import Contact
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
@@ -57,6 +58,8 @@ class DhtNode:
     Attributes:
         filters: by topic, a filter that hides some records from readers; the topic of a key is the part before its
             first ``.``.
+        members: by topic, the members of a run. The records of all others have little room here, as everybody who reads
+            the key has to read them too. Call :meth:`recount` when the members have changed.
         met: by topic, whether this peer has met another one. Its records are checked at once, whatever else comes from
             its network.
     """
@@ -80,14 +83,17 @@ class DhtNode:
         self._schemas: dict[str, Schema] = {}
         self.filters: dict[str, Filter] = {}
         self.met: dict[str, Callable[[PeerId], bool]] = {}
-        self._storage = storage = Storage(config, self._schemas)
+        self.members: dict[str, Membership] = {}
+        self._storage = storage = Storage(config, self._schemas, self.members)
         own_id = endpoint.peer_id
         holder_cache = HolderCache(own_id, overlay.table, config, overlay.network_of, overlay.is_client)
         handlers = RequestHandlers(
             endpoint, config, overlay, storage, holder_cache, self._schemas, self.met, wall_clock
         )
         self._handlers = handlers
-        self._reader = Reader(own_id, config, overlay, storage, holder_cache, handlers, self._schemas, rng, wall_clock)
+        self._reader = Reader(
+            own_id, config, overlay, storage, holder_cache, handlers, self._schemas, self.members, rng, wall_clock
+        )
         issuer = Issuer(endpoint.identity, config, wall_clock, self._schemas)
         writer = self._writer = Writer(own_id, config, overlay, holder_cache, handlers, issuer)
         self._upkeep = Upkeep(own_id, config, overlay, storage, holder_cache, handlers, writer, rng)
@@ -150,9 +156,15 @@ class DhtNode:
     def declare(self, key: str, schema: Schema) -> None:
         """Hold, return and write only records that match the schema under this key from now on."""
         check_key(key)
+        if self._schemas.get(key) == schema:
+            return
         self._schemas[key] = schema
         self._storage.recheck(key)
         self._reader.forget(key)
+
+    def recount(self, topic: str) -> None:
+        """Count the records of a topic again that this node holds, as its members have changed."""
+        self._storage.recount(topic, asyncio.get_running_loop().time())
 
     async def store(self, key: str, value: Any, ttl_s: float, subkey: str | None = None) -> int:
         """Publish a value under a key and an optional subkey at the peers nearest to the key.
@@ -205,7 +217,7 @@ class DhtNode:
         check_key(key)
         self._rejoin_if_lost()
         found = (await self._reader.read(key, quickly)).values(asyncio.get_running_loop().time())
-        passing = self.filters.get(key.partition(".")[0])
+        passing = self.filters.get(topic_of(key))
         return found if passing is None else await passing(key, found)
 
     async def get_many(self, keys: Iterable[str], *, quickly: bool = False) -> dict[str, dict[str, StoredValue]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Protocol
 
+from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.networks import network_of
 from manyhands.dht.records import Reason, Record
@@ -16,6 +18,20 @@ SOURCE_SHARE = 0.75
 """The share of a key's capacity that records from one network may take: keys and addresses there cost an attacker
 little. Above ``OPEN_SHARE``, so that unsigned records of a network leave capacity for the signed ones of its peers."""
 
+STRANGERS_SHARE = 1 / 64
+"""The share of a key's capacity that records of peers which are not members may take, in a run whose members are known:
+each read of the key costs that much more. Room for the newcomers of some seconds."""
+
+
+class Membership(Protocol):
+    """Knows the members of a run."""
+
+    def is_member(self, peer_id: PeerId) -> bool:
+        """Whether a peer is known to be a member."""
+
+    def takes(self, record: Record) -> bool:
+        """Whether a signed record that is to be held here is a member's; may learn from it that it is."""
+
 
 @dataclass
 class _Usage:
@@ -24,7 +40,7 @@ class _Usage:
 
 
 class Quotas:
-    """Numbers and bytes of records by scope: total, owner, source, key, unsigned ones of a key, network and key."""
+    """Numbers and bytes of records by scope: total, owner, source, key, key and network, and some kinds of a key's."""
 
     def __init__(self, config: DhtConfig) -> None:
         self._usage: defaultdict[tuple[str, str], _Usage] = defaultdict(_Usage)
@@ -34,6 +50,8 @@ class Quotas:
             "key": (*room, Reason.KEY_FULL),
             "open": (*open_room(config), Reason.KEY_FULL),
             "share": (*_room(config, SOURCE_SHARE), Reason.SOURCE_FULL),
+            "strangers": (*strangers_room(config), Reason.KEY_FULL),
+            "strangers' share": (*_room(config, STRANGERS_SHARE * SOURCE_SHARE), Reason.SOURCE_FULL),
             "owner": (config.max_records_per_owner, config.max_bytes_per_owner, Reason.OWNER_FULL),
             "source": (config.max_records_per_source, config.max_bytes_per_source, Reason.SOURCE_FULL),
         }
@@ -43,25 +61,30 @@ class Quotas:
         """Records held in total."""
         return self._usage["total", ""].num_records
 
-    def add(self, record: Record, source: str, sign: int = 1) -> None:
+    def add(self, record: Record, source: str, sign: int = 1, *, is_strangers: bool = False) -> None:
         """Add a record to the counts; ``sign=-1`` removes it."""
         num_bytes = record.num_bytes
-        for scope in _scopes_of(record, source):
+        for scope in _scopes_of(record, source, is_strangers):
             usage = self._usage[scope]
             usage.num_records += sign
             usage.num_bytes += sign * num_bytes
             if not usage.num_records:
                 del self._usage[scope]
 
-    def bound_broken_by(self, record: Record, source: str) -> Reason | None:
+    def bound_broken_by(self, record: Record, source: str, *, is_strangers: bool = False) -> Reason | None:
         """Return the limit that one more record would break, or None."""
         num_bytes = record.num_bytes
-        for scope in _scopes_of(record, source):
+        for scope in _scopes_of(record, source, is_strangers):
             usage = self._usage.get(scope, _Usage())
             max_records, max_bytes, reason = self._bounds[scope[0]]
             if usage.num_records + 1 > max_records or usage.num_bytes + num_bytes > max_bytes:
                 return reason
         return None
+
+
+def strangers_room(config: DhtConfig) -> tuple[int, int]:
+    """Return how many records of strangers one key may hold where members are known, and their bytes."""
+    return _room(config, STRANGERS_SHARE)
 
 
 def open_room(config: DhtConfig) -> tuple[int, int]:
@@ -73,10 +96,16 @@ def _room(config: DhtConfig, share: float) -> tuple[int, int]:
     return max(1, int(config.max_records_per_key * share)), int(config.max_bytes_per_key * share)
 
 
-def _scopes_of(record: Record, source: str) -> list[tuple[str, str]]:
+def _scopes_of(record: Record, source: str, is_strangers: bool) -> list[tuple[str, str]]:
     """Return the scopes that a record counts in."""
-    scopes = [("total", ""), ("key", record.key), ("owner", record.owner) if record.owner else ("open", record.key)]
-    return [*scopes, ("source", source), ("share", f"{_network_of(source)} {record.key}")] if source else scopes
+    key = record.key
+    scopes = [("total", ""), ("key", key), ("owner", record.owner) if record.owner else ("open", key)]
+    if is_strangers:
+        scopes.append(("strangers", key))
+    if source:
+        in_network = f"{_network_of(source)} {key}"
+        scopes += [("source", source), ("strangers' share" if is_strangers else "share", in_network)]
+    return scopes
 
 
 def _network_of(source: str) -> str:

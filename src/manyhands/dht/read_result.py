@@ -5,6 +5,7 @@ The rules are those of :mod:`manyhands.dht.storage`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.quotas import open_room
+from manyhands.dht.quotas import Membership, open_room, strangers_room
 from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s
 from manyhands.dht.schema import Schema, examined_under
 
@@ -53,6 +54,7 @@ class ReadResult:
     Args:
         checked: records that the last read of the key accepted; they are not verified again.
         schema: the declared schema of the key.
+        members: those of the run, if they are known.
     """
 
     def __init__(
@@ -61,13 +63,16 @@ class ReadResult:
         config: DhtConfig,
         checked: Mapping[str, Found] | None = None,
         schema: Schema | None = None,
+        members: Membership | None = None,
     ) -> None:
         self._key = key
         self._schema = schema
         self._config = config
         self._checked = checked or {}
         self.found: dict[str, Found] = {}
-        self._num_shown: dict[PeerId, int] = {}
+        self._members = members
+        self._num_shown: Counter[PeerId] = Counter()
+        self._strangers_bytes: Counter[PeerId] = Counter()
         self._num_bytes = self._num_open = self._open_bytes = 0
         self._open_room = open_room(config)
 
@@ -130,17 +135,33 @@ class ReadResult:
         if subkey in self._checked:
             self.add(*self._checked[subkey])
 
-    def note_shown(self, source: PeerId, num_records: int) -> None:
+    def note_shown(self, source: PeerId, records: Iterable[Record]) -> None:
         """Count further valid records from a holder."""
-        self._num_shown[source] = self._num_shown.get(source, 0) + num_records
+        for record in records:
+            if self._is_strangers(record):
+                self._strangers_bytes[source] += record.num_bytes
+            else:
+                self._num_shown[source] += 1
 
     def forget_shown(self) -> None:
         """Reset the counts of all holders."""
         self._num_shown.clear()
+        self._strangers_bytes.clear()
 
     def are_complete(self, holders: Iterable[PeerId]) -> bool:
-        """Whether each of these holders has returned most of all records; it may be about to receive the rest."""
-        return all(self._num_shown.get(holder, 0) >= COMPLETE_SHARE * len(self.found) for holder in holders)
+        """Whether each of these holders has returned most of all records; it may be about to receive the rest.
+
+        Where members are known, the records of all others do not count.
+        """
+        num = sum(not self._is_strangers(record) for record, _, _ in self.found.values())
+        return all(self._num_shown[holder] >= COMPLETE_SHARE * num for holder in holders)
+
+    def is_flooded_by(self, holder: PeerId) -> bool:
+        """Whether a holder has returned more records of strangers than members hold."""
+        return self._strangers_bytes[holder] > strangers_room(self._config)[1]
+
+    def _is_strangers(self, record: Record) -> bool:
+        return self._members is not None and not (record.owner and self._members.is_member(PeerId(record.owner)))
 
     def values(self, now: float) -> dict[str, StoredValue]:
         """Return the live values by subkey, without deleted ones."""

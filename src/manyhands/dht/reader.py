@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
@@ -14,8 +14,9 @@ from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.ids import id_to_bytes, key_id
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.dht.overlay import Overlay
+from manyhands.dht.quotas import Membership
 from manyhands.dht.read_result import Found, ReadResult
-from manyhands.dht.records import AgedRecord, Reason, Record, digest_of_records
+from manyhands.dht.records import AgedRecord, Reason, Record, digest_of_records, topic_of
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
 from manyhands.runtime.concurrently import gathered
@@ -39,6 +40,7 @@ class Reader:
     Args:
         own_id: the node's peer id; its own records are read without a request.
         schemas: by key; may be extended later.
+        members: those of some runs, by topic; may be extended later.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Reader:
         holder_cache: HolderCache,
         handlers: RequestHandlers,
         schemas: Mapping[str, Schema],
+        members: Mapping[str, Membership],
         rng: random.Random,
         wall_clock: Callable[[], float],
     ) -> None:
@@ -60,21 +63,23 @@ class Reader:
         self._holder_cache = holder_cache
         self._handlers = handlers
         self._schemas = schemas
+        self._members = members
         self._rng = rng
         self._wall_clock = wall_clock
+        self._flooders: dict[str, set[PeerId]] = {}  # by key, of runs whose members are known
         self._read: OrderedDict[str, dict[str, Found]] = OrderedDict()  # by key and subkey
 
     async def read(self, key: str, quickly: bool) -> ReadResult:
         """See :meth:`manyhands.dht.DhtNode.get`."""
         now = asyncio.get_running_loop().time()
         schema = self._schemas.get(key)
-        found = ReadResult(key, self._config, self._read.get(key), schema)
+        found = ReadResult(key, self._config, self._read.get(key), schema, self._members.get(topic_of(key)))
         own = self._storage.get(key, now)
         for held in own:
             found.add(held.record, held.expires_at, held.num_bytes)
         if not await self._read_at_some(key, found, quickly):
             found.forget_shown()
-            found.note_shown(self._own_id, len(own))
+            found.note_shown(self._own_id, (held.record for held in own))
             await self._read_at_all(key, found)
         if self._schemas.get(key) is not schema:  # declared meanwhile
             return await self.read(key, quickly)
@@ -97,15 +102,23 @@ class Reader:
 
         def take(source: PeerId, response: FindResponse) -> None:
             first_pages[source] = response
-            found.note_shown(source, len(self._merge(found, source, response.records)))
+            found.note_shown(source, self._merge(found, source, response.records))
 
         config = self._config
         contacts = await self._overlay.lookup(key_id(key), config.lookup_timeout_s, config.replicas, key, take)
         holders = self._holder_cache.among(key, (contact.peer_id for contact in contacts))
         asked = [peer_id for peer_id in holders if peer_id in first_pages]
         await gathered(*(self._read_on(peer_id, key, found, first_pages[peer_id]) for peer_id in asked))
-        now, are_complete = asyncio.get_running_loop().time(), found.are_complete(holders)
+        self._flooders.pop(key, None)
+        self._note_flooders(key, found, holders)
+        sound = set(holders) - self._flooders.get(key, set())
+        now, are_complete = asyncio.get_running_loop().time(), found.are_complete(sound)
         self._holder_cache.remember(key, holders, now, are_complete)
+
+    def _note_flooders(self, key: str, found: ReadResult, holders: Iterable[PeerId]) -> None:
+        """Remember which of these holders are to be read after the others, until the next lookup."""
+        if flooders := set(filter(found.is_flooded_by, holders)):
+            self._flooders[key] = self._flooders.get(key, set()) | flooders
 
     async def _read_at_some(self, key: str, found: ReadResult, quickly: bool) -> bool:
         """Read from one or a majority of the remembered holders; return whether the result is complete."""
@@ -113,7 +126,9 @@ class Reader:
         if not replicas:
             return False
         self._rng.shuffle(replicas)
-        replicas.sort(key=lambda peer_id: peer_id != self._own_id)  # reading from this node costs nothing
+        # reading from this node costs nothing, and from one that holds what strangers made up a lot
+        flooders = self._flooders.get(key, set())
+        replicas.sort(key=lambda peer_id: (peer_id in flooders, peer_id != self._own_id))
         first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
         answers = await gathered(
             self._ask(first, key, wants_records=True),
@@ -124,13 +139,14 @@ class Reader:
             return False
         records, *digests = (answer for answer in answers if answer is not None)
         passed = self._merge(found, first, records.records)
-        found.note_shown(first, len(passed))
+        found.note_shown(first, passed)
         passed += await self._read_on(first, key, found, records)
         if not others:
             return True
         digest = digest_of_records(passed)
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
         await gathered(*(self._read_whole(peer_id, key, found) for peer_id in differing))
+        self._note_flooders(key, found, [first, *differing])
         if differing and not found.are_complete([first, *differing]):
             self._holder_cache.forget(key)
             return False
@@ -140,7 +156,7 @@ class Reader:
         """Read all pages of one holder."""
         answer = await self._ask(peer_id, key, wants_records=True)
         if answer is not None:
-            found.note_shown(peer_id, len(self._merge(found, peer_id, answer.records)))
+            found.note_shown(peer_id, self._merge(found, peer_id, answer.records))
             await self._read_on(peer_id, key, found, answer)
 
     async def _read_on(self, peer_id: PeerId, key: str, found: ReadResult, page: FindResponse) -> list[Record]:
@@ -156,7 +172,7 @@ class Reader:
             page = answer
             num_left -= len(page.records)
             more = self._merge(found, peer_id, page.records)
-            found.note_shown(peer_id, len(more))
+            found.note_shown(peer_id, more)
             passed += more
         return passed
 

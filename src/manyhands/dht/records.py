@@ -126,6 +126,11 @@ class AgedRecord(msgspec.Struct, frozen=True, gc=False):
     age_s: float
 
 
+def topic_of(key: str) -> str:
+    """Return the part of a key before its first ``.``: the run of the records."""
+    return key.partition(".")[0]
+
+
 def encode_value(value: Any) -> bytes:
     """Encode a value for storage.
 

@@ -7,7 +7,8 @@ Rules:
     * each record expires at an instant of this node's monotonic clock;
     * records and bytes are limited in total, per key, per owner and per source, which is the machine that sent them;
       a record beyond a limit is refused;
-    * a record that does not match the schema declared for its key is refused.
+    * a record that does not match the schema declared for its key is refused;
+    * in a run whose members are known, the records of all others have little room under each key.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from manyhands.dht.config import MAX_FOUND_BYTES, MAX_FOUND_RECORDS, DhtConfig
-from manyhands.dht.quotas import Quotas
-from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s, sum_of
+from manyhands.dht.quotas import Membership, Quotas
+from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s, sum_of, topic_of
 from manyhands.dht.schema import Schema, examined_under
 
 
@@ -31,12 +32,14 @@ class Held(msgspec.Struct, gc=False):
         expires_at: an instant of the node's monotonic clock, in seconds.
         source: the machine that sent it; empty if it is this one.
         num_bytes: size of the record as counted against the limits.
+        is_strangers: the run knows its members, and the owner was none of them when this was counted.
     """
 
     record: Record
     expires_at: float
     source: str = ""
     num_bytes: int = 0
+    is_strangers: bool = False
     _fingerprint: bytes = b""
 
     def fingerprint(self) -> bytes:
@@ -55,11 +58,18 @@ class Storage:
 
     Args:
         schemas: by key; may be extended later, with effect on records that arrive then.
+        members: those of some runs, by topic; see :meth:`recount`.
     """
 
-    def __init__(self, config: DhtConfig, schemas: Mapping[str, Schema] | None = None) -> None:
+    def __init__(
+        self,
+        config: DhtConfig,
+        schemas: Mapping[str, Schema] | None = None,
+        members: Mapping[str, Membership] | None = None,
+    ) -> None:
         self._config = config
         self._schemas = schemas if schemas is not None else {}
+        self._members = members if members is not None else {}
         self._held: dict[str, dict[str, Held]] = {}
         self._quotas = Quotas(config)
         self._in_order: dict[str, list[str]] = {}  # sorted subkeys by key; dropped when one is added or removed
@@ -157,19 +167,36 @@ class Storage:
             return Reason.UNCHANGED
         if held is not None and not record.supersedes(held.record):
             return Reason.STALE
+        is_strangers = self._is_strangers(record)
         if held is not None:
-            self._quotas.add(held.record, held.source, -1)
-        refusal = self._quotas.bound_broken_by(record, source)
+            self._count(held, -1)
+        refusal = self._quotas.bound_broken_by(record, source, is_strangers=is_strangers)
         if refusal is not None:
             if held is not None:
-                self._quotas.add(held.record, held.source)
+                self._count(held)
             return refusal
-        self._quotas.add(record, source)
         self._digests.pop(record.key, None)
         if held is None:
             self._in_order.pop(record.key, None)
-        self._write(Held(record, expires_at, source, record.num_bytes), expires_at)
+        held = Held(record, expires_at, source, record.num_bytes, is_strangers)
+        self._count(held)
+        self._write(held, expires_at)
         return Reason.ACCEPTED
+
+    def recount(self, topic: str, now: float) -> None:
+        """Count the records of a topic again, as its members have changed; drop those that have no room."""
+        for key in [key for key in self.keys(now) if topic_of(key) == topic]:
+            for subkey, held in list(self._held[key].items()):
+                if self._is_strangers(held.record) != held.is_strangers:
+                    self._drop(key, subkey, held)
+                    self.put(held.record, held.expires_at, now, held.source)
+
+    def _is_strangers(self, record: Record) -> bool:
+        members = self._members.get(topic_of(record.key))
+        return members is not None and not (record.owner and members.takes(record))
+
+    def _count(self, held: Held, sign: int = 1) -> None:
+        self._quotas.add(held.record, held.source, sign, is_strangers=held.is_strangers)
 
     def recheck(self, key: str) -> None:
         """Drop the records of a key that do not match its newly declared schema."""
@@ -188,7 +215,7 @@ class Storage:
             self._drop(key, subkey, held)
 
     def _drop(self, key: str, subkey: str, held: Held) -> None:
-        self._quotas.add(held.record, held.source, -1)
+        self._count(held, -1)
         del self._held[key][subkey]
         self._digests.pop(key, None)
         self._in_order.pop(key, None)

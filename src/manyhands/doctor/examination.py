@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from manyhands.access.charters import read_charters
+from manyhands.access.charters import has_charter_records, read_charters
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, Unavailable
@@ -243,11 +243,10 @@ class _Examiner:
         if run_id is None:
             return findings.runs_seen(await find_runs(dht))
         wanted = self._examination.charter
-        published = await read_charters(dht, run_id)
-        named = [one for one in published if one.charter.digest == wanted or (not wanted and one.peer_id in joined)]
+        named = await read_charters(dht, run_id, publishers=joined, digest=wanted)
         charter = named[0].charter if named else None
         if wanted and charter is None:
-            return findings.charter_not_there(run_id, has_another=bool(published))
+            return findings.charter_not_there(run_id, has_another=await has_charter_records(dht, run_id))
         if charter is not None and not charter.is_open:
             return findings.is_by_invitation(run_id, has_ticket=bool(wanted))
         digest = self._examination.digest or (charter.charter.manifest if charter is not None else b"")

@@ -27,7 +27,7 @@ from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.monitor.vouching import Vouching
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.manifest import read_manifest
+from manyhands.optim.manifest import different_settings, read_manifests
 from manyhands.optim.metrics import TTL_S, AccountRecord, HeldoutRecord, MetricsRecord, read_metrics
 from manyhands.optim.run.branches import held_by_most
 from manyhands.optim.run.progress import (
@@ -136,6 +136,7 @@ class RunMonitor:
         self._painter = Painter(self._run_id, self.history)
         self._tell_of_nobody_at = -math.inf
         self._notice = StrandedNotice(run_id)
+        self._are_others_told = False
         self._steps = CompleteSteps()
         self._vouching: Vouching | None = None
         self._trainers_seen: dict[PeerId, float] = {}  # when last seen, also of those that have left
@@ -264,8 +265,17 @@ class RunMonitor:
 
     async def _target_batch_size(self) -> int:
         expected = self._peer.presence.signed_manifests().get(self._run_id, b"")
-        signed = await read_manifest(self._peer.dht, self._run_id, expected)
-        return signed.manifest.target_batch_size if signed is not None else 0
+        signed = await read_manifests(self._peer.dht, self._run_id, expected)
+        if len(signed) > 1 and not self._are_others_told:
+            self._are_others_told = True
+            shown, other = signed
+            here, there = (f"at {counted(len(one.signers), 'peer')}" for one in signed)
+            logger.warning(
+                "Two groups of peers train run %s with different settings, and share no work: %s. Start one of them "
+                "again with another --run-id, or with the settings of the other",
+                self._run_id, different_settings(shown.manifest, other.manifest, here, there),
+            )  # fmt: skip
+        return signed[0].manifest.target_batch_size if signed else 0
 
     def _report_progress(self, step: int, target: int, progress: Progress, delay_s: float) -> None:
         if not self._is_quiet:

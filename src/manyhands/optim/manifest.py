@@ -18,6 +18,7 @@ from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.base.structs import make_ready
+from manyhands.base.text import counted
 from manyhands.dht import DhtNode
 from manyhands.optim.serializable import is_serializable
 from manyhands.rpc.frames import readable
@@ -34,6 +35,9 @@ DECODED_IN_A_TURN = 8  # manifests, before the event loop runs other tasks: 1 ms
 OPTION_NAMES = {"lr": "learning_rate"}  # those with a longer name on the command line
 REST_OF_MODEL = "parameters outside the optimizer"
 """Key of the fact what a model has beside the parameters of its optimizer."""
+MAX_DIFFERENT = 64
+"""Manifests with different content that are decoded: strangers may publish thousands. A run has one."""
+SHOWN_SIGNERS = 3
 SHOWN_DIFFERENCES = 5
 SHOWN_DIGITS = 16  # of a fingerprint
 SHOWN_CHARACTERS = 1000  # of one value in a difference: others' values have to fit on a screen
@@ -141,6 +145,7 @@ class ManifestKeeper:
 
     def __post_init__(self) -> None:
         self._tasks = TaskOwner("run manifest")
+        self._are_others_told = False
         if (num_bytes := len(self.manifest.encoded())) > MAX_BYTES:
             raise ConfigError(
                 f"the settings of the run have {num_bytes} bytes, with the names and shapes of "
@@ -202,8 +207,24 @@ class ManifestKeeper:
             await asyncio.sleep(TTL_S / 5)
             try:
                 await self._publish()
+                if not (self.expected or self._are_others_told):  # what its owner signed is the run
+                    await self._look_for_others()
             except ManyhandsError as error:
                 logger.warning("the run manifest was not renewed: %s", error)
+
+    async def _look_for_others(self) -> None:
+        """Warn once if another swarm of the same name, with other settings, has met this one."""
+        run_id = self.manifest.run_id
+        for manifest, signers in await read_manifests(self.dht, run_id):
+            if manifest.fingerprint() != self.manifest.fingerprint():
+                self._are_others_told = True
+                there = counted(len(signers), "other peer")
+                logger.warning(
+                    "Two groups of peers train run %s with different settings, and share no work: %s. Start one of "
+                    "them again with another --run-id, or with the settings of the other (peers there: %s)",
+                    run_id, different_settings(self.manifest, manifest, "here", f"at {there}"), _some(signers),
+                )  # fmt: skip
+                return
 
 
 def manifest_key(run_id: str) -> str:
@@ -218,16 +239,31 @@ class SignedManifest(NamedTuple):
     signers: Sequence[PeerId]
 
 
-async def read_manifest(dht: DhtNode, run_id: str, expected: bytes = b"") -> SignedManifest | None:
-    """The manifest that most peers signed; unreadable ones are skipped.
+def different_settings(one: RunManifest, other: RunManifest, here: str, there: str) -> str:
+    """What differs between two manifests of one run, and where each value is."""
+    lines = differences(one, other)
+    return "; ".join(line.replace(" here", f" {here}").replace(" in the run", f" {there}") for line in lines)
 
-    Strangers may publish many, so they are decoded one at a time: first each different one, for its fingerprint, then
-    the one that is returned.
+
+def _some(peer_ids: Sequence[PeerId]) -> str:
+    return ", ".join(sorted(peer_ids)[:SHOWN_SIGNERS])
+
+
+async def read_manifest(dht: DhtNode, run_id: str, expected: bytes = b"") -> SignedManifest | None:
+    """The manifest that most peers signed, or None; arguments and errors are those of :func:`read_manifests`."""
+    found = await read_manifests(dht, run_id, expected)
+    return found[0] if found else None
+
+
+async def read_manifests(dht: DhtNode, run_id: str, expected: bytes = b"") -> list[SignedManifest]:
+    """The manifest that most peers signed, and the next one if there are several; unreadable ones are skipped.
+
+    Strangers may publish many, so they are decoded one at a time: first the different ones, for their fingerprints,
+    then those that are returned.
 
     Args:
-        expected: the run's fingerprint or its beginning, from a ticket: no other manifest counts then.
-    Returns:
-        None if no peer has signed one.
+        expected: the run's fingerprint or its beginning, from a ticket: no other manifest counts then. Without it, only
+            the :data:`MAX_DIFFERENT` that most peers signed are looked at.
     Raises:
         Unavailable: the DHT does not answer.
     """
@@ -237,7 +273,8 @@ async def read_manifest(dht: DhtNode, run_id: str, expected: bytes = b"") -> Sig
             signers[stored.raw].append(PeerId(subkey))
     values: dict[bytes, Any] = {}  # by fingerprint
     votes: defaultdict[bytes, list[PeerId]] = defaultdict(list)
-    for number, (raw, peer_ids) in enumerate(signers.items(), 1):
+    different = sorted(signers.items(), key=lambda item: (-len(item[1]), min(item[1])))
+    for number, (raw, peer_ids) in enumerate(different if expected else different[:MAX_DIFFERENT], 1):
         if number % DECODED_IN_A_TURN == 0:
             await asyncio.sleep(0)
         try:
@@ -248,15 +285,12 @@ async def read_manifest(dht: DhtNode, run_id: str, expected: bytes = b"") -> Sig
         if fingerprint.startswith(expected):
             values[fingerprint] = raw
             votes[fingerprint] += peer_ids
-    if not votes:
-        return None
-    chosen = most_signed(votes)
-    return SignedManifest(_decode(values[chosen], run_id), votes[chosen])
+    return [SignedManifest(_decode(values[chosen], run_id), votes[chosen]) for chosen in by_signers(votes)[:2]]
 
 
-def most_signed(signers: Mapping[bytes, Sequence[PeerId]]) -> bytes:
-    """The fingerprint that most peers signed; of equally many, that of the lowest peer id."""
-    return min(signers, key=lambda fingerprint: (-len(signers[fingerprint]), min(signers[fingerprint])))
+def by_signers(signers: Mapping[bytes, Sequence[PeerId]]) -> list[bytes]:
+    """The fingerprints, the one that most peers signed first; of equally many, that of the lowest peer id."""
+    return sorted(signers, key=lambda fingerprint: (-len(signers[fingerprint]), min(signers[fingerprint])))
 
 
 def _decode(value: bytes, run_id: str) -> RunManifest:

@@ -14,12 +14,14 @@ import msgspec
 import psutil
 
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, DialFailed
 from manyhands.base.identity import PeerId
 from manyhands.rpc.method import Method
+from manyhands.transport import tcp
 
 MAX_ANNOUNCED = 8
 MAX_ADDRESS_TEXT = 400
+LOOKUP_TIMEOUT_S = 10.0
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -78,6 +80,25 @@ def check_announced(addresses: Sequence[Address]) -> None:
                 f"announce={str(address)!r}: {what} that others could dial; give the address that leads to this peer "
                 "from outside, such as /ip4/203.0.113.7/tcp/31337 or /dns4/x.tcp.ngrok.io/tcp/12345"
             )
+
+
+async def check_resolved(addresses: Sequence[Address]) -> None:
+    """Check that the names among the addresses to announce resolve on this machine.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for address in addresses:
+        if "ip" in address.protocol:
+            continue
+        try:
+            await tcp.look_up(address, LOOKUP_TIMEOUT_S)
+        except DialFailed as failure:
+            detail = f" ({failure.detail})" if failure.detail else ""
+            raise ConfigError(
+                f"announce={address.host_port!r}: the name does not resolve here{detail}, so others could not dial "
+                "this peer; check how it is spelt, or announce the IP address"
+            ) from failure
 
 
 def seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: str) -> list[Address]:

@@ -25,6 +25,7 @@ from manyhands.rpc.announce import (
     Announcement,
     AnnounceResponse,
     check_announced,
+    check_resolved,
     dialable_addresses,
     own_hosts,
     seen_from_outside,
@@ -116,8 +117,7 @@ class Endpoint:
         self._dial_back = DialBackStreams(
             self._dialler, self._tasks, self.counters, self._book.reached_at, self._hello, self._serve_stream, self._rng
         )
-        if client_mode:
-            self.handle(DIAL_BULK, self._dial_back.on_dial)
+        self.handle(DIAL_BULK, self._dial_back.on_dial)
         self.handle(ANNOUNCE, self._on_announced)
         self.uplink = Uplink(self._tasks)
 
@@ -133,9 +133,11 @@ class Endpoint:
             announce: addresses to announce instead of those of this machine (behind a tunnel, say).
             last_port: for the first address, in place of port 0; logs a warning if it is taken.
         Raises:
-            ConfigError: a port is taken, a host is not of this machine, or an announced address cannot be dialled.
+            ConfigError: a port is taken, a host is not of this machine, or an announced address cannot be dialled or
+                its name does not resolve.
         """
         check_announced(announce)
+        await check_resolved(announce)
         if addresses and last_port:
             try:
                 wanted = replace(addresses[0], port=last_port)
@@ -201,7 +203,6 @@ class Endpoint:
         if is_on == self.client_mode:
             return
         self.client_mode = is_on
-        self.handle(DIAL_BULK, self._dial_back.on_dial) if is_on else self.unhandle(DIAL_BULK)
         self.announce(self._chosen, with_local=self._with_local)
 
     async def _tell_addresses(self, connection: ControlConnection) -> None:
@@ -448,7 +449,8 @@ class Endpoint:
     ) -> Stream:
         """Open a separate stream for bulk data, over several connections if the round trip is long.
 
-        A connected peer in client mode is asked to dial back; see :mod:`manyhands.rpc.dial_back`.
+        A connected peer that is in client mode, or that announced addresses at which it is not reached, is asked to
+        dial back; see :mod:`manyhands.rpc.dial_back`.
 
         Args:
             size_bytes: about how much will be sent in either direction; small sizes use one connection.
@@ -465,10 +467,25 @@ class Endpoint:
     def _opener(self, peer_id: PeerId, timeout_s: float) -> OpenOne:
         """Return the function that opens a bulk connection to a peer."""
         connection = self._pool.of(peer_id)
-        if connection is None or self.client_mode or not self.is_client(peer_id):
-            addresses, heard = self._addresses_to_dial(peer_id), self._book.heard(peer_id)
+        if connection is not None and not self.client_mode and self.is_client(peer_id):
+            return lambda hello: self._dial_back.open(connection, hello, timeout_s)
+        addresses, heard = self._addresses_to_dial(peer_id), self._book.heard(peer_id)
+        if connection is None or self.client_mode or connection.is_dialled:
             return lambda hello: self._dialler.open(addresses, hello, timeout_s, heard)
-        return lambda hello: self._dial_back.open(connection, hello, timeout_s)
+
+        async def dial_or_ask(hello: Hello) -> Opened:
+            deadline = asyncio.get_running_loop().time() + timeout_s
+            try:
+                return await self._dialler.open(addresses, hello, timeout_s / 2, heard)
+            except Unavailable as error:
+                logger.debug("peer %s is asked to dial this one: %s", peer_id, error)
+                left_s = deadline - asyncio.get_running_loop().time()
+                try:
+                    return await self._dial_back.open(connection, hello, left_s)
+                except (Unavailable, PeerError):
+                    raise error from None
+
+        return dial_or_ask
 
     def release(self, stream: Stream) -> None:
         """Abort a stream that :meth:`open_bulk` opened, and count its bytes."""

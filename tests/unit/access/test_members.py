@@ -228,7 +228,10 @@ async def test_a_banned_peer_ends_when_it_is_told_and_does_not_come_back_with_it
 async def test_no_coordinator_bans_the_owner_or_another_coordinator() -> None:
     async with new_world() as world:
         (one,) = await members(world, 10)
-        own, record = [SECOND.peer_id, OWNER.peer_id, PEER.peer_id], await read_charters(one.dht, RUN)
+        own, record = (
+            [SECOND.peer_id, OWNER.peer_id, PEER.peer_id],
+            await read_charters(one.dht, RUN, digest=CHARTER.digest),
+        )
         entry = record[0]._replace(record=msgspec.structs.replace(record[0].record, bans=own))
         one.members[RUN]._note(entry)
         assert set(one.members[RUN]._banned) == {PEER.peer_id}

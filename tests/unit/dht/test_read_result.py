@@ -71,11 +71,12 @@ def test_values_expire() -> None:
 def test_holders_that_lack_records_are_not_complete() -> None:
     findings = ReadResult("key", DhtConfig())
     assert findings.are_complete([ONE]), "nobody lacks what is not"
-    for number in range(20):
-        findings.add(open_record(subkey=str(number)), NOW + 1)
-    findings.note_shown(ONE, 20)
-    findings.note_shown(OTHER, 17)
+    records = [open_record(subkey=str(number)) for number in range(20)]
+    for record in records:
+        findings.add(record, NOW + 1)
+    findings.note_shown(ONE, records)
+    findings.note_shown(OTHER, records[:17])
     assert not findings.are_complete([ONE, OTHER])
-    findings.note_shown(OTHER, 1)
+    findings.note_shown(OTHER, records[:1])
     assert findings.are_complete([ONE, OTHER]), "two may be on their way"
     assert not findings.are_complete([ONE, ALICE.peer_id])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.base.identity import Identity
+from manyhands.base.identity import Identity, PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, digest_of_records
 from manyhands.dht.storage import Storage
@@ -180,6 +180,56 @@ def test_one_network_does_not_keep_others_out_of_a_key_whatever_key_pairs_it_has
     assert of_one == [Reason.ACCEPTED] * 6 + [Reason.SOURCE_FULL] * 2
     assert storage.put(records[7], NOW + 60, NOW, "10.0.1.1") is Reason.ACCEPTED
     assert storage.put(owned_record(owner=owners[0], key="other"), NOW + 60, NOW, "10.0.0.1") is Reason.ACCEPTED
+
+
+class Members:
+    """Alice, and those that are named later."""
+
+    def __init__(self) -> None:
+        self.owners = {ALICE.peer_id}
+
+    def is_member(self, peer_id: PeerId) -> bool:
+        return peer_id in self.owners
+
+    def takes(self, record: Record) -> bool:
+        return record.owner in self.owners
+
+
+def test_strangers_have_little_room_in_a_run_whose_members_are_known() -> None:
+    members = Members()
+    storage = Storage(DhtConfig(max_records_per_key=256), members={"run": members})
+    owners = [Identity.from_seed(bytes([number]) * 32) for number in range(8)]
+    records = [owned_record(key="run.progress", owner=owner) for owner in owners]
+    taken = [storage.put(record, NOW + 60, NOW, f"10.{number}.0.1") for number, record in enumerate(records)]
+    assert taken == [Reason.ACCEPTED] * 4 + [Reason.KEY_FULL] * 4
+    assert storage.put(open_record(key="run.progress"), NOW + 60, NOW) is Reason.KEY_FULL
+    assert storage.put(owned_record(key="run.progress", owner=ALICE), NOW + 60, NOW) is Reason.ACCEPTED
+    assert storage.put(owned_record(key="run.progress", owner=owners[0]), NOW + 61, NOW) is Reason.UNCHANGED
+    assert storage.put(owned_record(key="other.progress", owner=owners[4]), NOW + 60, NOW) is Reason.ACCEPTED
+
+    members.owners |= {owner.peer_id for owner in owners[:2]}
+    storage.recount("run", NOW)
+    assert storage.put(records[4], NOW + 60, NOW) is Reason.ACCEPTED, "two that have joined take none of that room"
+
+
+def test_one_network_does_not_take_all_the_room_of_strangers() -> None:
+    storage = Storage(DhtConfig(max_records_per_key=256), members={"run": Members()})
+    owners = [Identity.from_seed(bytes([number]) * 32) for number in range(4)]
+    records = [owned_record(key="run.progress", owner=owner) for owner in owners]
+    of_one = [storage.put(record, NOW + 60, NOW, f"10.0.0.{number}") for number, record in enumerate(records)]
+    assert of_one == [Reason.ACCEPTED] * 3 + [Reason.SOURCE_FULL]
+    assert storage.put(records[3], NOW + 60, NOW, "10.0.1.1") is Reason.ACCEPTED
+
+
+def test_records_that_came_before_the_members_were_known_have_no_more_room() -> None:
+    members: dict[str, Members] = {}
+    storage = Storage(DhtConfig(max_records_per_key=256), members=members)
+    for number in range(8):
+        owner = Identity.from_seed(bytes([number]) * 32)
+        storage.put(owned_record(key="run.progress", owner=owner), NOW + 60, NOW)
+    members["run"] = Members()
+    storage.recount("run", NOW)
+    assert len(storage) == 4
 
 
 def test_a_full_storage_still_takes_new_values_of_what_it_holds() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import datetime
 import tracemalloc
 import zlib
@@ -11,16 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.optim import manifest as manifest_module
 from manyhands.optim.manifest import (
     MAX_BYTES,
+    MAX_DIFFERENT,
     ManifestKeeper,
     RunManifest,
+    by_signers,
     differences,
     manifest_key,
-    most_signed,
     read_manifest,
 )
 from tests.unit.optim.fake_dht import FakeDht
@@ -132,13 +136,13 @@ def test_equal_settings_have_no_differences() -> None:
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2), min_size=1))
 def test_the_manifest_of_the_most_peers_is_the_runs(votes: dict[str, int]) -> None:
     signers = {bytes([n]): [PeerId(name) for name, vote in votes.items() if vote == n] for n in set(votes.values())}
-    chosen = most_signed(signers)
-    assert chosen == most_signed(dict(reversed(signers.items())))
-    assert len(signers[chosen]) == max(map(len, signers.values()))
+    chosen = by_signers(signers)
+    assert chosen == by_signers(dict(reversed(signers.items())))
+    assert len(signers[chosen[0]]) == max(map(len, signers.values()))
 
 
 def test_of_equally_many_the_lowest_peer_id_decides() -> None:
-    assert most_signed({b"1": [PeerId("b")], b"2": [PeerId("a")]}) == b"2"
+    assert by_signers({b"1": [PeerId("b")], b"2": [PeerId("a")]}) == [b"2", b"1"]
 
 
 # what others published
@@ -284,3 +288,51 @@ async def test_of_two_that_begin_at_once_one_leaves_without_a_trace() -> None:
     with pytest.raises(ManifestMismatch):
         await other.agree()
     assert await signers(dht) == ["a"]
+
+
+async def test_both_of_two_swarms_that_meet_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(manifest_module, "TTL_S", 0.05)
+    dht: Any = FakeDht()
+    first = keeper_of(dht, "a", changed())
+    await first.agree()
+    dht.records.clear()  # it is in another network, which has not met this one yet
+    second = keeper_of(dht, "b", changed(target_batch_size=32))
+    await second.agree()
+    async with time_limit(10.0, "for both to be told"):
+        while len(lines := [record.getMessage() for record in caplog.records]) < 2:
+            await asyncio.sleep(0)
+    before = dht.num_reads
+    async with time_limit(10.0, "for a few more periods"):
+        while len(dht.stored) < 12:
+            await asyncio.sleep(0)
+    assert dht.num_reads == before, "it is not looked for again"
+    await first.close()
+    await second.close()
+    lines.sort()
+    assert lines[0].startswith(
+        "Two groups of peers train run run with different settings, and share no work: target_batch_size is 32 here, "
+        "64 at 1 other peer. Start one of them again with another --run-id"
+    )
+    assert "target_batch_size is 64 here, 32 at 1 other peer" in lines[1]
+
+
+async def test_thousands_of_different_manifests_of_strangers_are_not_all_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dht: Any = FakeDht()
+    for number in range(10 * MAX_DIFFERENT):
+        dht.put(KEY, f"a liar {number}", published(changed(target_batch_size=1000 + number)), sequence=1)
+    for name in ("signer", "signer too"):
+        dht.put(KEY, name, published(MANIFEST), sequence=1)
+    decoded: list[bytes] = []
+    decode = manifest_module._decode
+
+    def counted(value: bytes, run_id: str) -> RunManifest:
+        decoded.append(value)
+        return decode(value, run_id)
+
+    monkeypatch.setattr(manifest_module, "_decode", counted)
+    assert await read_manifest(dht, "run") == (MANIFEST, ["signer", "signer too"])
+    assert len(decoded) <= MAX_DIFFERENT + 2

@@ -315,8 +315,9 @@ class StrandedNotice:
             self._due_at = now + STRANDED_PERIOD_S
             logger.warning(
                 "None of the %d peers that train can be dialled (client mode), so they make no step together; "
-                "their gradients are kept. At least one of them must accept connections, or a machine without data "
-                "helps: on the monitor's machine, or any other that accepts connections, run: manyhands train "
-                "--auxiliary %s --initial-peers %s",
+                "their gradients are kept. At least one of them must accept connections: if they are in one network, "
+                "behind one router say, start one of them again with --no-client-mode, and the others dial it there. "
+                "Or a machine without data helps: on the monitor's machine, or any other that accepts connections, "
+                "run: manyhands train --auxiliary %s --initial-peers %s",
                 num_trainers, shell_option("--run-id", self._run_id), " ".join(addresses) or "ADDRESS",
             )  # fmt: skip

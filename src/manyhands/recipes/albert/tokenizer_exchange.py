@@ -68,10 +68,14 @@ async def serve_tokenizer(endpoint: Endpoint, tokenizer: transformers.PreTrained
 async def fetch_tokenizer(
     endpoint: Endpoint, donors: Sequence[PeerId], digest: str
 ) -> transformers.PreTrainedTokenizerFast | None:
-    """Get the tokenizer with this digest from one of the peers of its run; None if none of them has it."""
+    """Get the tokenizer with this digest from one of the peers of its run; None if none of them has it.
+
+    Args:
+        donors: peers of the run; perhaps this one too, from before a restart.
+    """
     try:
         async with time_limit(TIMEOUT_S, "waiting for the tokenizer of the run"):
-            for donor in donors:
+            for donor in (donor for donor in donors if donor != endpoint.peer_id):
                 try:
                     packed = await _fetch(endpoint, donor, digest)
                     return await asyncio.to_thread(_unpacked, donor, packed, digest)

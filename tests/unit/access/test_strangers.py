@@ -1,0 +1,217 @@
+"""What peers without a lease can cost the members of a run by publishing records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from manyhands.access import AccessConfig, Charter, SignedCharter
+from manyhands.access import members as members_module
+from manyhands.access import signed as signed_module
+from manyhands.access.lease import Lease
+from manyhands.access.messages import RECORD_TTL_S, CharterRecord, charter_key, leases_key
+from manyhands.access.signed import Signed
+from manyhands.base.deadline import time_limit
+from manyhands.base.identity import Identity
+from manyhands.dht import DhtConfig
+from manyhands.dht.issuing import Issuer
+from manyhands.dht.quotas import SOURCE_SHARE, STRANGERS_SHARE
+from manyhands.dht.records import AgedRecord, Record
+from manyhands.peer import Presence
+from tests.network import PATIENCE_S, identity_of
+from tests.unit.access.test_members import members as members_with
+from tests.unit.access.world import CHARTER, COORDINATOR, HOUR_S, RUN, START_S, World, new_world, token_of
+
+NUM = 40
+STRANGERS = [identity_of(number) for number in range(1000, 1000 + NUM)]
+PROGRESS = f"{RUN}.progress"
+MADE_UP = bytes(range(63)) + b"\x00"
+
+
+@pytest.fixture
+def num_verified(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many signatures of leases and charters were verified since the last call."""
+    verified: list[str] = []
+    verify = signed_module.verify
+
+    def counted(signer: Any, domain: str, *rest: Any) -> None:
+        verified.append(domain)
+        verify(signer, domain, *rest)
+
+    def since() -> int:
+        num = len(verified)
+        verified.clear()
+        return num
+
+    monkeypatch.setattr(signed_module, "verify", counted)
+    return since
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unknown owner makes a member look for leases at once."""
+    monkeypatch.setattr(members_module, "LOOK_UP_PERIOD_S", 0.0)
+    monkeypatch.setattr(members_module, "LOOK_UP_BYTES_PER_S", 1e12)
+
+
+async def members(world: World, *numbers: int) -> list[Presence]:
+    """Members that look at the charter when the test makes them look."""
+    return await members_with(world, *numbers, config=AccessConfig())
+
+
+def record_of(identity: Identity, key: str, value: Any, ttl_s: float = HOUR_S) -> Record:
+    return Issuer(identity, DhtConfig(), lambda: START_S).issue(key, identity.peer_id, value, ttl_s)
+
+
+def false_lease(identity: Identity) -> Record:
+    """It says that the coordinator has signed it."""
+    lease = Lease(CHARTER.digest, identity.peer_id, "trainer", START_S, START_S + HOUR_S)
+    signed = Signed(COORDINATOR.peer_id, msgspec.msgpack.encode(lease), MADE_UP)
+    return record_of(identity, leases_key(RUN), signed.encoded())
+
+
+def foreign_charter(identity: Identity) -> Record:
+    """A valid one of the same run, of another owner."""
+    charter = SignedCharter.sign(identity, Charter(RUN, identity.peer_id, "invite", [identity.peer_id]))
+    record = CharterRecord(charter.signed.encoded())
+    return record_of(identity, charter_key(RUN), msgspec.to_builtins(record, builtin_types=(bytes,)), RECORD_TTL_S)
+
+
+def progress_of(identity: Identity) -> Record:
+    return record_of(identity, PROGRESS, "progress")
+
+
+async def publish(attacker: Presence, records: Sequence[Record]) -> None:
+    await attacker.dht._writer._write(records)
+
+
+def hold(attacker: Presence, records: Sequence[Record]) -> None:
+    """A node holds what it likes, and shows it to all readers."""
+    for record in records:
+        assert attacker.dht._handlers.hold(attacker.peer_id, AgedRecord(record, 0.0)).is_stored
+
+
+@pytest.mark.usefixtures("no_pause")
+async def test_a_false_lease_is_verified_once_by_each_member(num_verified: Callable[[], int]) -> None:
+    async with new_world() as world:
+        (one,) = await members(world, 10)
+        attacker = await world.peer(20)
+        await publish(attacker, [false_lease(stranger) for stranger in STRANGERS])
+        await publish(attacker, [progress_of(stranger) for stranger in STRANGERS])
+        assert await one.dht.get(PROGRESS) == {}
+        num_verified()
+        for _ in range(3):
+            assert await one.dht.get(PROGRESS) == {}
+        assert num_verified() == 0
+
+
+@pytest.mark.usefixtures("no_pause")
+async def test_leases_of_peers_that_publish_nothing_else_are_not_verified(num_verified: Callable[[], int]) -> None:
+    async with new_world() as world:
+        (one,) = await members(world, 10)
+        attacker = await world.peer(20)
+        hold(attacker, [false_lease(stranger) for stranger in STRANGERS])
+        await publish(attacker, [progress_of(STRANGERS[0])])
+        num_verified()
+        assert await one.dht.get(PROGRESS) == {}
+        assert len(await one.dht.get(leases_key(RUN))) > NUM, "all were read"
+        assert num_verified() == 1
+
+
+async def test_a_long_read_of_leases_is_not_repeated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members_module, "LOOK_UP_PERIOD_S", 0.0)
+    monkeypatch.setattr(members_module, "LOOK_UP_BYTES_PER_S", 1.0)
+    async with new_world() as world:
+        (one,) = await members(world, 10)
+        attacker = await world.peer(20)
+        reads: list[str] = []
+        read = one.dht._reader.read
+
+        async def counted(key: str, quickly: bool) -> object:
+            reads.append(key)
+            return await read(key, quickly)
+
+        one.dht._reader.read = counted  # type: ignore[method-assign,assignment]
+        for stranger in STRANGERS[:4]:
+            await publish(attacker, [progress_of(stranger)])
+            assert await one.dht.get(PROGRESS) == {}
+        assert reads.count(leases_key(RUN)) == 1
+
+
+async def test_two_reads_at_once_both_know_the_members() -> None:
+    async with new_world() as world:
+        (one,) = await members(world, 10)
+        keys = [PROGRESS, f"{RUN}.metrics"]
+        for key in keys:
+            await one.dht.store(key, "here", 60.0, subkey=one.peer_id)
+        (newcomer,) = await members(world, 11)
+        found = await asyncio.gather(*map(newcomer.dht.get, keys))
+        assert [set(records) for records in found] == [{one.peer_id}] * 2
+
+
+async def test_charters_of_others_are_not_verified(num_verified: Callable[[], int]) -> None:
+    async with new_world() as world:
+        (one,) = await members(world, 10)
+        attacker = await world.peer(20)
+        foreign = [foreign_charter(stranger) for stranger in STRANGERS]
+        hold(attacker, foreign)
+        await publish(attacker, foreign)
+        num_verified()
+        await one.members[RUN]._look()
+        assert num_verified() == 1, "that of the coordinator"
+        (newcomer,) = await members(world, 11)
+        assert num_verified() < NUM
+        friend = await world.peer(12)
+        num_verified()
+        assert [charter.digest for charter in await friend.named_charters(RUN)] == [CHARTER.digest]
+        assert num_verified() == 1
+        assert newcomer.members[RUN].charter.digest == CHARTER.digest
+
+
+async def test_strangers_have_little_room_at_the_members_and_newcomers_count() -> None:
+    room = int(DhtConfig().max_records_per_key * STRANGERS_SHARE)
+    many = [identity_of(number) for number in range(2000, 2000 + room + NUM)]
+    async with new_world() as world:
+        (one,) = await members(world, 10)
+        attacker = await world.peer(20)
+        await publish(attacker, [progress_of(stranger) for stranger in many])
+        assert num_held(world, PROGRESS) == room * SOURCE_SHARE
+        await one.dht.store(PROGRESS, "here", 60.0, subkey=one.peer_id)
+        (newcomer,) = await members(world, 11)
+        assert set(await newcomer.dht.get(PROGRESS)) == {one.peer_id}
+
+
+async def test_a_node_that_becomes_a_member_drops_what_strangers_have_stored_there() -> None:
+    room = int(DhtConfig().max_records_per_key * STRANGERS_SHARE)
+    many = [identity_of(number) for number in range(2000, 2000 + room + NUM)]
+    async with new_world() as world:
+        await members(world)
+        newcomer = await world.peer(10)
+        hold(newcomer, [progress_of(stranger) for stranger in many])
+        await newcomer.join_run(world.ticket(token_of(100)))
+        assert len(newcomer.dht._storage.get(PROGRESS, asyncio.get_running_loop().time())) == room
+
+
+async def test_a_newcomer_that_had_no_room_has_it_soon() -> None:
+    """A holder of its records may hold none of the leases."""
+    room = int(DhtConfig().max_records_per_key * STRANGERS_SHARE)
+    async with new_world() as world:
+        (one,) = await members_with(world, 10)
+        hold(one, [progress_of(identity_of(number)) for number in range(2000, 2000 + room)])
+        (newcomer,) = await members(world, 11)
+        one.members[RUN]._leases.clear()
+        record = progress_of(identity_of(11))
+        assert one.dht._handlers.hold(newcomer.peer_id, AgedRecord(record, 0.0)).code == "key_full"
+        async with time_limit(PATIENCE_S, "for the lease to be looked up"):
+            while not one.dht._handlers.hold(newcomer.peer_id, AgedRecord(record, 0.0)).is_stored:
+                await asyncio.sleep(0.01)
+
+
+def num_held(world: World, key: str) -> int:
+    """Most records of a key that a member holds."""
+    now = asyncio.get_running_loop().time()
+    return max(len(peer.dht._storage.get(key, now)) for peer in world.peers if RUN in peer.members)
