@@ -31,6 +31,7 @@ SMALL = (
 )  # fmt: skip
 HUGE = AlbertRecipe(hidden_size=1 << 17, intermediate_size=1 << 19, vocab_size=30_000)
 COMMON = ("--listen", LOOPBACK, "--threads", "1")
+WITHOUT_TEXT = (*COMMON, "--any-text")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +53,29 @@ def wait_for_usage_error(command: Command, started: float) -> str:
     return command.output.strip().splitlines()[-1]
 
 
+def test_a_joiner_without_the_text_of_the_run_is_told_and_trains_on_no_other(
+    trainer: tuple[Command, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, address, _ = trainer
+    monkeypatch.chdir(tmp_path)
+    for command in (["join", address], ["train", "--initial-peers", address], ["evaluate", "--initial-peers", address]):
+        code, output = called(*command, *COMMON)
+        assert code == USAGE
+        line = output.strip().splitlines()[-1]
+        assert re.search(r"run 'runA' trains on data with digest [0-9a-f]{12}, which is not on this machine", line)
+        assert line.endswith("or train on other text (the documentation that comes with Python) with --any-text")
+    assert not list(tmp_path.iterdir())
+    assert re.search(r"Training on \d+ samples of .*other.txt; 64 others are held out", first.output)
+
+
 def test_one_word_joins_a_run_with_another_model_and_contributes(
     trainer: tuple[Command, str, str], tmp_path: Path
 ) -> None:
     _, address, _ = trainer
     host_port = f"127.0.0.1:{Address.parse(address).port}"
-    with running("join", host_port, *COMMON, folder=tmp_path) as newcomer:
+    with running("join", host_port, *WITHOUT_TEXT, folder=tmp_path) as newcomer:
+        newcomer.wait_for("Run 'runA' trains on data with digest ")
+        assert "documentation that comes with Python 3" in newcomer.wait_for("Training on")
         newcomer.wait_for("A short trial chose")
         newcomer.wait_for("Averaged tensors successfully with 2 peers")
         assert re.search(r"[1-9]\d* samples", newcomer.wait_for("Your current contribution"))
@@ -74,7 +92,7 @@ def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, s
     _, _, ticket = trainer
     peer_ids = []
     for _ in range(2):
-        with running("join", ticket, *COMMON, "--batch-size", "4", folder=tmp_path) as newcomer:
+        with running("join", ticket, *WITHOUT_TEXT, "--batch-size", "4", folder=tmp_path) as newcomer:
             peer_ids.append(newcomer.wait_for("Joining run runA as peer").split()[-1])
             newcomer.wait_for("Your current contribution")
             newcomer.interrupt()
@@ -84,7 +102,7 @@ def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, s
 
 def test_two_trainers_that_are_started_in_one_folder_have_one_each(trainer: tuple[Command, str, str]) -> None:
     first, address, _ = trainer
-    with running("train", "--run-id", "runA", "--initial-peers", address, *COMMON, folder=first.folder) as second:
+    with running("train", "--run-id", "runA", "--initial-peers", address, *WITHOUT_TEXT, folder=first.folder) as second:
         second.wait_for("Joining run runA")
         assert first.folder is not None
         assert sorted(path.name for path in first.folder.iterdir()) == ["manyhands-runA", "manyhands-runA-2"]
@@ -93,7 +111,7 @@ def test_two_trainers_that_are_started_in_one_folder_have_one_each(trainer: tupl
 @pytest.mark.long
 def test_train_adopts_too_and_refuses_only_what_differs(trainer: tuple[Command, str, str]) -> None:
     _, address, _ = trainer
-    start = ("train", "--initial-peers", address, *COMMON)
+    start = ("train", "--initial-peers", address, *WITHOUT_TEXT)
     with running(*start, "--learning-rate", "0.1", "--hidden-size", "96") as other:
         line = wait_for_usage_error(other, time.monotonic())
     assert "hidden_size is 96 here, 48 in the run; learning_rate is 0.1 here, 0.02 in the run" in line

@@ -34,6 +34,7 @@ from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data import given as given_data
 from manyhands.recipes.albert.data.corpus import check_text
+from manyhands.recipes.albert.data.run_data import RunData, data_for_run, data_of
 from manyhands.recipes.albert.memory import check_memory
 from manyhands.recipes.albert.settings import TrainingSettings, own_rank
 from manyhands.state_dir import StateDir
@@ -64,6 +65,8 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
     require_albert()
     if text := given.get("text"):  # Python's own documentation needs no check
         check_text(text)
+    if not network.initial_peers:
+        given = given_data.or_found_here(given)  # the data of the run that this peer begins
     given_data.settings_of(given)
     if given.get("dataset_path") and not given.get("tokenizer") and not network.initial_peers:
         raise ConfigError(
@@ -73,7 +76,7 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
 
 
 def with_data(training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
-    """The given settings with prepared data, as :func:`given_data.found`; an auxiliary peer needs none."""
+    """The given settings with the named data, as :func:`given_data.found`; an auxiliary peer needs none."""
     return dict(given) if training.auxiliary else found_data(given, output)
 
 
@@ -160,7 +163,7 @@ def take_part(
     Raises:
         ConfigError: this peer does not fit the run, or has too little memory.
     """
-    to_join = _run_to_join(run, given) if run is not None else None  # check before creating any files
+    to_join = _run_to_join(run, training, given, output) if run is not None else None  # before creating any files
     with ExitStack() as cleanup:
         events = output.begin()
         if training.device != "auto":
@@ -191,15 +194,18 @@ def take_part(
         elif to_join is None and peer.dht.num_known_peers:  # the known peers may be of an earlier start
             run = look_up(peer, run_id)
         if run is not None:
-            to_join = to_join or _run_to_join(run, given)
+            to_join = to_join or _run_to_join(run, training, given, output)
             _learn_addresses(peer, run)
         if training.auxiliary:
             assert to_join is not None
             start.has_succeeded()
             _help(peer, run_id, to_join, training)
         else:
-            recipe = to_join.recipe.recipe if to_join is not None else _recipe_to_begin(run_id, given, folders)
-            _train(peer, run_id, recipe, training, emit, to_join, folders, start, is_chosen="batch_size" in given)
+            if to_join is not None:
+                recipe, data = to_join.recipe.recipe, to_join.recipe.data
+            else:
+                recipe, data = _recipe_to_begin(run_id, training, given, folders)
+            _train(peer, run_id, recipe, data, training, emit, to_join, folders, start, is_chosen="batch_size" in given)
 
 
 def told_to(events: EventWriter, training: TrainingSettings) -> Tell:
@@ -231,6 +237,7 @@ def _train(
     peer: Peer,
     run_id: str,
     recipe: AlbertRecipe,
+    data: RunData,
     training: TrainingSettings,
     emit: Tell,
     run: RunToJoin | None,
@@ -244,7 +251,7 @@ def _train(
 
     trainer = AlbertTrainer(
         peer, run_id, recipe, training, emit,
-        run=run, is_batch_size_chosen=is_chosen, checkpoint_dir=folders.checkpoint_dir,
+        run=run, data=data, is_batch_size_chosen=is_chosen, checkpoint_dir=folders.checkpoint_dir,
     )  # fmt: skip
     members = peer.presence.members.get(run_id)
     if members is not None and not members.charter.is_open:
@@ -300,20 +307,24 @@ def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: Tra
         raise
 
 
-def _run_to_join(run: Run, given: Mapping[str, Any]) -> RunToJoin | None:
+def _run_to_join(
+    run: Run, training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions
+) -> RunToJoin | None:
     """What this peer takes over from a run, checked against its data and memory; None without a run manifest."""
     if run.manifest is None:
         return None
-    found = _checked(run.run_id, adopted(run.run_id, run.manifest.extra, given))
-    given_data.check_given_data(run.run_id, given, found.recipe, found.tokenizer)
+    found = _with_data(run.run_id, adopted(run.run_id, run.manifest.extra, given), training, given, output.begin_log)
     return RunToJoin(found, sorted(run.signers, key=lambda peer_id: not _can_be_dialled(run, peer_id)))
 
 
-def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders) -> AlbertRecipe:
-    """The recipe of this peer's newest checkpoint, or else the given one."""
+def _recipe_to_begin(
+    run_id: str, training: TrainingSettings, given: Mapping[str, Any], folders: OwnFolders
+) -> tuple[AlbertRecipe, RunData]:
+    """The recipe and the data of this peer's newest checkpoint, or else the given ones."""
     saved = folders.checkpoint_dir.newest_run() if folders.checkpoint_dir is not None else None
     facts = saved.extra if saved is not None else {}
     if not is_recipe(facts):
+        given = given_data.or_found_here(given)
         recipe = AlbertRecipe(**given_data.settings_of(given) | dict(given))
         check_memory(run_id, recipe, recipe.vocab_size)
         if recipe.local_steps and not {"target_batch_size", "learning_rate"} <= given.keys():
@@ -323,9 +334,13 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
                 "docs/how-to/local-steps.md advises --target-batch-size 8192 --learning-rate 0.003",
                 recipe.target_batch_size, recipe.learning_rate,
             )  # fmt: skip
-        return recipe
+        data = data_of(given)
+        if missing := [url for url in recipe.dataset_url if url not in data.urls]:
+            logger.info("Others that join are not told of %s, which may hold a password or is of this machine alone: "
+                        "they need --dataset-url", " ".join(missing))  # fmt: skip
+        return recipe, data
     try:
-        found = _checked(run_id, adopted(run_id, facts, given))
+        found = adopted(run_id, facts, given)
     except ManifestMismatch as error:
         differences = "; ".join(error.differences).replace("in the run", "in the checkpoint")
         assert folders.checkpoint_dir is not None
@@ -333,13 +348,24 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
             f"checkpoint {folders.checkpoint_dir.newest_path()} was made with other settings: {differences}. Give the "
             "same ones, or another --checkpoint-dir"
         ) from None
-    given_data.check_given_data(run_id, given, found.recipe, found.tokenizer)
-    return found.recipe
+    found = _with_data(run_id, found, training, given)
+    return found.recipe, found.data
 
 
-def _checked(run_id: str, found: RunRecipe) -> RunRecipe:
-    """Return the recipe, after checking that there is enough memory for it."""
+def _with_data(
+    run_id: str,
+    found: RunRecipe,
+    training: TrainingSettings,
+    given: Mapping[str, Any],
+    begin_log: Callable[[], object] = lambda: None,
+) -> RunRecipe:
+    """The recipe of a run with the data that this peer trains on, after checking memory and data."""
     check_memory(run_id, found.recipe, found.vocab_size)
+    if training.auxiliary:
+        return found
+    given = data_for_run(run_id, found.data, given, any_text=training.any_text, begin_log=begin_log)
+    found = found.with_own(given)
+    given_data.check_given_data(run_id, given, found.recipe, found.tokenizer)
     return found
 
 
