@@ -16,7 +16,9 @@ from manyhands.averaging.messages import Position
 from manyhands.base.address import Address
 from manyhands.base.ticket import Ticket
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
+from manyhands.optim.run.beginning import Beginning
 from manyhands.optim.run.progress import ProgressRecord, progress_key
+from manyhands.optim.run.records import declare_run
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
 from tests.process.commands import LOOPBACK, STARTUP_S, Command, address_of, called, running
@@ -165,6 +167,39 @@ def test_a_run_that_only_its_monitor_knows_is_begun_and_not_joined() -> None:
         assert "nobody trains in run 'quiet', so there is nothing to join; to begin it, or to go on from" in line
         with running("train", "--initial-peers", address, *COMMON, *SMALL) as first:
             first.wait_for("Step 1")
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(("join",), marks=pytest.mark.long), ("train", "--initial-peers")], ids=["join", "train"]
+)
+def test_a_trainer_that_starts_while_another_one_begins_the_run_waits_for_its_settings(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    own = (*COMMON, "--batch-size", "4")
+    with running("train", *own, *SMALL, folder=tmp_path) as first:
+        first.wait_for("Beginning run albert as peer")
+        address = first.wait_for("Others can join through this peer").split()[-1]
+        first.wait_for("Loading PyTorch")
+        with running(*command, address, *own) as second:
+            second.wait_for("begins run albert: waiting for its settings")
+            second.wait_for("Joining run albert as peer")
+            second.wait_for("Others can join this run with one word")  # it fits the run
+
+
+def test_who_joins_a_run_that_nobody_begins_any_more_is_told() -> None:
+    with Peer(listen=[LOOPBACK]) as peer:
+        beginning = Beginning(peer.dht, peer.peer_id, "gone")
+
+        async def begin() -> bool:
+            declare_run(peer.dht, "gone")
+            return await beginning.announce()
+
+        assert peer.run(begin(), 5.0, "announcing")
+        with running("join", peer.addresses[0], *COMMON) as newcomer:
+            newcomer.wait_for("begins run gone: waiting for its settings")
+            peer.run(beginning.close(), 5.0, "leaving")
+            assert newcomer.wait() == USAGE
+    assert "the peer that began run 'gone' has left it again" in newcomer.output.strip().splitlines()[-1]
 
 
 def sign(peer: Peer, **extra: str) -> None:

@@ -86,7 +86,7 @@ def join(
     run, charter = _chosen(network, run_id or ticket.run_id or None, ticket)
     if not ticket.is_charted:
         network = with_charter(network, run.run_id, charter)
-    take_part(run.run_id, network, training, given, output, run=run)
+    take_part(run.run_id, network, training, given, output, run=run, may_begin=False)
 
 
 def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tuple[Run, bytes]:
@@ -105,9 +105,9 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tupl
             f"run {run.run_id!r} has other settings now than when the ticket was made; ask for a new one, or join "
             f"without it: manyhands join {network.initial_peers[0]} --run-id {quoted}"
         )
-    if ticket.is_charted and not run.is_trained:
+    if ticket.is_charted and not run.is_trained and not run.beginners:
         raise _not_begun(ticket.run_id)
-    if run.manifest is None or not run.is_trained:
+    if not run.is_trained and not run.beginners:
         raise RunNotFound(
             f"nobody trains in run {run.run_id!r}, so there is nothing to join; to begin it, or to go on from a "
             f"checkpoint in this folder: manyhands train --run-id {quoted} --initial-peers {peers}"

@@ -23,7 +23,7 @@ from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.training_view import run_in_view
-from manyhands.cli.run_look_up import look_up
+from manyhands.cli.run_look_up import begin_or_look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.trainer_curves import TrainerCurves
@@ -152,16 +152,19 @@ def take_part(
     output: OutputOptions,
     *,
     run: Run | None,
+    may_begin: bool = True,
     page: socket.socket | None = None,
 ) -> None:
     """Train in a run until it is time to stop.
 
     Args:
         given: settings of the recipe that the user named.
-        run: the run as found before this peer joined; None if this peer begins it.
+        run: the run as found before this peer joined; None if this peer may begin it.
+        may_begin: begin the run if it has no settings; else it is an error.
         page: address at which to show the run, if it is to be shown.
     Raises:
         ConfigError: this peer does not fit the run, or has too little memory.
+        RunNotFound: the run has no settings, and ``may_begin`` is false.
     """
     to_join = _run_to_join(run, training, given, output) if run is not None else None  # before creating any files
     with ExitStack() as cleanup:
@@ -182,17 +185,17 @@ def take_part(
             network = replace(network, client_mode=False)  # else it would be of no use
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
         name_in_logs(run=run_id, peer=str(peer.peer_id))
-        logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
-        members = peer.presence.members.get(run_id)
-        if peer.addresses and (members is None or members.charter.is_open):
-            logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
         own_dir = folders.state_dir.path if folders.state_dir is not None else None
         cleanup.enter_context(page_beside(peer, run_id, page, network.state_dir or own_dir))
         if to_join is None and training.auxiliary:
             run = wait_for_trainers(peer, run_id)
-        elif to_join is None and peer.dht.num_known_peers:  # the known peers may be of an earlier start
-            run = look_up(peer, run_id)
+        elif to_join is None:  # the known peers may be of an earlier start
+            run = begin_or_look_up(peer, run_id, may_begin=may_begin)
+        logger.info("%s run %s as peer %s", "Joining" if run and run.manifest else "Beginning", run_id, peer.peer_id)
+        members = peer.presence.members.get(run_id)
+        if peer.addresses and (members is None or members.charter.is_open):
+            logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         if run is not None:
             to_join = to_join or _run_to_join(run, training, given, output)
             _learn_addresses(peer, run)
