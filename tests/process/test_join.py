@@ -32,7 +32,8 @@ SMALL = (
     "--seq-length", "32", "--vocab-size", "600", "--learning-rate", "0.02", "--target-batch-size", "24",
 )  # fmt: skip
 HUGE = AlbertRecipe(hidden_size=1 << 17, intermediate_size=1 << 19, vocab_size=30_000)
-COMMON = ("--listen", LOOPBACK, "--threads", "1")
+LISTEN = ("--listen", LOOPBACK)
+COMMON = (*LISTEN, "--threads", "1")
 WITHOUT_TEXT = (*COMMON, "--any-text")
 
 
@@ -100,6 +101,23 @@ def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, s
             newcomer.interrupt()
             newcomer.wait()
     assert peer_ids[0] == peer_ids[1]
+
+
+def test_what_is_started_in_one_folder_without_an_address_is_one_network(tmp_path: Path) -> None:
+    with running("monitor", *LISTEN, folder=tmp_path) as monitor:
+        monitor.wait_for("Running DHT root at 127.0.0.1:")
+        with running("train", *COMMON, folder=tmp_path) as first:
+            first.wait_for("A peer of run albert runs in this folder (manyhands-albert.monitor)")
+            peer_id = first.wait_for("Beginning run albert as peer").split()[-1]
+            with running("train", *COMMON, folder=tmp_path) as second:
+                second.wait_for(f"Peer {peer_id} begins run albert: waiting for its settings")
+            monitor.interrupt()
+            monitor.wait()
+            with running("train", *COMMON, folder=tmp_path) as third:
+                third.wait_for("A peer of run albert runs in this folder (manyhands-albert)")
+    with running("train", *COMMON, folder=tmp_path) as alone:
+        alone.wait_for("Beginning run albert as peer")
+    assert "runs in this folder" not in alone.output, "nobody does any more"
 
 
 def test_two_trainers_that_are_started_in_one_folder_have_one_each(trainer: tuple[Command, str, str]) -> None:

@@ -32,7 +32,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
-from manyhands.cli.taking_part import Start, first_free, require_albert
+from manyhands.cli.taking_part import Start, first_free, monitor_folder, require_albert, with_peers_here
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
@@ -226,6 +226,7 @@ def monitor(
     if signed is not None and run_id not in (None, signed.run_id):
         raise ConfigError(f"the charter is of run {signed.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
     run_id = signed.run_id if signed is not None else run_id_of(network, run_id)
+    network = with_peers_here(network, run_id or DEFAULT_RUN_ID, output)
     if run_id is None and network.initial_peers:
         with Scout(network.initial_peers) as scout:
             run_id = scout.only_run()
@@ -299,15 +300,13 @@ def monitor(
 def own_dir(run_id: str, network: NetworkOptions) -> StateDir | None:
     """Open the folder that keeps id and port of the monitor where none is named: those who join have its address.
 
-    A trainer of any run has another one, as a run id has no dot.
-
     Returns:
         None if the folder of the options serves, or if none can be created.
     """
     if network.state_dir is not None or network.identity is not None:
         return None
     try:
-        return first_free(f"manyhands-{run_id}.monitor", StateDir)
+        return first_free(monitor_folder(run_id), StateDir)
     except ConfigError as error:
         logger.warning(
             "%s. Without a state dir (--state-dir DIR), each start has another id and port, and old tickets are void",

@@ -6,9 +6,10 @@ import importlib.util
 import logging
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,14 +38,14 @@ from manyhands.recipes.albert.data.corpus import check_text
 from manyhands.recipes.albert.data.run_data import RunData, data_for_run, data_of
 from manyhands.recipes.albert.memory import check_memory
 from manyhands.recipes.albert.settings import TrainingSettings, own_rank
-from manyhands.state_dir import StateDir
+from manyhands.state_dir import StateDir, addresses_of_running
 
 logger = logging.getLogger(__name__)
 
 Tell = Callable[[msgspec.Struct], None]
 Folder = TypeVar("Folder")
 MAX_FOLDERS = 64
-WORTH_NOTHING = {LOCK_NAME, "identity.pem", "port", "peers.json"}
+WORTH_NOTHING = {LOCK_NAME, "identity.pem", "port", "addresses", "peers.json"}
 """What a start writes into a new folder before it takes part in a run."""
 NOTE_TIMEOUT_S = 5.0
 
@@ -278,7 +279,7 @@ def open_folders(run_id: str, network: NetworkOptions, training: TrainingSetting
     if training.checkpoint_dir is not None:
         return _open_folder(training.checkpoint_dir, run_id, network, training)
     try:
-        return first_free(f"manyhands-{run_id}", lambda path: _open_folder(path, run_id, network, training))
+        return first_free(trainer_folder(run_id), lambda path: _open_folder(path, run_id, network, training))
     except ConfigError as error:
         raise ConfigError(f"{error}; --checkpoint-dir names one, --no-checkpoints needs none") from error
 
@@ -289,16 +290,48 @@ def first_free(name: str, open_folder: Callable[[Path], Folder]) -> Folder:
     Raises:
         ConfigError: a folder cannot be used.
     """
-    for number in range(1, MAX_FOLDERS + 1):
-        path = Path(name if number == 1 else f"{name}-{number}")
+    for path in _folders(name):
         try:
             opened = open_folder(path)
         except FolderInUse:  # another one was started here
             continue
-        if number > 1:
+        if path != Path(name):
             logger.info("%s is in use by another process: this one uses %s", name, path)
         return opened
     raise ConfigError(f"{MAX_FOLDERS} processes use {name}, {name}-2 and so on")
+
+
+def _folders(name: str) -> Iterator[Path]:
+    """The folders of processes that are started in one place, in order."""
+    yield Path(name)
+    for number in range(2, MAX_FOLDERS + 1):
+        yield Path(f"{name}-{number}")
+
+
+def with_peers_here(network: NetworkOptions, run_id: str, output: OutputOptions) -> NetworkOptions:
+    """Name the monitors and trainers of a run that were started in this folder as initial peers if none are named."""
+    if network.initial_peers or own_rank() > 0:
+        return network
+    for name in (monitor_folder(run_id), trainer_folder(run_id)):
+        for path in takewhile(Path.is_dir, _folders(name)):
+            if addresses := addresses_of_running(path):
+                output.begin_log()
+                logger.info(
+                    "A peer of run %s runs in this folder (%s), and this one joins through it. To begin another run, "
+                    "give it another name: --run-id NAME", run_id, path,
+                )  # fmt: skip
+                return replace(network, initial_peers=tuple(addresses))
+    return network
+
+
+def trainer_folder(run_id: str) -> str:
+    """Name of the folder that a trainer has by default."""
+    return f"manyhands-{run_id}"
+
+
+def monitor_folder(run_id: str) -> str:
+    """Name of the folder that a monitor has by default. A trainer of any run has another one: a run id has no dot."""
+    return f"manyhands-{run_id}.monitor"
 
 
 def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:
