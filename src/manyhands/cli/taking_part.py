@@ -35,7 +35,7 @@ from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data import given as given_data
 from manyhands.recipes.albert.data.corpus import check_text
-from manyhands.recipes.albert.data.run_data import RunData, data_for_run, data_of
+from manyhands.recipes.albert.data.run_data import OF_PYTHON, RunData, data_for_run, data_of
 from manyhands.recipes.albert.memory import check_memory
 from manyhands.recipes.albert.settings import TrainingSettings, own_rank
 from manyhands.state_dir import StateDir, addresses_of_running
@@ -371,9 +371,9 @@ def _recipe_to_begin(
                 recipe.target_batch_size, recipe.learning_rate,
             )  # fmt: skip
         data = data_of(given)
-        if missing := [url for url in recipe.dataset_url if url not in data.urls]:
-            logger.info("Others that join are not told of %s, which may hold a password or is of this machine alone: "
-                        "they need --dataset-url", " ".join(missing))  # fmt: skip
+        if data != OF_PYTHON and not data.urls:
+            why = "is of this machine alone, or may hold a password" if recipe.dataset_url else "was not given"
+            logger.info("Others need the same data to join: its address, which they would take from the run, %s", why)
         return recipe, data
     try:
         found = adopted(run_id, facts, given)
