@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -192,7 +193,7 @@ def take_part(
         if to_join is None and training.auxiliary:
             run = wait_for_trainers(peer, run_id)
         elif to_join is None:  # the known peers may be of an earlier start
-            run = begin_or_look_up(peer, run_id, may_begin=may_begin)
+            run = begin_or_look_up(peer, run_id, _load_training, may_begin=may_begin)
         logger.info("%s run %s as peer %s", "Joining" if run and run.manifest else "Beginning", run_id, peer.peer_id)
         members = peer.presence.members.get(run_id)
         if peer.addresses and (members is None or members.charter.is_open):
@@ -250,7 +251,7 @@ def _train(
     *,
     is_chosen: bool,
 ) -> None:
-    logger.info("Loading PyTorch and transformers")
+    _load_training()
     from manyhands.recipes.albert.training import AlbertTrainer
 
     trainer = AlbertTrainer(
@@ -266,6 +267,12 @@ def _train(
         print_tickets(peer, run_id, trainer.manifest.fingerprint(), charter=charter)
     start.has_succeeded()
     run_in_view(trainer)
+
+
+def _load_training() -> None:
+    if "manyhands.recipes.albert.training" not in sys.modules:
+        logger.info("Loading PyTorch and transformers")
+        import manyhands.recipes.albert.training  # noqa: F401
 
 
 def open_folders(run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:
