@@ -134,7 +134,7 @@ def test_shards_are_served_trained_on_and_evaluated_with(tmp_path: Path) -> None
             address = trainer.wait_for("Others can join through this peer").split()[-1]
             trainer.wait_for("Your current contribution")
             options = ("--cache-dir", str(tmp_path / "other"), "--max-evaluations", "1")
-            with running("evaluate", "--initial-peers", address, *COMMON, *options, folder=tmp_path) as evaluator:
+            with running("evaluate", "--initial-peers", address, *COMMON, *options) as evaluator:
                 assert evaluator.wait() == 0, evaluator.output
             assert "which is not on this machine: fetching it from http://127.0.0.1" in evaluator.output
             assert re.search(r"Measuring on \d+ held-out samples in the shards of http://127.0.0.1", evaluator.output)
