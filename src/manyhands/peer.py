@@ -28,6 +28,7 @@ from manyhands.dht import DhtConfig, DhtNode
 from manyhands.reach import OwnMode, Reach
 from manyhands.reach.clocks import check_clock
 from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.rpc.announce import dialable_addresses
 from manyhands.runtime import LoopThread, TaskOwner
 from manyhands.state_dir import StateDir
 from manyhands.transport import TlsTransport, Transport
@@ -138,11 +139,16 @@ class Presence:
 
     async def _listen(self, listen: Sequence[Address], announce: Sequence[Address]) -> None:
         """Listen; the first address, if any free port will do, on the port of the last start: others may dial it."""
-        if self._state_dir is None or not listen or listen[0].port:
+        if self._state_dir is None:
             await self.endpoint.listen(listen, announce)
             return
-        await self.endpoint.listen(listen, announce, last_port=self._state_dir.load_port())
-        self._state_dir.save_port(self.endpoint.bound_addresses[0].port)
+        takes_any_port = bool(listen) and not listen[0].port
+        await self.endpoint.listen(listen, announce, last_port=self._state_dir.load_port() if takes_any_port else 0)
+        bound = self.endpoint.bound_addresses
+        if takes_any_port:
+            self._state_dir.save_port(bound[0].port)
+        here = [str(address.with_peer(self.endpoint.peer_id)) for address in dialable_addresses(bound)]
+        self._state_dir.save_addresses(here)
 
     # runs with a charter
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError
-from manyhands.base.folder_lock import FolderLock
+from manyhands.base.folder_lock import FolderInUse, FolderLock
 from manyhands.dht import KnownPeers
 
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
 WRITE_TIMEOUT_S = 1.0
+ADDRESSES = "addresses"
 
 
 class StateDir:
@@ -27,6 +29,7 @@ class StateDir:
         identity_path: the private key, unless the user named another file.
         peers_path: the addresses of other peers.
         port_path: the port that this peer got at its last start, if it asked for a free one.
+        addresses_path: where others on this machine dial this peer.
     Raises:
         FolderInUse: another process uses it.
         ConfigError: it cannot be used at all.
@@ -38,6 +41,7 @@ class StateDir:
         self.identity_path = self.path / "identity.pem"
         self.peers_path = self.path / "peers.json"
         self.port_path = self.path / "port"
+        self.addresses_path = self.path / ADDRESSES
         self._lock = FolderLock(self.path, "state dir")
         self.is_new = self._lock.is_new
 
@@ -71,6 +75,10 @@ class StateDir:
         if port != self.load_port():
             self._save(self.port_path, str(port).encode())
 
+    def save_addresses(self, addresses: Sequence[str]) -> None:
+        """Write down where others on this machine dial this peer, for :func:`addresses_of_running`."""
+        self._save(self.addresses_path, "\n".join(addresses).encode())
+
     def _save(self, path: Path, raw: bytes) -> None:
         """Write a file atomically: readers see the old one or the new one."""
         if not self._writing.acquire(timeout=WRITE_TIMEOUT_S):  # another thread is writing to a hanging disk
@@ -87,3 +95,15 @@ class StateDir:
     def close(self) -> None:
         """Unlock the folder. May be called twice."""
         self._lock.release()
+
+
+def addresses_of_running(path: Path) -> list[str]:
+    """The addresses of the peer that keeps its state in a folder; none if no process uses the folder now."""
+    try:
+        addresses = (path / ADDRESSES).read_text().split()
+        FolderLock(path, "addresses").release()
+    except FolderInUse:
+        return addresses
+    except (ConfigError, OSError, ValueError):
+        pass
+    return []

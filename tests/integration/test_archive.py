@@ -42,10 +42,9 @@ def host(made: Path, tmp_path: Path) -> Iterator[Host]:
 def test_an_archive_is_fetched_once_and_used_like_a_folder(host: Host, tmp_path: Path) -> None:
     given = {"dataset_url": (host.url,), "cache_dir": tmp_path / "cache", "seed": 7}
     found = found_here(with_unpacked(given))
-    assert "dataset_url" not in found
-    assert found["seed"] == 7
+    assert {name: found[name] for name in given} == given
     prepared = open_prepared(found["dataset_path"], found["tokenizer"])
-    assert prepared.is_described
+    assert prepared.about is not None
     assert len(prepared.training)
     assert [name for name, _ in host.requests] == [f"{ARCHIVE}.sha256", ARCHIVE]
     assert not list((tmp_path / "cache").rglob("archive*.part"))

@@ -35,14 +35,14 @@ def test_a_trainer_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
         assert first.wait() == 0, first.output
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
 
-    with running(*arguments(folder)) as second:  # on another text, with the tokenizer that was saved
+    with running(*arguments(folder, "--any-text")) as second:  # with the tokenizer that was saved
         second.wait_for(f"Going on from {folder / 'checkpoint-5'}")
         second.wait_for("[INFO] Step 6")
         second.interrupt()
         assert second.wait() == INTERRUPTED, second.output
     (step,) = re.findall(r"Saving a checkpoint at global step (\d+)", second.output)
 
-    with running(*arguments(folder, "--max-steps", step)) as third:
+    with running(*arguments(folder, "--any-text", "--max-steps", step)) as third:
         assert third.wait() == 0, third.output
     assert f"Going on from {folder / f'checkpoint-{step}'}" in third.output
 

@@ -59,7 +59,7 @@ def test_a_run_by_invitation(tmp_path: Path) -> None:
         refused = ended(tmp_path, "train", "--initial-peers", address, *COMMON, *SMALL, code=2)
         assert "run 'ours' is by invitation; ask its owner for a ticket" in refused
         with running("train", "--initial-peers", invitation, *COMMON, *SMALL, "--text", str(text)) as one:
-            peer_id = one.wait_for("Joining run ours as peer").split()[-1]
+            peer_id = one.wait_for("Beginning run ours as peer").split()[-1]
             one.wait_for("Others join this run with a ticket of its coordinator")
             one.wait_for("Your current contribution")
             with running("join", invitation, *COMMON, "--batch-size", "4", "--text", str(text)) as two:
@@ -70,7 +70,7 @@ def test_a_run_by_invitation(tmp_path: Path) -> None:
                 evaluator.wait_for("Held-out loss")
             listed = ended(tmp_path, "members", "--state-dir", "state")
             assert f"{peer_id}  trainer, lease for 12.0 h more" in listed
-            used_up = ended(tmp_path, "join", invitation, *COMMON, code=2)
+            used_up = ended(tmp_path, "join", invitation, *COMMON, "--text", str(text), code=2)
             assert "the invitation is used up, it was for 2" in used_up
         by_owner = ["--key", "ours.key", "--charter", "ours.charter", "--initial-peers", address]
         assert "is banned from run ours" in ended(tmp_path, "ban", peer_id, *by_owner)

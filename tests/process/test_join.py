@@ -16,7 +16,9 @@ from manyhands.averaging.messages import Position
 from manyhands.base.address import Address
 from manyhands.base.ticket import Ticket
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
+from manyhands.optim.run.beginning import Beginning
 from manyhands.optim.run.progress import ProgressRecord, progress_key
+from manyhands.optim.run.records import declare_run
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
 from tests.process.commands import LOOPBACK, STARTUP_S, Command, address_of, called, running
@@ -30,7 +32,9 @@ SMALL = (
     "--seq-length", "32", "--vocab-size", "600", "--learning-rate", "0.02", "--target-batch-size", "24",
 )  # fmt: skip
 HUGE = AlbertRecipe(hidden_size=1 << 17, intermediate_size=1 << 19, vocab_size=30_000)
-COMMON = ("--listen", LOOPBACK, "--threads", "1")
+LISTEN = ("--listen", LOOPBACK)
+COMMON = (*LISTEN, "--threads", "1")
+WITHOUT_TEXT = (*COMMON, "--any-text")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +56,29 @@ def wait_for_usage_error(command: Command, started: float) -> str:
     return command.output.strip().splitlines()[-1]
 
 
+def test_a_joiner_without_the_text_of_the_run_is_told_and_trains_on_no_other(
+    trainer: tuple[Command, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, address, _ = trainer
+    monkeypatch.chdir(tmp_path)
+    for command in (["join", address], ["train", "--initial-peers", address], ["evaluate", "--initial-peers", address]):
+        code, output = called(*command, *COMMON)
+        assert code == USAGE
+        line = output.strip().splitlines()[-1]
+        assert re.search(r"run 'runA' trains on data with digest [0-9a-f]{12}, which is not on this machine", line)
+        assert line.endswith("or train on other text (the documentation that comes with Python) with --any-text")
+    assert not list(tmp_path.iterdir())
+    assert re.search(r"Training on \d+ samples of .*other.txt; 64 others are held out", first.output)
+
+
 def test_one_word_joins_a_run_with_another_model_and_contributes(
     trainer: tuple[Command, str, str], tmp_path: Path
 ) -> None:
     _, address, _ = trainer
     host_port = f"127.0.0.1:{Address.parse(address).port}"
-    with running("join", host_port, *COMMON, folder=tmp_path) as newcomer:
+    with running("join", host_port, *WITHOUT_TEXT, folder=tmp_path) as newcomer:
+        newcomer.wait_for("Run 'runA' trains on data with digest ")
+        assert "documentation that comes with Python 3" in newcomer.wait_for("Training on")
         newcomer.wait_for("A short trial chose")
         newcomer.wait_for("Averaged tensors successfully with 2 peers")
         assert re.search(r"[1-9]\d* samples", newcomer.wait_for("Your current contribution"))
@@ -74,7 +95,7 @@ def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, s
     _, _, ticket = trainer
     peer_ids = []
     for _ in range(2):
-        with running("join", ticket, *COMMON, "--batch-size", "4", folder=tmp_path) as newcomer:
+        with running("join", ticket, *WITHOUT_TEXT, "--batch-size", "4", folder=tmp_path) as newcomer:
             peer_ids.append(newcomer.wait_for("Joining run runA as peer").split()[-1])
             newcomer.wait_for("Your current contribution")
             newcomer.interrupt()
@@ -82,9 +103,26 @@ def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, s
     assert peer_ids[0] == peer_ids[1]
 
 
+def test_what_is_started_in_one_folder_without_an_address_is_one_network(tmp_path: Path) -> None:
+    with running("monitor", *LISTEN, folder=tmp_path) as monitor:
+        monitor.wait_for("Running DHT root at 127.0.0.1:")
+        with running("train", *COMMON, folder=tmp_path) as first:
+            first.wait_for("A peer of run albert runs in this folder (manyhands-albert.monitor)")
+            peer_id = first.wait_for("Beginning run albert as peer").split()[-1]
+            with running("train", *COMMON, folder=tmp_path) as second:
+                second.wait_for(f"Peer {peer_id} begins run albert: waiting for its settings")
+            monitor.interrupt()
+            monitor.wait()
+            with running("train", *COMMON, folder=tmp_path) as third:
+                third.wait_for("A peer of run albert runs in this folder (manyhands-albert)")
+    with running("train", *COMMON, folder=tmp_path) as alone:
+        alone.wait_for("Beginning run albert as peer")
+    assert "runs in this folder" not in alone.output, "nobody does any more"
+
+
 def test_two_trainers_that_are_started_in_one_folder_have_one_each(trainer: tuple[Command, str, str]) -> None:
     first, address, _ = trainer
-    with running("train", "--run-id", "runA", "--initial-peers", address, *COMMON, folder=first.folder) as second:
+    with running("train", "--run-id", "runA", "--initial-peers", address, *WITHOUT_TEXT, folder=first.folder) as second:
         second.wait_for("Joining run runA")
         assert first.folder is not None
         assert sorted(path.name for path in first.folder.iterdir()) == ["manyhands-runA", "manyhands-runA-2"]
@@ -93,7 +131,7 @@ def test_two_trainers_that_are_started_in_one_folder_have_one_each(trainer: tupl
 @pytest.mark.long
 def test_train_adopts_too_and_refuses_only_what_differs(trainer: tuple[Command, str, str]) -> None:
     _, address, _ = trainer
-    start = ("train", "--initial-peers", address, *COMMON)
+    start = ("train", "--initial-peers", address, *WITHOUT_TEXT)
     with running(*start, "--learning-rate", "0.1", "--hidden-size", "96") as other:
         line = wait_for_usage_error(other, time.monotonic())
     assert "hidden_size is 96 here, 48 in the run; learning_rate is 0.1 here, 0.02 in the run" in line
@@ -147,6 +185,39 @@ def test_a_run_that_only_its_monitor_knows_is_begun_and_not_joined() -> None:
         assert "nobody trains in run 'quiet', so there is nothing to join; to begin it, or to go on from" in line
         with running("train", "--initial-peers", address, *COMMON, *SMALL) as first:
             first.wait_for("Step 1")
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(("join",), marks=pytest.mark.long), ("train", "--initial-peers")], ids=["join", "train"]
+)
+def test_a_trainer_that_starts_while_another_one_begins_the_run_waits_for_its_settings(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    own = (*COMMON, "--batch-size", "4")
+    with running("train", *own, *SMALL, folder=tmp_path) as first:
+        first.wait_for("Beginning run albert as peer")
+        address = first.wait_for("Others can join through this peer").split()[-1]
+        first.wait_for("Loading PyTorch")
+        with running(*command, address, *own) as second:
+            second.wait_for("begins run albert: waiting for its settings")
+            second.wait_for("Joining run albert as peer")
+            second.wait_for("Others can join this run with one word")  # it fits the run
+
+
+def test_who_joins_a_run_that_nobody_begins_any_more_is_told() -> None:
+    with Peer(listen=[LOOPBACK]) as peer:
+        beginning = Beginning(peer.dht, peer.peer_id, "gone")
+
+        async def begin() -> bool:
+            declare_run(peer.dht, "gone")
+            return await beginning.announce()
+
+        assert peer.run(begin(), 5.0, "announcing")
+        with running("join", peer.addresses[0], *COMMON) as newcomer:
+            newcomer.wait_for("begins run gone: waiting for its settings")
+            peer.run(beginning.close(), 5.0, "leaving")
+            assert newcomer.wait() == USAGE
+    assert "the peer that began run 'gone' has left it again" in newcomer.output.strip().splitlines()[-1]
 
 
 def sign(peer: Peer, **extra: str) -> None:

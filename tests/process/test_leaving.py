@@ -95,7 +95,7 @@ def test_a_hangup_without_a_terminal_ends_nothing(tmp_path: Path) -> None:
     "moment",
     [
         "Collaboration accumulated",
-        pytest.param("Joining run", marks=pytest.mark.long),
+        pytest.param("Beginning run", marks=pytest.mark.long),
         pytest.param("Training the tokenizer", marks=pytest.mark.sweep),
     ],
 )
@@ -138,7 +138,7 @@ def test_ctrl_c_on_the_demo(moment: str) -> None:
 @pytest.mark.long
 def test_a_demo_that_is_killed_takes_its_processes_along() -> None:
     with running("demo", "--peers", "1", "--steps", "50") as demo:
-        demo.wait_for("Joining run")
+        demo.wait_for("Beginning run")
         children = demo.descendants()
         assert len(children) == 2
         demo.kill()

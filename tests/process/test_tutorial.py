@@ -7,9 +7,11 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.process.commands import Command
 from tests.process.test_monitor import HELDOUT_FIELDS, STEP_FIELDS
@@ -89,6 +91,21 @@ def leave(*commands: Command) -> None:
         assert "Traceback" not in command.output
 
 
+def test_one_requirements_file_has_what_all_the_scripts_need() -> None:
+    """``pip install -r requirements.txt``, as the tutorials have it."""
+    extras = {
+        path.name: {extra for line in lines if not line.startswith("#") for extra in Requirement(line).extras}
+        for path in SCRIPTS.glob("requirements*.txt")
+        if (lines := path.read_text().splitlines())
+    }
+    metadata = distribution("manyhands").metadata
+    all_of_them = extras.pop("requirements.txt")
+    assert all_of_them <= set(metadata.get_all("Provides-Extra") or ())
+    needs_albert = "data" in all_of_them  # which includes it
+    assert set().union(*extras.values()) <= all_of_them | ({"albert"} if needs_albert else set())
+    assert "wandb" in all_of_them
+
+
 @pytest.mark.long
 def test_tutorial_with_a_monitor_three_trainers_and_an_evaluator(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
@@ -137,5 +154,6 @@ def test_tutorial_with_a_first_peer_and_a_notebook(tmp_path: Path, monkeypatch: 
                 notebook.wait_for("from 2 peers")
                 leave(notebook, trainer)
         leave(coordinator)
-    assert "Joining run albert as peer" in trainer.output
+    assert "Beginning run albert as peer" in trainer.output
+    assert "Joining run albert as peer" in notebook.output
     assert "HIVEMIND_THREADS does nothing here: the network has one thread, and needs no more" in notebook.output

@@ -18,6 +18,7 @@ from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import found_data, require_albert
 from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe
 from manyhands.recipes.albert.data.corpus import check_text
+from manyhands.recipes.albert.data.run_data import data_for_run
 from manyhands.recipes.albert.settings import check_device
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class EvaluationOptions:
     """What to measure on, when and where."""
 
     text: tuple[Path, ...] = ()
-    """UTF-8 text files: those of the trainers, of which a part is held out; by default Python's documentation."""
+    """UTF-8 text files: those of the trainers, of which a part is held out; needed if the run trains on text files."""
 
     dataset_path: Path | None = None
     """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext if it is here."""
@@ -45,6 +46,9 @@ class EvaluationOptions:
 
     tokenizer: Path | None = None
     """Folder with the tokenizer that the samples were made with; by default the folder tokenizer beside them."""
+
+    any_text: bool = False
+    """Measure on the text of this machine, even if the run trains on other text."""
 
     every: int = 5
     """Global steps from one measurement to the next; each downloads the state from a peer of the run."""
@@ -108,10 +112,11 @@ def evaluate(
         logger.info("Evaluating as peer %s, which trains nothing", peer.peer_id)
         run = wait_for_run(peer, run_id, given, may_be_mistyped=True)
         name_in_logs(run=run.run_id)
+        chosen = data_for_run(run.run_id, run.recipe.data, given, any_text=evaluation.any_text)
         logger.info("Loading PyTorch and transformers")
         from manyhands.recipes.albert.evaluator import AlbertEvaluator
 
         evaluator = AlbertEvaluator(
-            peer, run.run_id, run.recipe, emit, device=evaluation.device, threads=evaluation.threads
+            peer, run.run_id, run.recipe.with_own(chosen), emit, device=evaluation.device, threads=evaluation.threads
         )
         evaluator.run(evaluation.every, evaluation.max_evaluations, evaluation.until_step)

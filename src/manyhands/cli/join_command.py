@@ -105,9 +105,9 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tupl
             f"run {run.run_id!r} has other settings now than when the ticket was made; ask for a new one, or join "
             f"without it: manyhands join {network.initial_peers[0]} {named}"
         )
-    if ticket.is_charted and not run.is_trained:
+    if ticket.is_charted and not run.is_trained and not run.beginners:
         raise _not_begun(ticket.run_id)
-    if run.manifest is None or not run.is_trained:
+    if not run.is_trained and not run.beginners:
         raise RunNotFound(
             f"nobody trains in run {run.run_id!r}, so there is nothing to join; to begin it, or to go on from a "
             f"checkpoint in this folder: manyhands train {named} --initial-peers {peers}"

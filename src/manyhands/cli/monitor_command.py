@@ -30,7 +30,7 @@ from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
 from manyhands.cli.run_to_follow import wait_for_run
-from manyhands.cli.taking_part import Start, own_folder, require_albert
+from manyhands.cli.taking_part import Start, monitor_folder, own_folder, require_albert, with_peers_here
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
@@ -223,6 +223,7 @@ def monitor(
     if signed is not None and run_id not in (None, signed.run_id):
         raise ConfigError(f"the charter is of run {signed.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
     run_id = signed.run_id if signed is not None else run_id_of(network, run_id)
+    network = with_peers_here(network, run_id or DEFAULT_RUN_ID, output)
     if run_id is None and network.initial_peers:
         with Scout(network.initial_peers) as scout:
             run_id = scout.only_run()
@@ -245,7 +246,7 @@ def monitor(
             cleanup.callback(keeper.close)
         if not network.initial_peers and network.client_mode is None:
             network = replace(network, client_mode=False)  # it is there to be dialled, also by peers that it knows
-        folder = own_folder(f"manyhands-{run_id}.monitor", network)
+        folder = own_folder(monitor_folder(run_id), network)
         start = cleanup.enter_context(Start())
         if folder is not None and folder.is_new:
             start.removes(folder.path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from manyhands.base.address import Address
@@ -12,16 +13,21 @@ from manyhands.base.ticket import split_tickets
 from manyhands.cli.output.logs import only_warnings
 from manyhands.cli.output.waiting import shown
 from manyhands.dht import DhtConfig
+from manyhands.optim.run.beginning import Beginning
 from manyhands.optim.run.records import Run, find_runs, listed, look_up_run, nobody_is_in
 from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
 from manyhands.reach.clocks import check_clock
 from manyhands.runtime.retrying import until_reached
+
+logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S = 5.0
 PATIENCE_S = 3.0
 """How long to wait for a run: other peers may be starting just now."""
 
 PERIOD_S = 0.5
+BEGINNING_TIMEOUT_S = 300.0
+"""How long to wait for the settings of a run that another peer begins."""
 
 
 class Scout:
@@ -56,7 +62,8 @@ class Scout:
         """The run of this name, or the only run if no name is given. Waits up to ``PATIENCE_S`` for it.
 
         Args:
-            is_trained: also wait for a trainer in the run; without one the run is still returned at the end.
+            is_trained: also wait for a trainer in the run, or one that begins it; without one the run is still
+                returned at the end.
             expected: the manifest digest of a ticket for ``run_id``; manifests that differ from it are ignored.
         Raises:
             RunNotFound: there is no such run.
@@ -78,7 +85,7 @@ class Scout:
             if len(candidates) > 1:
                 raise ConfigError(f"{len(runs)} runs are there: {listed(runs)}; choose one of them with --run-id")
             for run in candidates:
-                if is_late or run.is_trained or not is_trained:
+                if is_late or run.is_trained or run.beginners or not is_trained:
                     if not run.is_trained:
                         self.check_clock()
                     return run
@@ -161,3 +168,32 @@ def look_up(peer: Peer, run_id: str) -> Run:
     return until_reached(
         lambda: peer.run(look_up_run(peer.dht, run_id, signed), LOOK_TIMEOUT_S, what), peer.sleep, what
     )
+
+
+def begin_or_look_up(peer: Peer, run_id: str, meanwhile: Callable[[], object], *, may_begin: bool) -> Run:
+    """Announce that this peer begins a run, or look up the run that others began, as soon as it has settings.
+
+    Args:
+        meanwhile: called once if the run has no settings yet.
+    Returns:
+        The run, without a manifest if this peer is to begin it.
+    Raises:
+        RunNotFound: this peer is to begin it, and ``may_begin`` is false.
+    """
+    is_told, give_up_at = False, peer.time() + BEGINNING_TIMEOUT_S
+    while True:
+        run = look_up(peer, run_id)
+        if run.manifest is not None or peer.time() > give_up_at:
+            return run
+        if not run.beginners:
+            if not may_begin:
+                raise RunNotFound(f"the peer that began run {run_id!r} has left it again, so there is nothing to join")
+            beginning = Beginning(peer.dht, peer.peer_id, run_id)
+            if peer.run(beginning.announce(), LOOK_TIMEOUT_S, f"announcing that this peer begins run {run_id!r}"):
+                peer.presence.on_close.append(beginning.close)
+                return run
+        elif not is_told:
+            is_told = True
+            logger.info("Peer %s begins run %s: waiting for its settings", run.beginners[0], run_id)
+            meanwhile()
+        peer.sleep(PERIOD_S)

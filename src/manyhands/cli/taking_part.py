@@ -6,9 +6,11 @@ import importlib.util
 import logging
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +25,7 @@ from manyhands.cli.options import NetworkOptions, OutputOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.training_view import run_in_view
-from manyhands.cli.run_look_up import look_up
+from manyhands.cli.run_look_up import begin_or_look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.trainer_curves import TrainerCurves
@@ -34,9 +36,10 @@ from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data import given as given_data
 from manyhands.recipes.albert.data.corpus import check_text
+from manyhands.recipes.albert.data.run_data import OF_PYTHON, RunData, data_for_run, data_of
 from manyhands.recipes.albert.memory import check_address_space, check_memory
 from manyhands.recipes.albert.settings import TrainingSettings, own_rank
-from manyhands.state_dir import StateDir
+from manyhands.state_dir import StateDir, addresses_of_running
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ Folder = TypeVar("Folder")
 MAX_FOLDERS = 64
 ALBERT_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "blake3", "safetensors")
 """What a trainer imports; a machine may have had some of them before."""
-WORTH_NOTHING = {LOCK_NAME, "identity.pem", "port", "peers.json"}
+WORTH_NOTHING = {LOCK_NAME, "identity.pem", "port", "addresses", "peers.json"}
 """What a start writes into a new folder before it takes part in a run."""
 NOTE_TIMEOUT_S = 5.0
 
@@ -64,6 +67,8 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
         raise ConfigError("--auxiliary helps a run that is there: name one of its peers, --initial-peers ADDRESS")
     if text := given.get("text"):  # Python's own documentation needs no check
         check_text(text)
+    if not network.initial_peers:
+        given = given_data.or_found_here(given)  # the data of the run that this peer begins
     given_data.settings_of(given)
     if given.get("dataset_path") and not given.get("tokenizer") and not network.initial_peers:
         raise ConfigError(
@@ -73,7 +78,7 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
 
 
 def with_data(training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
-    """The given settings with prepared data, as :func:`given_data.found`; an auxiliary peer needs none.
+    """The given settings with the named data, as :func:`given_data.found`; an auxiliary peer needs none.
 
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
@@ -164,13 +169,14 @@ def take_part(
 
     Args:
         given: settings of the recipe that the user named.
-        run: the run as found before this peer joined; None if this peer begins it.
-        start_new: as for :class:`manyhands.Optimizer`.
+        run: the run as found before this peer joined; None if this peer may begin it.
+        start_new: as for :class:`manyhands.Optimizer`; False if it is an error that the run has no settings.
         page: address at which to show the run, if it is to be shown.
     Raises:
         ConfigError: this peer does not fit the run, or has too little memory.
+        RunNotFound: the run has no settings, and ``may_begin`` is false.
     """
-    to_join = _run_to_join(run, given) if run is not None else None  # check before creating any files
+    to_join = _run_to_join(run, training, given, output) if run is not None else None  # before creating any files
     with ExitStack() as cleanup:
         events = output.begin()
         if training.device != "auto":
@@ -189,30 +195,34 @@ def take_part(
             network = replace(network, client_mode=False)  # else it would be of no use
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
         name_in_logs(run=run_id, peer=str(peer.peer_id))
-        logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
-        members = peer.presence.members.get(run_id)
-        if peer.addresses and (members is None or members.charter.is_open):
-            logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
         own_dir = folders.state_dir.path if folders.state_dir is not None else None
         cleanup.enter_context(page_beside(peer, run_id, page, network.state_dir or own_dir))
         if to_join is None and training.auxiliary:
             run = wait_for_trainers(peer, run_id)
-        elif to_join is None and peer.dht.num_known_peers:  # the known peers may be of an earlier start
-            run = look_up(peer, run_id)
+        elif to_join is None:  # the known peers may be of an earlier start
+            run = begin_or_look_up(peer, run_id, _load_training, may_begin=start_new is not False)
+        logger.info("%s run %s as peer %s", "Joining" if run and run.manifest else "Beginning", run_id, peer.peer_id)
+        members = peer.presence.members.get(run_id)
+        if peer.addresses and (members is None or members.charter.is_open):
+            logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         if run is not None:
-            to_join = to_join or _run_to_join(run, given)
+            to_join = to_join or _run_to_join(run, training, given, output)
             _note_peers(peer, run)
         if training.auxiliary:
             assert to_join is not None
             start.has_succeeded()
             _help(peer, run_id, to_join, training)
         else:
-            recipe = to_join.recipe.recipe if to_join is not None else _recipe_to_begin(run_id, given, folders)
-            is_chosen = "batch_size" in given
+            if to_join is not None:
+                recipe, data = to_join.recipe.recipe, to_join.recipe.data
+            else:
+                recipe, data = _recipe_to_begin(run_id, training, given, folders)
+            is_beginning = run is None or run.manifest is None
             _train(
-                peer, run_id, recipe, training, emit, to_join, folders, start,
-                start_new=start_new, is_chosen=is_chosen,
+                peer, run_id, recipe, data, training, emit, to_join, folders, start,
+                start_new=True if is_beginning and start_new is None else start_new,
+                is_chosen="batch_size" in given,
             )  # fmt: skip
 
 
@@ -245,6 +255,7 @@ def _train(
     peer: Peer,
     run_id: str,
     recipe: AlbertRecipe,
+    data: RunData,
     training: TrainingSettings,
     emit: Tell,
     run: RunToJoin | None,
@@ -254,12 +265,13 @@ def _train(
     start_new: bool | None,
     is_chosen: bool,
 ) -> None:
-    logger.info("Loading PyTorch and transformers")
+    _load_training()
     from manyhands.recipes.albert.training import AlbertTrainer
 
     trainer = AlbertTrainer(
         peer, run_id, recipe, training, emit,
-        run=run, start_new=start_new, is_batch_size_chosen=is_chosen, checkpoint_dir=folders.checkpoint_dir,
+        run=run, data=data, start_new=start_new, is_batch_size_chosen=is_chosen,
+        checkpoint_dir=folders.checkpoint_dir,
     )  # fmt: skip
     members = peer.presence.members.get(run_id)
     if members is not None and not members.charter.is_open:
@@ -270,6 +282,12 @@ def _train(
         print_tickets(peer, run_id, trainer.manifest.fingerprint(), charter=charter)
     start.has_succeeded()
     run_in_view(trainer)
+
+
+def _load_training() -> None:
+    if "manyhands.recipes.albert.training" not in sys.modules:
+        logger.info("Loading PyTorch and transformers")
+        import manyhands.recipes.albert.training  # noqa: F401
 
 
 def open_folders(run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:
@@ -283,7 +301,7 @@ def open_folders(run_id: str, network: NetworkOptions, training: TrainingSetting
     if training.checkpoint_dir is not None:
         return _open_folder(training.checkpoint_dir, run_id, network, training)
     try:
-        return first_free(f"manyhands-{run_id}", lambda path: _open_folder(path, run_id, network, training))
+        return first_free(trainer_folder(run_id), lambda path: _open_folder(path, run_id, network, training))
     except ConfigError as error:
         raise ConfigError(f"{error}; --checkpoint-dir names one, --no-checkpoints needs none") from error
 
@@ -294,13 +312,12 @@ def first_free(name: str, open_folder: Callable[[Path], Folder]) -> Folder:
     Raises:
         ConfigError: a folder cannot be used.
     """
-    for number in range(1, MAX_FOLDERS + 1):
-        path = Path(name if number == 1 else f"{name}-{number}")
+    for path in _folders(name):
         try:
             opened = open_folder(path)
         except FolderInUse:  # another one was started here
             continue
-        if number > 1:
+        if path != Path(name):
             logger.info("%s is in use by another process: this one uses %s", name, path)
         return opened
     raise ConfigError(f"{MAX_FOLDERS} processes use {name}, {name}-2 and so on")
@@ -326,6 +343,39 @@ def own_folder(name: str, network: PeerOptions) -> StateDir | None:
         return None
 
 
+def _folders(name: str) -> Iterator[Path]:
+    """The folders of processes that are started in one place, in order."""
+    yield Path(name)
+    for number in range(2, MAX_FOLDERS + 1):
+        yield Path(f"{name}-{number}")
+
+
+def with_peers_here(network: NetworkOptions, run_id: str, output: OutputOptions) -> NetworkOptions:
+    """Name the monitors and trainers of a run that were started in this folder as initial peers if none are named."""
+    if network.initial_peers or own_rank() > 0:
+        return network
+    for name in (monitor_folder(run_id), trainer_folder(run_id)):
+        for path in takewhile(Path.is_dir, _folders(name)):
+            if addresses := addresses_of_running(path):
+                output.begin_log()
+                logger.info(
+                    "A peer of run %s runs in this folder (%s), and this one joins through it. To begin another run, "
+                    "give it another name: --run-id NAME", run_id, path,
+                )  # fmt: skip
+                return replace(network, initial_peers=tuple(addresses))
+    return network
+
+
+def trainer_folder(run_id: str) -> str:
+    """Name of the folder that a trainer has by default."""
+    return f"manyhands-{run_id}"
+
+
+def monitor_folder(run_id: str) -> str:
+    """Name of the folder that a monitor has by default. A trainer of any run has another one: a run id has no dot."""
+    return f"manyhands-{run_id}.monitor"
+
+
 def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:
     checkpoint_dir = CheckpointDir(path, run_id, training.keep_checkpoints)
     try:
@@ -335,20 +385,24 @@ def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: Tra
         raise
 
 
-def _run_to_join(run: Run, given: Mapping[str, Any]) -> RunToJoin | None:
+def _run_to_join(
+    run: Run, training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions
+) -> RunToJoin | None:
     """What this peer takes over from a run, checked against its data and memory; None without a run manifest."""
     if run.manifest is None:
         return None
-    found = _checked(run.run_id, adopted(run.run_id, run.manifest.extra, given))
-    given_data.check_given_data(run.run_id, given, found.recipe, found.tokenizer)
+    found = _with_data(run.run_id, adopted(run.run_id, run.manifest.extra, given), training, given, output.begin_log)
     return RunToJoin(found, sorted(run.signers, key=lambda peer_id: not _can_be_dialled(run, peer_id)))
 
 
-def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders) -> AlbertRecipe:
-    """The recipe of this peer's newest checkpoint, or else the given one."""
+def _recipe_to_begin(
+    run_id: str, training: TrainingSettings, given: Mapping[str, Any], folders: OwnFolders
+) -> tuple[AlbertRecipe, RunData]:
+    """The recipe and the data of this peer's newest checkpoint, or else the given ones."""
     saved = folders.checkpoint_dir.newest_run() if folders.checkpoint_dir is not None else None
     facts = saved.extra if saved is not None else {}
     if not is_recipe(facts):
+        given = given_data.or_found_here(given)
         recipe = AlbertRecipe(**given_data.settings_of(given) | dict(given))
         check_memory(run_id, recipe, recipe.vocab_size)
         if recipe.local_steps and not {"target_batch_size", "learning_rate"} <= given.keys():
@@ -358,9 +412,13 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
                 "docs/how-to/local-steps.md advises --target-batch-size 8192 --learning-rate 0.003",
                 recipe.target_batch_size, recipe.learning_rate,
             )  # fmt: skip
-        return recipe
+        data = data_of(given)
+        if data != OF_PYTHON and not data.urls:
+            why = "is of this machine alone, or may hold a password" if recipe.dataset_url else "was not given"
+            logger.info("Others need the same data to join: its address, which they would take from the run, %s", why)
+        return recipe, data
     try:
-        found = _checked(run_id, adopted(run_id, facts, given))
+        found = adopted(run_id, facts, given)
     except ManifestMismatch as error:
         differences = "; ".join(error.differences).replace("in the run", "in the checkpoint")
         assert folders.checkpoint_dir is not None
@@ -368,13 +426,24 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
             f"checkpoint {folders.checkpoint_dir.newest_path()} was made with other settings: {differences}. Give the "
             "same ones, or another --checkpoint-dir"
         ) from None
-    given_data.check_given_data(run_id, given, found.recipe, found.tokenizer)
-    return found.recipe
+    found = _with_data(run_id, found, training, given)
+    return found.recipe, found.data
 
 
-def _checked(run_id: str, found: RunRecipe) -> RunRecipe:
-    """Return the recipe, after checking that there is enough memory for it."""
+def _with_data(
+    run_id: str,
+    found: RunRecipe,
+    training: TrainingSettings,
+    given: Mapping[str, Any],
+    begin_log: Callable[[], object] = lambda: None,
+) -> RunRecipe:
+    """The recipe of a run with the data that this peer trains on, after checking memory and data."""
     check_memory(run_id, found.recipe, found.vocab_size)
+    if training.auxiliary:
+        return found
+    given = data_for_run(run_id, found.data, given, any_text=training.any_text, begin_log=begin_log)
+    found = found.with_own(given)
+    given_data.check_given_data(run_id, given, found.recipe, found.tokenizer)
     return found
 
 

@@ -13,7 +13,7 @@ from manyhands.base.ticket import split_tickets
 from manyhands.cli.charter_options import run_id_of, with_charter
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
-from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data
+from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data, with_peers_here
 from manyhands.cli.web_page import WebOptions
 from manyhands.optim.run.records import Run
 from manyhands.recipes.albert.config import AlbertRecipe
@@ -73,6 +73,7 @@ def train(
     if run_id is not None:
         checked_run_id(run_id)
     run_id = run_id_of(network, run_id)
+    network = with_peers_here(network, run_id or DEFAULT_RUN_ID, output)
     if not network.initial_peers:
         AlbertRecipe(**given)
     if start_new and run_id is None:
@@ -81,14 +82,13 @@ def train(
     check_before(network, training, given)
     if is_further_rank(training):
         return
-    run, begins = None, start_new
+    run = None
     with (web or WebOptions()).taken() as page:
         if network.initial_peers:
             run, network = look_for(network, run_id, start_new=start_new)
-            begins = begins or run is None
         if run_id is None:
             run_id = run.run_id if run is not None else run_id_of(network, None) or DEFAULT_RUN_ID
-        take_part(run_id, network, training, given, output, run=run, start_new=begins or None, page=page)
+        take_part(run_id, network, training, given, output, run=run, start_new=start_new or None, page=page)
 
 
 def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) -> tuple[Run | None, NetworkOptions]:

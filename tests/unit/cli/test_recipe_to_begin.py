@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from manyhands.cli.taking_part import OwnFolders, _recipe_to_begin
+from manyhands.recipes.albert.settings import TrainingSettings
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ from manyhands.cli.taking_part import OwnFolders, _recipe_to_begin
 def test_local_steps_with_defaults_for_synchronous_ones_are_named(
     given: dict[str, Any], shown: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _recipe_to_begin("run", given, OwnFolders(None, None))
+    _recipe_to_begin("run", TrainingSettings(), given, OwnFolders(None, None))
     lines = [record.message for record in caplog.records]
     assert len(lines) == (shown is not None), lines
     assert shown is None or shown in lines[0]

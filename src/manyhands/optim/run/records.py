@@ -16,6 +16,7 @@ from manyhands.base.text import counted
 from manyhands.dht import DhtNode, Schema
 from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, manifest_key, read_manifest
 from manyhands.optim.metrics import AccountRecord, HeldoutRecord, MetricsRecord, metrics_key
+from manyhands.optim.run.beginning import BEGINNING, beginning_key, peers_beginning
 from manyhands.optim.run.progress import MAX_TTL_S, PROGRESS, ProgressRecord, progress_key
 
 MAX_RUNS = 64
@@ -26,6 +27,7 @@ SHOWN_RUNS = 8
 def declare_run(dht: DhtNode, run_id: str) -> None:
     """Make the node of a peer of the run refuse, and not return, records that do not fit."""
     dht.declare(progress_key(run_id), PROGRESS)
+    dht.declare(beginning_key(run_id), BEGINNING)
     for kind in (MetricsRecord, HeldoutRecord, AccountRecord):
         dht.declare(metrics_key(run_id, kind), Schema(kind, is_owned=True, max_ttl_s=MAX_TTL_S))
     # compressed; the reader checks the rest
@@ -37,12 +39,14 @@ class Run(NamedTuple):
 
     Attributes:
         manifest: None while no peer trains in it, as when only its monitor was started.
+        beginners: the peers that are making the manifest now, if there is none.
     """
 
     run_id: str
     manifest: RunManifest | None
     peers: dict[PeerId, ProgressRecord]
     signers: Sequence[PeerId]
+    beginners: Sequence[PeerId] = ()
 
     @property
     def is_trained(self) -> bool:
@@ -65,7 +69,9 @@ async def look_up_run(dht: DhtNode, run_id: str, expected: bytes = b"") -> Run:
         with suppress(msgspec.DecodeError):
             if stored.owner == subkey and (record := PROGRESS.decode(stored.raw)) != GOODBYE:
                 peers[PeerId(subkey)] = record
-    return Run(run_id, signed.manifest, peers, signed.signers) if signed is not None else Run(run_id, None, peers, [])
+    if signed is None:
+        return Run(run_id, None, peers, [], await peers_beginning(dht, run_id))
+    return Run(run_id, signed.manifest, peers, signed.signers)
 
 
 async def find_runs(dht: DhtNode, wanted: str | None = None, expected: Mapping[str, bytes] = {}) -> list[Run]:

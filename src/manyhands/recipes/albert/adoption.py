@@ -7,12 +7,13 @@ newcomer needs to give none of them. Imports no torch: a newcomer that does not 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.base.identity import PeerId
 from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe
+from manyhands.recipes.albert.data.run_data import OF_PYTHON, RunData
 from manyhands.rpc.frames import readable
 
 NAME = "albert 1"
@@ -20,7 +21,7 @@ NAME = "albert 1"
 
 MAX_NUMBER = 10**9
 
-_RECIPE, _TOKENIZER, _VOCABULARY = "recipe", "tokenizer", "vocabulary"
+_RECIPE, _TOKENIZER, _VOCABULARY, _DATA, _DATA_URL = "recipe", "tokenizer", "vocabulary", "data", "data_url"
 _LOCAL_STEPS = "local_steps"
 """The optimizer itself adds this fact to the manifest, with the outer optimizer."""
 _KINDS: dict[str, Callable[[str], Any]] = {
@@ -38,11 +39,18 @@ class RunRecipe:
     Attributes:
         tokenizer: its digest; see :func:`manyhands.recipes.albert.data.tokenizer.tokenizer_digest`.
         vocab_size: length of that tokenizer, which may be below ``recipe.vocab_size``.
+        data: that the run trains on; a peer may have been told to use other data.
     """
 
     recipe: AlbertRecipe
     tokenizer: str
     vocab_size: int
+    data: RunData = OF_PYTHON
+
+    def with_own(self, given: Mapping[str, Any]) -> RunRecipe:
+        """The same, with the settings that this peer chooses itself."""
+        own = {name: given[name] for name in OWN_SETTINGS if name in given}
+        return replace(self, recipe=replace(self.recipe, **own))
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,10 @@ class RunToJoin:
 def facts_of(run: RunRecipe) -> dict[str, str]:
     """The settings that all peers of a run must share, as text, except for those that the optimizer adds."""
     shared = {name: str(getattr(run.recipe, name)) for name in _KINDS}
-    return {_RECIPE: NAME, _TOKENIZER: run.tokenizer, _VOCABULARY: str(run.vocab_size), **shared}
+    facts = {_RECIPE: NAME, _TOKENIZER: run.tokenizer, _VOCABULARY: str(run.vocab_size), _DATA: run.data.digest}
+    if run.data.urls:
+        facts[_DATA_URL] = " ".join(run.data.urls)
+    return facts | shared
 
 
 def is_recipe(facts: Mapping[str, str]) -> bool:
@@ -93,7 +104,8 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
         if any(abs(value) > MAX_NUMBER for value in (*shared.values(), vocab_size)) or vocab_size < 1:
             raise ValueError("a number in it is out of bounds")
         recipe = AlbertRecipe(**shared, **{name: given[name] for name in OWN_SETTINGS if name in given})
-        run = RunRecipe(recipe=recipe, tokenizer=facts[_TOKENIZER], vocab_size=vocab_size)
+        data = RunData(facts[_DATA], tuple(facts.get(_DATA_URL, "").split()))
+        run = RunRecipe(recipe=recipe, tokenizer=facts[_TOKENIZER], vocab_size=vocab_size, data=data)
     except (KeyError, ValueError) as error:
         if isinstance(error, ConfigError) and given.keys() & set(OWN_SETTINGS):
             raise

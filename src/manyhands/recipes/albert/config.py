@@ -107,6 +107,11 @@ class AlbertRecipe:
     seed: int = 0
     """Seed of the initial parameters and, with the peer id, of the order of the data; each peer may have its own."""
 
+    @property
+    def shards_url(self) -> tuple[str, ...]:
+        """The addresses of shards to fetch while training; none if the samples are in a folder, as an archive's are."""
+        return self.dataset_url if self.dataset_path is None else ()
+
     def __post_init__(self) -> None:
         self._check_sizes()
         self._check_rates()

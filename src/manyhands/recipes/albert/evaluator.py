@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from manyhands.base.errors import Timeout
+from manyhands.base.text import counted
 from manyhands.optim.metrics import HeldoutRecord, publish_metrics
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe
@@ -15,7 +16,7 @@ from manyhands.recipes.albert.compute import SMALLER, Compute
 from manyhands.recipes.albert.events import Evaluated
 from manyhands.recipes.albert.heldout import scores_of
 from manyhands.recipes.albert.packages import torch
-from manyhands.recipes.albert.source import heldout_samples
+from manyhands.recipes.albert.source import heldout_samples, place_of
 from manyhands.recipes.albert.state_follower import StateFollower
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ class AlbertEvaluator:
         self._compute = Compute(device, "float32")
         logger.info("Computing on %s", self._compute)
         self._follower = StateFollower(peer, run_id, run, self._compute)
-        self._batch = heldout_batch(heldout_samples(run_id, run.recipe, self._follower.tokenizer), run.recipe)
+        samples = heldout_samples(run_id, run.recipe, self._follower.tokenizer)
+        logger.info("Measuring on %s %s", counted(len(samples.heldout), "held-out sample"), place_of(run.recipe))
+        self._batch = heldout_batch(samples, run.recipe)
 
     def run(self, every: int, max_evaluations: int | None = None, until_step: int | None = None) -> None:
         """Measure every ``every`` global steps, ``max_evaluations`` times or until ``until_step``, else for ever."""

@@ -176,6 +176,9 @@ class TrainingSettings:
     auxiliary: bool = False
     """Lend bandwidth without data or computing: helps peers with slow links, and peers that cannot be dialled."""
 
+    any_text: bool = False
+    """Train on the text of this machine, even if the run trains on other text."""
+
     device: str = "auto"
     """Device in torch's notation: cpu, cuda, cuda:1, mps. auto is an NVIDIA GPU if there is one, else the CPU."""
 

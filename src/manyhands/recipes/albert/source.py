@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,12 +45,27 @@ def open_source(
     """
     is_text = recipe.dataset_path is None and not recipe.dataset_url
     documents = load_documents(recipe.text) if is_text else []
-    stream = open_stream(recipe, str(peer.peer_id), position_in(peer.state_path)) if recipe.dataset_url else None
+    stream = open_stream(recipe, str(peer.peer_id), position_in(peer.state_path)) if recipe.shards_url else None
     tokenizer = _get_tokenizer(peer, run_id, recipe, run, checkpoint_dir, documents, stream)
     peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
     if stream is not None:
-        return DataSource(tokenizer, streamed_samples(run_id, recipe, tokenizer, stream))
-    return DataSource(tokenizer, samples_for(run_id, recipe, tokenizer, documents=documents))
+        samples = streamed_samples(run_id, recipe, tokenizer, stream)
+    else:
+        samples = samples_for(run_id, recipe, tokenizer, documents=documents)
+    num_samples, num_heldout = counted(len(samples.training), "sample"), len(samples.heldout)
+    logger.info("Training on %s %s; %d others are held out", num_samples, place_of(recipe), num_heldout)
+    return DataSource(tokenizer, samples)
+
+
+def place_of(recipe: AlbertRecipe) -> str:
+    """Where the samples of a peer come from, after their number in a sentence."""
+    if recipe.dataset_path is not None:
+        return f"in {recipe.dataset_path}"
+    if recipe.dataset_url:
+        return f"in the shards of {recipe.dataset_url[0]}"
+    if recipe.text:
+        return f"of {', '.join(map(str, recipe.text))}"
+    return f"of the documentation that comes with Python {platform.python_version()}"
 
 
 def position_in(state_path: Path | None, rank: int = 0) -> Path | None:
@@ -76,7 +92,7 @@ def samples_for(
     Raises:
         ConfigError: they cannot be used in this run.
     """
-    if recipe.dataset_url:
+    if recipe.shards_url:
         return streamed_samples(run_id, recipe, tokenizer, open_stream(recipe, order, position))
     if recipe.dataset_path is not None:
         return _prepared_samples(run_id, recipe, tokenizer)
@@ -89,7 +105,7 @@ def heldout_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.P
     Raises:
         ConfigError: they cannot be used in this run.
     """
-    if not recipe.dataset_url:
+    if not recipe.shards_url:
         return samples_for(run_id, recipe, tokenizer)
     data = _open_hosted(recipe)
     try:
@@ -121,15 +137,10 @@ def streamed_samples(
         ConfigError: they were made with another tokenizer, or for samples of another length.
     """
     try:
-        samples = _samples_of(run_id, recipe, tokenizer, stream.data, stream)
+        return _samples_of(run_id, recipe, tokenizer, stream.data, stream)
     except ConfigError:
         stream.close()
         raise
-    logger.info(
-        "Training on %s in %s of %s; %d of its validation split are held out", counted(len(stream), "sample"),
-        counted(len(stream.index.train), "shard"), recipe.dataset_url[0], len(samples.heldout),
-    )  # fmt: skip
-    return samples
 
 
 def _open_hosted(recipe: AlbertRecipe) -> HostedData:
@@ -163,10 +174,6 @@ def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers
     prepared.check_run(run_id, recipe, tokenizer_digest(tokenizer))
     check_samples(prepared, vocabulary)
     heldout = prepared.heldout(recipe.num_heldout)
-    logger.info(
-        "Training on %s in %s; %d of its validation split are held out",
-        counted(len(prepared.training), "sample"), recipe.dataset_path, len(heldout),
-    )  # fmt: skip
     return Samples(training=prepared.training, heldout=heldout, vocabulary=vocabulary)
 
 

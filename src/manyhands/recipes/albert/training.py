@@ -21,6 +21,7 @@ from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.compute import SMALLER, SMALLER_BATCH, Compute
 from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.data.run_data import RunData, data_of
 from manyhands.recipes.albert.data.samples import Samples
 from manyhands.recipes.albert.data.tokenizer import tokenizer_digest, tokenizer_json
 from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone, TrainerEvent
@@ -50,6 +51,7 @@ class AlbertTrainer:
     Args:
         on_event: called with each :data:`manyhands.recipes.albert.events.TrainerEvent`.
         run: the run to join, if it has trainers already; ``recipe`` is then its recipe.
+        data: of the run that is begun; by default that of ``recipe``.
         start_new: as for :class:`manyhands.Optimizer`.
         is_batch_size_chosen: False to find ``recipe.batch_size`` by a short trial.
         checkpoint_dir: where to keep the model; it is closed at the end of :meth:`run`.
@@ -67,6 +69,7 @@ class AlbertTrainer:
         on_event: Callable[[TrainerEvent], None] = lambda event: None,
         *,
         run: RunToJoin | None = None,
+        data: RunData | None = None,
         start_new: bool | None = None,
         is_batch_size_chosen: bool = True,
         checkpoint_dir: CheckpointDir | None = None,
@@ -91,7 +94,9 @@ class AlbertTrainer:
             self._fitting = self._try_batch_sizes(samples, recipe)
             recipe = replace(recipe, batch_size=self._fitting.size)
         self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe), recipe.batch_size, self._compute)
-        chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
+        if data is None:
+            data = run.recipe.data if run is not None else data_of(vars(recipe))
+        chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer), data=data)
         options = {
             "batch_size_per_step": recipe.batch_size * settings.gradient_accumulation_steps,
             "allow_solo": settings.allow_solo,

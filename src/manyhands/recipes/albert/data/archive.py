@@ -47,7 +47,7 @@ MAX_DIGEST_BYTES = 4096
 
 
 def with_unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given settings, with a folder in place of an archive's address.
+    """The given settings, with the folder of an archive beside its address.
 
     Raises:
         ConfigError: the archive cannot be fetched or used, or the disk is too small.
@@ -60,8 +60,7 @@ def with_unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
             f"dataset_url names an archive, and also {others[0]}, which is not one; mirrors have the same files, so "
             "give the addresses of archives alone, or of an index.json"
         )
-    folder = unpacked(urls, given.get("cache_dir") or default_cache_dir())
-    return {name: value for name, value in given.items() if name != "dataset_url"} | {"dataset_path": folder}
+    return {**given, "dataset_path": unpacked(urls, given.get("cache_dir") or default_cache_dir())}
 
 
 def unpacked(urls: Sequence[str], cache_dir: Path) -> Path:

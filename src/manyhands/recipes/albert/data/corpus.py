@@ -6,6 +6,7 @@ never both. For the same reason, a repeated paragraph is kept only once.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -59,13 +60,27 @@ def check_text(paths: Sequence[Path]) -> None:
     Raises:
         ConfigError: as :func:`load_documents`; or there is a single document.
     """
-    documents = load_documents(paths)
-    if len(documents) < 2:
-        num_chars = sum(map(len, documents[0]))
+    text_digest(tuple(paths))
+
+
+@functools.lru_cache(maxsize=1)  # called before and after a run is found
+def text_digest(paths: tuple[Path, ...]) -> str:
+    """The SHA-256 of the documents of :func:`load_documents`: equal for text that gives the same samples.
+
+    Raises:
+        ConfigError: as :func:`check_text`.
+    """
+    digest, num_documents, num_chars = hashlib.sha256(), 0, 0
+    for document in iter_documents(paths):
+        digest.update("\n".join([*document, "", ""]).encode())
+        num_documents += 1
+        num_chars += sum(map(len, document))
+    if num_documents < 2:
         raise ConfigError(
             f"the text is too short: it has {counted(num_chars, 'character')}, and a part of it is kept out of "
             "training; give more text, some dozens of pages"
         )
+    return digest.hexdigest()
 
 
 def iter_documents(paths: Sequence[Path] = (), split: Splitter | None = None) -> Iterator[list[str]]:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +67,11 @@ class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: dict[str, int]
     sha256: dict[str, str] = {}
 
+    def content_digest(self) -> str:
+        """The SHA-256 of what decides the samples; equal for shards and for the folder that they were made of."""
+        decisive = (self.tokenizer, self.seq_length, self.num_samples, self.sha256)
+        return hashlib.sha256(msgspec.json.encode(decisive, order="sorted")).hexdigest()
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -84,7 +90,17 @@ class Prepared:
     digest: str | None
     vocabulary: Vocabulary | None
     seq_length: int
-    is_described: bool
+    about: DatasetInfo | None
+
+    def content_digest(self) -> str:
+        """The SHA-256 of the samples, by their description; without one, of how many there are and some of them."""
+        if self.about is not None:
+            return self.about.content_digest()
+        digest = hashlib.sha256(f"{len(self.training)} {len(self.validation)}".encode())
+        for samples in (self.training, self.validation):
+            for sample in _spread(samples, NUM_LOOKED_AT):
+                digest.update(f"{sample.label} {sample.input_ids.tolist()}".encode())
+        return digest.hexdigest()
 
     def settings(self) -> dict[str, Any]:
         """The recipe settings that follow from the data."""
@@ -106,8 +122,8 @@ class Prepared:
                 f"{path}: tokenizer {self.digest[:12]} is not that of run {run_id!r} ({digest[:12]}), so the "
                 f"samples in {self.path} mean something else there; {where}"
             )
-        is_other = self.seq_length != recipe.seq_length if self.is_described else self.seq_length > recipe.seq_length
-        if is_other:
+        is_described = self.about is not None
+        if self.seq_length > recipe.seq_length or (is_described and self.seq_length < recipe.seq_length):
             raise ConfigError(
                 f"{self.path}: samples have up to {self.seq_length} tokens, and run {run_id!r} has samples of "
                 f"{recipe.seq_length} (seq_length); {where}, or make it: {PREPARE} --seq-length {recipe.seq_length}"
@@ -115,8 +131,13 @@ class Prepared:
 
     def heldout(self, num_samples: int) -> list[StoredSample]:
         """``num_samples`` evenly spread samples of the validation split; all if it has fewer."""
-        num_samples = min(num_samples, len(self.validation))
-        return [self.validation[index * len(self.validation) // num_samples] for index in range(num_samples)]
+        return _spread(self.validation, num_samples)
+
+
+def _spread(samples: SampleFiles, num_samples: int) -> list[StoredSample]:
+    """``num_samples`` evenly spread samples; all if there are fewer."""
+    num_samples = min(num_samples, len(samples))
+    return [samples[index * len(samples) // num_samples] for index in range(num_samples)]
 
 
 def found_here(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +189,7 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
     prepared = Prepared(
         path, training, validation, tokenizer, digest,
         vocabulary_of(backend) if backend is not None else None,
-        about.seq_length if about is not None else max(training.longest(), validation.longest()), about is not None,
+        about.seq_length if about is not None else max(training.longest(), validation.longest()), about,
     )  # fmt: skip
     if prepared.vocabulary is not None:
         check_samples(prepared, prepared.vocabulary)
@@ -187,8 +208,7 @@ def check_samples(prepared: Prepared, vocabulary: Vocabulary) -> None:
         ConfigError: they were not made with this tokenizer.
     """
     for samples in (prepared.training, prepared.validation):
-        for number in range(min(NUM_LOOKED_AT, len(samples))):
-            sample = samples[number * len(samples) // min(NUM_LOOKED_AT, len(samples))]
+        for sample in _spread(samples, NUM_LOOKED_AT):
             ids = sample.input_ids
             if (
                 len(ids) < NUM_PAIR_TOKENS

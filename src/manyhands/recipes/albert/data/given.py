@@ -12,8 +12,20 @@ from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import AlbertRecipe
 
 
+def is_named(given: Mapping[str, Any]) -> bool:
+    """Whether the user named data; a tokenizer alone is none."""
+    return any(given.get(name) for name in ("text", "dataset_path", "dataset_url"))
+
+
+def or_found_here(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given settings, with the prepared data in this folder if it is there and no data was named."""
+    from manyhands.recipes.albert.data.dataset import found_here
+
+    return found_here(given)
+
+
 def found(given: Mapping[str, Any], before_fetching: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """The given settings, plus prepared data found in this folder if no data was named. Archives are fetched.
+    """The given settings, with the tokenizer that lies beside prepared data. An archive is fetched.
 
     Args:
         before_fetching: called before an archive is fetched, which may take minutes.
@@ -23,14 +35,14 @@ def found(given: Mapping[str, Any], before_fetching: Callable[[], object] = lamb
     named = [f"--{name}" for name in ("text", "dataset-path", "dataset-url") if given.get(name.replace("-", "_"))]
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)} are both given; give one of them")
-    from manyhands.recipes.albert.data.dataset import found_here
-
+    if not named:
+        return dict(given)
     if given.get("dataset_url"):
         from manyhands.recipes.albert.data.archive import with_unpacked
 
         before_fetching()
         given = with_unpacked(given)
-    return found_here(given)
+    return or_found_here(given)
 
 
 def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
