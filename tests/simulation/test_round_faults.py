@@ -82,6 +82,23 @@ def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: i
     assert_all_hold_it(world, world.survivors([victim]), within_s)
 
 
+@pytest.mark.parametrize("num_peers", few_of([5, 4, 8]))
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_one_leaves_and_all_others_commit_together_and_blame_nobody_else(phase: str, role: str, num_peers: int) -> None:
+    world = RoundWorld(num_peers, max_attempts=2 if role == "leader" else 1)
+    victim = world.name_of(role)
+    world.start(first=victim if phase == "joining" else "")
+    world.when(victim, phase, lambda: world.leave(victim))
+    world.run()
+    others = world.survivors([victim])
+    assert_all_hold_it(world, others, FORMING_S if phase in ("before", "joining") else AGAIN_S)
+    for name in others:
+        assert world.blamed[name] <= {world.ids[victim]}
+        manifest = world.outcomes[name].held.manifest  # type: ignore[union-attr]
+        assert {world.ids[other] for other in others} <= set(manifest.members)
+
+
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("phase", PHASES)
 def test_one_freezes_and_all_others_commit(phase: str, role: str) -> None:
