@@ -323,6 +323,27 @@ def random_death(seed: int) -> RoundWorld:
     return world
 
 
+def random_departure(seed: int) -> RoundWorld:
+    """A round of five whose leader leaves at some moment after the group has formed; the others attempt it twice."""
+    world = RoundWorld(
+        5, seed, (60_000, 100, 6000)[seed // 3 % 3], latency_s=(0.02, 0.005, 0.001)[seed % 3], max_attempts=2
+    )
+    link = world.world.network.default_link
+    link.jitter_s = link.latency_s * (0.2, 1.0, 3.0)[seed // 9 % 3]
+    rng = world.world.rng("leaving")
+    world.victim = world.name_of("leader")
+    delay_s = rng.uniform(0.0, 0.01) + rng.uniform(0.0, 8 * link.latency_s)
+
+    def leave_soon() -> None:
+        world.fault_s = world.world.loop.now + delay_s
+        world.world.loop.call_outside(world.fault_s, world.leave, world.victim)
+
+    world.start(first=world.victim)
+    world.when(world.victim, "formed", leave_soon)
+    world.run()
+    return world
+
+
 def main() -> None:
     """Print in what share of rounds with one death the others commit, and how long after it, by who died."""
     parser = argparse.ArgumentParser(description="one death in each of many simulated rounds")

@@ -23,6 +23,7 @@ from tests.simulation.round_faults import (
     ROLES,
     START_S,
     RoundWorld,
+    random_departure,
 )
 from tests.sweeps import few_of
 
@@ -91,8 +92,18 @@ def test_one_leaves_and_all_others_commit_together_and_blame_nobody_else(phase: 
     world.start(first=victim if phase == "joining" else "")
     world.when(victim, phase, lambda: world.leave(victim))
     world.run()
+    assert_only_it_is_missed(world, victim, FORMING_S if phase in ("before", "joining") else AGAIN_S)
+
+
+@pytest.mark.parametrize("seed", few_of(range(200), 4))
+def test_the_leader_leaves_at_any_moment_and_all_others_commit_together(seed: int) -> None:
+    world = random_departure(seed)
+    assert_only_it_is_missed(world, world.victim, 2 * AGAIN_S)
+
+
+def assert_only_it_is_missed(world: RoundWorld, victim: str, within_s: float) -> None:
     others = world.survivors([victim])
-    assert_all_hold_it(world, others, FORMING_S if phase in ("before", "joining") else AGAIN_S)
+    assert_all_hold_it(world, others, within_s)
     for name in others:
         assert world.blamed[name] <= {world.ids[victim]}
         manifest = world.outcomes[name].held.manifest  # type: ignore[union-attr]

@@ -191,6 +191,7 @@ class RoundRunner:
                 is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
                 await run_to_end(functools.partial(recovery.feedbacks.commit, is_left_out=is_left_out))
         except RoundAborted as error:
+            self._streams.drop_idle(member.peer_id for member in group.members)
             if self._endpoint.peer_id in error.blamed:
                 self._bandwidth.lose_round()
             raise
