@@ -98,14 +98,18 @@ def trial(way: str, who: str, rng: random.Random) -> Costs:
         costs, ids = Costs(), frozenset(member.peer.peer_id for member in staying)
         leave = partial(_leave_in_mid_round, leaver, leaver.peer.close if way == "peer" else leaver.close, rng)
         gone = threading.Event()
+        num_looked_at: dict[Member, int] = {}  # rounds; in later ones some may have stopped
 
         def note_blame(blamed: Sequence[str]) -> None:
             costs.blamed += not ids.isdisjoint(blamed)
 
         def stay(member: Member) -> None:
             member.live(gone.is_set)
-            num_before = len(member.rounds)
-            member.live(lambda: len(member.rounds) >= num_before + STEPS_AFTER)
+            num_looked_at[member] = len(member.rounds) + STEPS_AFTER
+            member.live(lambda: len(num_looked_at) == len(staying) and all(map(has_seen_enough, staying)))
+
+        def has_seen_enough(member: Member) -> bool:
+            return len(member.rounds) >= num_looked_at[member]
 
         def go() -> None:
             try:
@@ -117,7 +121,8 @@ def trial(way: str, who: str, rng: random.Random) -> Costs:
             _on_blame(member.runner, note_blame)
         in_threads([partial(leave, gone), go, *(partial(stay, member) for member in staying)], 3 * LIMIT_S)
         for member in staying:
-            rounds = list(itertools.dropwhile(lambda one: len(one[1]) < NUM_PEERS, member.rounds))
+            looked_at = member.rounds[: num_looked_at[member]]
+            rounds = list(itertools.dropwhile(lambda one: len(one[1]) < NUM_PEERS, looked_at))
             costs.left_out += sum(not ids <= others for _, others in rounds)
             waits_s = (late - early for (early, _), (late, _) in itertools.pairwise(rounds))
             costs.longest_s = max(costs.longest_s, *waits_s)
@@ -195,7 +200,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     found: list[Costs] = []
     for seed in range(options.first, options.first + options.trials):
-        costs = trial(options.way, options.who, random.Random(seed))
+        try:
+            costs = trial(options.way, options.who, random.Random(seed))
+        except manyhands.Unavailable as error:  # the machine is so busy that the five do not find each other
+            print(f"seed {seed} could not begin: {error}", flush=True)
+            continue
         found.append(costs)
         if costs.blamed or costs.dropped or costs.is_delay:
             print(f"seed {seed}: {costs}", flush=True)
