@@ -101,11 +101,12 @@ class Trainer:
         target_batch_size: int,
         *,
         seed: int = 0,
+        width: int = 8,
         make: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
         **options: Any,
     ) -> None:
         self.peer = peer
-        self.model = new_model(seed)
+        self.model = new_model(seed, width)
         self._generator = torch.Generator().manual_seed(seed)
         settings: dict[str, Any] = {"averaging": AVERAGING, "progress": FAST} | options
         inner = make(self.model) if make is not None else torch.optim.AdamW(self.model.parameters(), lr=0.01)

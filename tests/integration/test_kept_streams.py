@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Member, Stream
 from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import PeerLost, ProtocolViolation
+from manyhands.base.errors import PeerLost, ProtocolViolation, RoundAborted
 from manyhands.rpc import Endpoint
 from tests.network import PATIENCE_S
 from tests.swarm import RUN_ID, FixedRoster, averagers
@@ -97,6 +98,32 @@ async def test_one_that_the_other_end_closed_is_dialled_again(kind: str) -> None
                 async with time_limit(PATIENCE_S, "noticing that the other end has closed"):
                     await stream.wait_closed()
         assert await mean_of(members) == [1.0] * 3
+
+
+async def test_no_stream_is_kept_after_a_round_that_was_aborted() -> None:
+    """A member whose exchange was cut short has closed its end of a stream that looks idle at the other one."""
+    async with averagers(4, config=CONFIG) as members:
+        leader = min((runner for runner, _, _ in members), key=lambda runner: runner._endpoint.peer_id)
+
+        async def give_up(*_: Any) -> None:
+            raise asyncio.CancelledError
+
+        leader._agreement.conclude = give_up  # type: ignore[method-assign]
+        for runner, _, _ in members:
+            if runner is not leader:
+                runner._agreement.conclude = partial(vote_after, leader, runner._agreement.conclude)  # type: ignore[method-assign]
+        vector_N = torch.ones(NUMEL)
+        averaging = [runner.average(vector_N, 1.0) for runner, _, _ in members]
+        results = await asyncio.gather(*averaging, return_exceptions=True)
+        assert sum(isinstance(result, RoundAborted) for result in results) == 3, results
+        others = [member for member in members if member[0] is not leader]
+        assert num_kept(others)[0] == 0
+
+
+async def vote_after(leader: RoundRunner, conclude: Callable[..., Any], *arguments: Any) -> Any:
+    """Vote once the leader has given its round up."""
+    await until(lambda: leader._agreement._verdicts)
+    return await conclude(*arguments)
 
 
 async def test_one_that_was_unused_for_long_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:

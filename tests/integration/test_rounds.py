@@ -310,10 +310,16 @@ async def test_the_leader_dies_when_the_group_has_formed() -> None:
 
 
 def tell_only(leader: Peer, num_told: int) -> asyncio.Event:
-    """Have a leader answer the votes of ``num_told`` members only; the event tells that they have their answer."""
+    """Have a leader tell the verdict to ``num_told`` members that vote; the event tells that they have their answer."""
     told = asyncio.Event()
     answered: list[PeerId] = []
-    answer_vote = leader.averager._agreement._on_vote
+    answer_vote, answer_query = leader.averager._agreement._on_vote, leader.averager._agreement._on_ask
+
+    async def answer_pings(remote: PeerId, query: VerdictQuery) -> Verdict:
+        answer = await answer_query(remote, query)
+        if answer.is_known:
+            await asyncio.Event().wait()
+        return answer
 
     async def answer_some(remote: PeerId, vote: Vote) -> Verdict:
         verdict = await answer_vote(remote, vote)
@@ -325,6 +331,8 @@ def tell_only(leader: Peer, num_told: int) -> asyncio.Event:
 
     leader.run.unhandle(VOTE)
     leader.run.handle(VOTE, answer_some)
+    leader.run.unhandle(ASK_VERDICT)
+    leader.run.handle(ASK_VERDICT, answer_pings)
     return told
 
 
@@ -371,14 +379,18 @@ async def test_a_leader_whose_round_is_interrupted_ends_it_for_all_at_once(num_t
         for result in first:
             assert isinstance(result, RoundAborted), result
             assert "in doubt" not in result.reason
-        for peer in others:
-            peer.roster.missing = [leader.peer_id]
+            assert result.blamed == [leader.peer_id]
         await committed(others)
+
+
+async def never(*_: Any) -> Any:
+    """In place of a call to the leader."""
+    await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
 async def test_a_leader_that_leaves_right_after_its_round_tells_the_verdict_first(kind: str) -> None:
-    """One member votes only after the leader has begun to leave."""
+    """One member asks for nothing, and votes only after the leader has begun to leave."""
     async with averagers(4, kind=kind, config=PATIENT) as members:
         leader, *others = by_id(members)
         late, may_vote = others[0], asyncio.Event()
@@ -389,6 +401,7 @@ async def test_a_leader_that_leaves_right_after_its_round_tells_the_verdict_firs
             return await conclude(*arguments)
 
         late.averager._agreement.conclude = vote_late  # type: ignore[method-assign]
+        late.averager._agreement.decided = never  # type: ignore[method-assign]
         (leading,), tasks = start([leader]), start(others)
         result = await leading
         leaving = asyncio.ensure_future(leader.averager.close())
@@ -401,17 +414,43 @@ async def test_a_leader_that_leaves_right_after_its_round_tells_the_verdict_firs
             assert other.manifest == result.manifest
 
 
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_a_member_about_to_vote_hears_the_verdict_though_all_others_leave_at_once(kind: str) -> None:
+    """The leader answers its query, which must not be given up for the vote that comes too late."""
+    async with averagers(4, kind=kind, config=PATIENT) as members:
+        late, may_vote = by_id(members)[1], asyncio.Event()
+        others = [peer for peer in by_id(members) if peer.peer_id != late.peer_id]
+        conclude = late.averager._agreement.conclude
+
+        async def vote_late(*arguments: Any) -> Any:
+            await may_vote.wait()
+            return await conclude(*arguments)
+
+        late.averager._agreement.conclude = vote_late  # type: ignore[method-assign]
+
+        async def leave(peer: Peer) -> CommittedRound:
+            result = await peer.average()
+            await peer.averager.close()
+            await peer.endpoint.close()
+            return result
+
+        (voting,), leaving = start([late]), [asyncio.ensure_future(leave(peer)) for peer in others]
+        results = await outcomes(leaving)
+        may_vote.set()
+        for result in [*results, *await outcomes([voting], 5.0)]:
+            assert isinstance(result, CommittedRound), result
+            assert result.averaged_N is not None
+            assert result.manifest == results[0].manifest
+
+
 async def test_a_leader_that_leaves_does_not_wait_for_a_member_that_dies_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with averagers(4, config=PATIENT) as members:
         leader, *others = by_id(members)
         victim = others[0]
-
-        async def never_vote(*_: Any) -> Any:
-            await asyncio.Event().wait()
-
-        victim.averager._agreement.conclude = never_vote  # type: ignore[method-assign]
+        victim.averager._agreement.conclude = never  # type: ignore[method-assign]
+        victim.averager._agreement.decided = never  # type: ignore[method-assign]
         (leading,), tasks = start([leader]), start(others)
         await leading
         await outcomes(tasks[1:])

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,6 +79,7 @@ class RoundWorld:
         max_attempts: of each member, as its training loop would make them: the next one follows when one is aborted.
         attempts: by name, how many a member has made.
         group_sizes: by name, members of the first group that a member has found.
+        blamed: by name, the ids of the members that its rounds have blamed.
         fault_s, victim: when the fault happened, and to whom.
     """
 
@@ -93,6 +94,7 @@ class RoundWorld:
     max_attempts: int = 1
     attempts: Counter[str] = field(default_factory=Counter)
     group_sizes: dict[str, int] = field(default_factory=dict)
+    blamed: defaultdict[str, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
     fault_s: float | None = None
     victim: str = ""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -184,6 +186,7 @@ class RoundWorld:
         except RoundAborted as error:
             result = error
         self.outcomes[name] = Outcome(self.world.loop.time(), result)
+        self.blamed[name].update(result.blamed)
         if isinstance(result, CommittedRound):
             self._check(name, result)
 
@@ -215,6 +218,11 @@ class RoundWorld:
         return mean
 
     # faults
+
+    def leave(self, name: str) -> None:
+        """End a member's program, which closes its runner and its endpoint."""
+        for task in self.world.host(name).tasks():
+            task.cancel()
 
     def _entered(self, name: str, phase: Phase) -> None:
         for hook in list(self._hooks):
@@ -311,6 +319,27 @@ def random_death(seed: int) -> RoundWorld:
 
     world.start()
     world.when(victim, "formed", kill_soon)
+    world.run()
+    return world
+
+
+def random_departure(seed: int) -> RoundWorld:
+    """A round of five whose leader leaves at some moment after the group has formed; the others attempt it twice."""
+    world = RoundWorld(
+        5, seed, (60_000, 100, 6000)[seed // 3 % 3], latency_s=(0.02, 0.005, 0.001)[seed % 3], max_attempts=2
+    )
+    link = world.world.network.default_link
+    link.jitter_s = link.latency_s * (0.2, 1.0, 3.0)[seed // 9 % 3]
+    rng = world.world.rng("leaving")
+    world.victim = world.name_of("leader")
+    delay_s = rng.uniform(0.0, 0.01) + rng.uniform(0.0, 8 * link.latency_s)
+
+    def leave_soon() -> None:
+        world.fault_s = world.world.loop.now + delay_s
+        world.world.loop.call_outside(world.fault_s, world.leave, world.victim)
+
+    world.start(first=world.victim)
+    world.when(world.victim, "formed", leave_soon)
     world.run()
     return world
 

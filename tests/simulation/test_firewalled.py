@@ -106,6 +106,30 @@ def test_with_an_auxiliary_peer_they_step_together(caplog: pytest.LogCaptureFixt
     assert len(lines) == 4, "nothing more once the helper is there"
 
 
+def test_one_without_the_state_of_the_run_is_told_that_it_will_drop_its_gradients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first one has made steps before the second one came, and neither can ask the other for its state."""
+    swarm = Swarm()
+    swarm.start_coordinator()
+    for name, begins_s in (("one", 1.0), ("two", 21.0)):
+        swarm.start(
+            name, seeded(0), adamw, train_for(140.0 - begins_s), client_mode=True, begins_s=begins_s,
+            target_batch_size=TARGET,
+        )  # fmt: skip
+    swarm.start(
+        "helper", seeded(0), adamw, help_until(swarm, {"one", "two"}), begins_s=90.0, target_batch_size=TARGET,
+        auxiliary=True,
+    )  # fmt: skip
+    swarm.run()
+    dropped = {name: member.optimizer.statistics.samples_dropped for name, member in swarm.members.items()}
+    assert dropped["two"] > 0
+    assert dropped["one"] == 0
+    lines = [record.message for record in caplog.records if "that train can be dialled" in record.message]
+    assert lines
+    assert all("peers at another step (1 of the 2) drop theirs when they load that state" in line for line in lines)
+
+
 def test_one_that_comes_late_is_given_the_state_by_those_whom_it_cannot_dial() -> None:
     """The first helper leaves at step 4; the second one and a trainer come with other parameters, at step 4 or so."""
     swarm, digests = Swarm(), dict[str, str]()

@@ -368,6 +368,29 @@ def test_a_large_run_with_peers_behind_firewalls_and_peers_without_data(
     assert apart([flat(swarm.members[name].model) for name in trainers]) < STATED
 
 
+def test_an_empty_cell_of_the_grid_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Three peers in groups of two: in each step each of them has nobody beside it in one of its two rounds."""
+    caplog.set_level(logging.INFO, "manyhands")
+    swarm = Swarm()
+
+    def train(member: Member) -> None:
+        in_grid(member, 3)
+        for _ in range(20):
+            member.step(member.model(torch.randn(4, 4)).square().mean(), 0.5)
+        member.optimizer.wait_for_others()
+        assert member.optimizer.statistics.rounds_aborted == 0
+
+    for number in range(3):
+        swarm.start(
+            f"peer {number}", lambda: torch.nn.Linear(4, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+            train, target_batch_size=TARGET, batch_size_per_step=4, averaging=replace(PLAIN, max_group_size=2),
+        )  # fmt: skip
+    swarm.run()
+    told = [record for record in caplog.records if "rounds of this step committed here" in record.message]
+    assert len(told) >= 6
+    assert {record.levelname for record in told} == {"INFO"}
+
+
 def test_all_must_have_the_same_size_of_groups() -> None:
     def train(member: Member) -> None:
         member.peer.sleep(5.0)

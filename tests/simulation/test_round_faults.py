@@ -23,6 +23,7 @@ from tests.simulation.round_faults import (
     ROLES,
     START_S,
     RoundWorld,
+    random_departure,
 )
 from tests.sweeps import few_of
 
@@ -80,6 +81,33 @@ def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: i
     is_forming = phase in ("before", "joining")
     within_s = FORMING_S if is_forming else AGAIN_S if role == "leader" else WITHIN_S
     assert_all_hold_it(world, world.survivors([victim]), within_s)
+
+
+@pytest.mark.parametrize("num_peers", few_of([5, 4, 8]))
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_one_leaves_and_all_others_commit_together_and_blame_nobody_else(phase: str, role: str, num_peers: int) -> None:
+    world = RoundWorld(num_peers, max_attempts=2 if role == "leader" else 1)
+    victim = world.name_of(role)
+    world.start(first=victim if phase == "joining" else "")
+    world.when(victim, phase, lambda: world.leave(victim))
+    world.run()
+    assert_only_it_is_missed(world, victim, FORMING_S if phase in ("before", "joining") else AGAIN_S)
+
+
+@pytest.mark.parametrize("seed", few_of(range(200), 4))
+def test_the_leader_leaves_at_any_moment_and_all_others_commit_together(seed: int) -> None:
+    world = random_departure(seed)
+    assert_only_it_is_missed(world, world.victim, 2 * AGAIN_S)
+
+
+def assert_only_it_is_missed(world: RoundWorld, victim: str, within_s: float) -> None:
+    others = world.survivors([victim])
+    assert_all_hold_it(world, others, within_s)
+    for name in others:
+        assert world.blamed[name] <= {world.ids[victim]}
+        manifest = world.outcomes[name].held.manifest  # type: ignore[union-attr]
+        assert {world.ids[other] for other in others} <= set(manifest.members)
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -199,6 +199,7 @@ class RoundRunner:
                 is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
                 await run_to_end(functools.partial(recovery.feedbacks.commit, is_left_out=is_left_out))
         except RoundAborted as error:
+            self._streams.drop_idle(member.peer_id for member in group.members)
             seconds, available_s = self._loop.time() - formed_at, self._ends_at - formed_at
             num_sent = self._meter.num_bytes_sent - sent_before
             if self._was_moving and seconds >= PACE_KNOWN_SHARE * available_s and not recovery.plan.passes_on:

@@ -260,8 +260,8 @@ class RunMonitor:
 
     def _tell_stranded(self) -> None:
         """Warn if all trainers are behind firewalls: newcomers can join only through other peers, such as this one."""
-        num_trainers = len(self._reader.trainers()) if self._reader.is_stranded() else 0
-        self._notice.look(num_trainers, self._peer.addresses, asyncio.get_running_loop().time())
+        trainers = self._reader.trainers() if self._reader.is_stranded() else {}
+        self._notice.look(list(trainers.values()), self._peer.addresses, asyncio.get_running_loop().time())
 
     async def _target_batch_size(self) -> int:
         expected = self._peer.presence.signed_manifests().get(self._run_id, b"")

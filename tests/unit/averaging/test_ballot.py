@@ -128,6 +128,34 @@ def test_a_leader_whose_time_is_over_decides() -> None:
     assert verdict.blamed == [peer(2)]
 
 
+@pytest.mark.parametrize("voted", [[], [0], [1, 2]])
+def test_a_leader_that_gives_its_round_up_is_the_only_one_to_blame(voted: list[int]) -> None:
+    """The others may still vote; they lack a verdict, not the will."""
+    count = VoteCount(group_of(5))
+    for rank in voted:
+        count.add(rank, vote_of(b"digest"))
+    count.give_up("the leader leaves the run")
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is None
+    assert verdict.blamed == [peer(0)]
+    assert "the leader leaves the run" in verdict.reason
+
+
+@pytest.mark.parametrize("voted", [[0, 1, 2], [1, 2, 3]])
+def test_a_leader_that_gives_its_round_up_commits_what_a_majority_holds(voted: list[int]) -> None:
+    count = VoteCount(group_of(5))
+    for rank in voted:
+        count.add(rank, vote_of(b"digest"))
+    count.lose(4, "killed")
+    assert count.decide() is None, "one may lack what was lost"
+    count.give_up("the leader leaves the run")
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is not None
+    assert verdict.blamed == [peer(0), peer(4)]
+
+
 def test_a_round_ends_though_every_averaging_fails() -> None:
     count = VoteCount(group_of(3))
     for ballot in range(MAX_BALLOTS):

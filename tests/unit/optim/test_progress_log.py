@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from manyhands.averaging.messages import Position
 from manyhands.optim.run.progress import (
     STRANDED_PATIENCE_S,
     STRANDED_PERIOD_S,
     Progress,
     ProgressLog,
+    ProgressRecord,
     StrandedNotice,
 )
 
@@ -59,6 +61,31 @@ def test_who_can_dial_no_trainer_is_told_so_once_that_has_lasted_and_then_every_
     notice, times = StrandedNotice("run"), []
     for now in (0.0, 0.9 * STRANDED_PATIENCE_S, 5.0, 6.0, 5.0 + STRANDED_PERIOD_S):
         caplog.clear()
-        notice.look(2, [], now)
+        notice.look([trainer_at(0), trainer_at(0)], [], now)
         times += [now] * len(caplog.records)
     assert times == [5.0, 5.0 + STRANDED_PERIOD_S]
+
+
+def trainer_at(step: int, lineage: bytes = b"start") -> ProgressRecord:
+    return ProgressRecord(Position(step, lineage), 8, 1.0, 0, is_client=True, addresses=[], ttl_s=30.0)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "says"),
+    [
+        ([trainer_at(3), trainer_at(3)], "their gradients are kept."),
+        (
+            [trainer_at(0), trainer_at(3), trainer_at(3)],
+            "the gradients of the peers at step 3 are kept; peers at another step (1 of the 3) drop theirs when",
+        ),
+        ([trainer_at(0), trainer_at(0, b"another")], "they began with different parameters, and drop their gradients"),
+    ],
+)
+def test_only_those_that_have_the_state_of_the_run_are_told_that_their_gradients_are_kept(
+    trainers: list[ProgressRecord], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    notice = StrandedNotice("run")
+    notice.look(trainers, [], 0.0)
+    notice.look(trainers, [], STRANDED_PATIENCE_S)
+    assert len(caplog.messages) == 1
+    assert says in caplog.messages[0]

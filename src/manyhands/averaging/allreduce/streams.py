@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import NoReturn
 
 import msgspec
@@ -94,8 +94,7 @@ class PartnerStreams:
     def close(self) -> None:
         """Close the idle streams, and accept no more; no round uses any."""
         self._endpoint.refuse_bulk(STREAM_KIND)
-        for peer_id in list(self._idle):
-            self._drop_idle(peer_id)
+        self.drop_idle(list(self._idle))
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
 
@@ -201,7 +200,7 @@ class PartnerStreams:
             return False
         self._idle[stream.remote] = stream.stream, self._loop.time()
         if len(self._idle) > MAX_KEPT:
-            self._drop_idle(next(iter(self._idle)))
+            self.drop_idle([next(iter(self._idle))])
         return True
 
     async def _close(self, stream: Stream, within_s: float) -> None:
@@ -229,9 +228,14 @@ class PartnerStreams:
                 self._endpoint.release(stream)
         return named if is_named else None
 
-    def _drop_idle(self, peer_id: PeerId) -> None:
-        if peer_id in self._idle:
-            self._endpoint.release(self._idle.pop(peer_id)[0])
+    def drop_idle(self, peer_ids: Iterable[PeerId]) -> None:
+        """Close the idle streams to some peers, such as the members of a round that was aborted.
+
+        They may have closed their ends in mid-round, and would wait for another stream.
+        """
+        for peer_id in peer_ids:
+            if peer_id in self._idle:
+                self._endpoint.release(self._idle.pop(peer_id)[0])
 
     # streams that partners open; they may come before this peer knows the group
 
@@ -295,7 +299,7 @@ class PartnerStreams:
                 future.set_exception(error)
 
     def _on_lost(self, peer_id: PeerId) -> None:
-        self._drop_idle(peer_id)
+        self.drop_idle([peer_id])
         if (unnamed := self._unnamed.get(peer_id)) is not None:
             unnamed.abort()
         self._give_up(peer_id, PeerLost(peer_id, "it was lost before it opened its stream"))

@@ -70,6 +70,7 @@ class VotingState:
     Attributes:
         count: of the votes, if this peer leads the group; the others note in it only who is lost.
         untold: the other members, without those that have the verdict from this leader.
+        query: to the leader, open until it is answered or the round ends: the leader counts on its answer.
     """
 
     def __init__(self, group: Group, rank: int) -> None:
@@ -79,6 +80,7 @@ class VotingState:
         self.is_leader = rank == self.count.leader
         self.verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self.untold = {member.peer_id for member in group.members} - {group.members[rank].peer_id}
+        self.query: asyncio.Task[Verdict] | None = None
         self.decided_at = 0.0
         self.news = Waker()
         self.moved: Callable[[], int] = int  # 0 while this peer exchanges nothing
@@ -89,8 +91,13 @@ class VotingState:
         self.decide()
 
     def close(self, reason: str) -> None:
-        """Decide with the votes received so far, if this peer is the leader."""
+        """Decide with the votes received so far, if this peer is the leader; the time for the others is over."""
         self.count.close(reason)
+        self.decide()
+
+    def give_up(self, reason: str) -> None:
+        """Likewise as this peer ends its round early; the others are not to blame for that."""
+        self.count.give_up(reason)
         self.decide()
 
     def know(self, verdict: Verdict) -> None:
@@ -142,7 +149,7 @@ class Agreement:
     async def close(self) -> None:
         """Leave the run: a leader first decides its round, and sends the verdict to the waiting members."""
         for state in self._rounds.values():
-            state.close("the leader leaves the run")
+            state.give_up("the leader leaves the run")
         if (last := self._last_led) is not None:
             left_s = last.decided_at + LATENCY_S - self._loop.time()
             with suppress(Timeout):
@@ -170,7 +177,9 @@ class Agreement:
             async with self._tasks.beside(self._watch(state), name="asking members that do not vote"):
                 yield
         finally:
-            state.close("the leader gave the round up")
+            if state.query is not None:
+                state.query.cancel()
+            state.give_up("the leader gave the round up")
             state.moved = int  # a leader keeps this state, and must not keep the vectors of the round
             if state.verdict.done():
                 self._verdicts[group.group_id] = state.verdict.result()
@@ -223,6 +232,8 @@ class Agreement:
         """
         state = self._rounds[group.group_id]
         if not state.is_leader:
+            if state.verdict.done():
+                return state.verdict.result()
             timeout_s = self._config.averaging_timeout_s + MIN_VOTING_S + LATENCY_S
             return await self._call_leader(state, VOTE, vote, timeout_s)
         state.count.add(state.rank, vote)
@@ -245,7 +256,8 @@ class Agreement:
         for _ in range(CALLS_TO_LEADER):
             try:
                 calling = self._endpoint.call(leader, method, request, deadline - self._loop.time())
-                answer = await (self._while_it_answers(state, calling) if vote is not None else calling)
+                waiting = self._while_it_answers if vote is not None else self._ask_leader
+                answer = await waiting(state, calling)
                 answer = checked(state.group, answer, vote, state.rank)
             except (ProtocolViolation, Timeout) as error:
                 reason = str(error)
@@ -263,13 +275,30 @@ class Agreement:
         said = f"{vote.reason}; " if vote is not None and vote.reason else ""
         return await self._in_doubt(state, f"{said}the leader was lost ({reason})")
 
+    async def _ask_leader(self, state: VotingState, call: Coroutine[Any, Any, Verdict]) -> Verdict:
+        """Wait for the answer to a query, which goes on if this member votes meanwhile.
+
+        The leader may answer it before the vote arrives, and leave: else no peer would tell this member.
+        """
+
+        def note(query: asyncio.Task[Verdict]) -> None:
+            if not query.cancelled() and query.exception() is None and query.result().is_known:
+                with suppress(ProtocolViolation):
+                    state.know(checked(state.group, query.result()))
+
+        state.query = self._loop.create_task(call)
+        state.query.add_done_callback(note)
+        await asyncio.wait([state.query])
+        return state.query.result()
+
     async def _while_it_answers(self, state: VotingState, call: Coroutine[Any, Any, Verdict]) -> Verdict:
         """Wait for a verdict, possibly as long as the round, unless the leader falls silent."""
         calling = self._loop.create_task(call)
+        either: list[asyncio.Future[Verdict]] = [calling, state.verdict]
         try:
-            while not (await asyncio.wait([calling], timeout=PROBE_S))[0]:
+            while not (await asyncio.wait(either, timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED))[0]:
                 await self._ping_leader(state)
-            return calling.result()
+            return state.verdict.result() if state.verdict.done() else calling.result()
         finally:
             calling.cancel()
             await asyncio.gather(calling, return_exceptions=True)

@@ -103,10 +103,15 @@ class VoteCount:
         self.lost.setdefault(rank, reason)
 
     def close(self, reason: str) -> None:
-        """Expect no further votes, and give no more orders: the next decision is the verdict."""
+        """The time is over: members without a vote are lost, and the next decision is the verdict."""
         self._is_closed = True
         for rank in self.missing():
             self.lose(rank, f"{self.group.members[rank].peer_id}: {reason}")
+
+    def give_up(self, reason: str) -> None:
+        """The leader ends its round early: the next decision is the verdict, and only the leader is lost."""
+        self._is_closed = True
+        self.lose(self.leader, f"{self.group.leader}: {reason}")
 
     def missing(self) -> set[int]:
         """Members that may still vote in this ballot."""
@@ -141,7 +146,8 @@ class VoteCount:
     def _decision(self) -> Verdict | Order | None:
         by_result = self._by_result()
         most = max(by_result.values(), key=len, default=[])
-        is_won, num_open = self._is_majority(len(most)), len(self.missing())
+        is_won = self._is_majority(len(most))
+        num_open = len(self.missing()) if not self._is_closed else 0  # nobody else is waited for any more
         if is_won and len(most) == len(self.votes) and not (self.lost and num_open):  # they may lack what was lost
             return self._commit(most)
         if not is_won and not self._is_majority(len(most) + num_open) and not self._is_majority(len(self._live())):

@@ -71,6 +71,7 @@ class StepOutcome:
         committed: the last round that committed, with the mean that this peer now holds; None if none did.
         reason: why a round did not commit; empty if all did.
         num_rounds, num_rounds_committed: of the step; above 1 in a grid.
+        num_rounds_alone: in which no other peer had a place beside this one, as in a grid with empty cells.
         weight: behind the mean, in a grid.
         usual_norm: of the values in this peer's first group of a grid; 0 if none committed here, or without limits.
         manifests: of all rounds of a grid that committed here.
@@ -83,6 +84,7 @@ class StepOutcome:
     reason: str = ""
     num_rounds: int = 1
     num_rounds_committed: int = 0
+    num_rounds_alone: int = 0
     meter: RoundMeter = field(default_factory=RoundMeter)
     weight: float = 0.0
     usual_norm: float = 0.0
@@ -118,7 +120,7 @@ class GridSteps:
         """
         place, loop = self.place, asyncio.get_running_loop()
         mean_N, num_empty, failed = flat_N, 0, ""
-        outcome.num_rounds, outcome.num_rounds_committed = place.num_rounds, 0
+        outcome.num_rounds, outcome.num_rounds_committed, outcome.num_rounds_alone = place.num_rounds, 0, 0
         outcome.weight, outcome.usual_norm = weight, 0.0
         try:
             while num_left := place.num_rounds_left:
@@ -128,6 +130,7 @@ class GridSteps:
                 except NothingToAverage as error:
                     outcome.reason, num_empty = error.reason, num_empty + 1
                 if result is None:
+                    outcome.num_rounds_alone += not outcome.reason
                     reason = outcome.reason or "nobody else was there"
                     failed = f"round {place.position().step} did not commit here: {reason}"
                 place.next_round()

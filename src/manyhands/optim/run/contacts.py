@@ -180,8 +180,8 @@ class Contacts:
 
     def warn_if_stranded(self) -> None:
         """Warn every minute while no trainer of the run can be dialled."""
-        num_trainers, ways_in = 0, list[str]()
+        trainers, ways_in = list[ProgressRecord](), list[str]()
         if self._tracker.is_stranded():
-            num_trainers = 1 + len(self._tracker.trainers())
+            trainers = [self._tracker.own, *self._tracker.trainers().values()]
             ways_in = [f"{text}/p2p/{one.peer_id}" for one in self._presence.dht.contacts() for text in one.addresses]
-        self._stranded.look(num_trainers, ways_in[:1], asyncio.get_running_loop().time())
+        self._stranded.look(trainers, ways_in[:1], asyncio.get_running_loop().time())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
@@ -301,13 +301,14 @@ class StrandedNotice:
         self._run_id = run_id
         self._due_at = math.inf
 
-    def look(self, num_trainers: int, addresses: Sequence[str], now: float) -> None:
-        """Look whether to warn: ``num_trainers`` is that of all trainers if none can be dialled, else 0.
+    def look(self, trainers: Collection[ProgressRecord], addresses: Sequence[str], now: float) -> None:
+        """Look whether to warn.
 
         Args:
+            trainers: the records of all trainers if none can be dialled, else empty.
             addresses: of any peer through which another one can join.
         """
-        if num_trainers < 2:
+        if len(trainers) < 2:
             self._due_at = math.inf
         elif self._due_at == math.inf:
             self._due_at = now + STRANDED_PATIENCE_S
@@ -315,9 +316,24 @@ class StrandedNotice:
             self._due_at = now + STRANDED_PERIOD_S
             logger.warning(
                 "None of the %d peers that train can be dialled (client mode), so they make no step together; "
-                "their gradients are kept. At least one of them must accept connections: if they are in one network, "
+                "%s. At least one of them must accept connections: if they are in one network, "
                 "behind one router say, start one of them again with --no-client-mode, and the others dial it there. "
                 "Or a machine without data helps: on the monitor's machine, or any other that accepts connections, "
                 "run: manyhands train --auxiliary %s --initial-peers %s",
-                num_trainers, shell_option("--run-id", self._run_id), " ".join(addresses) or "ADDRESS",
+                len(trainers), _whose_gradients_are_kept(trainers), shell_option("--run-id", self._run_id),
+                " ".join(addresses) or "ADDRESS",
             )  # fmt: skip
+
+
+def _whose_gradients_are_kept(trainers: Collection[ProgressRecord]) -> str:
+    """Those of the leading position: the others must load its state first, and clients get none from each other."""
+    best = max(trainers, key=branch_order).position
+    num_others = sum(record.position != best for record in trainers)
+    if not num_others:
+        return "their gradients are kept"
+    if best.step == 0:
+        return "they began with different parameters, and drop their gradients when they load those of another peer"
+    return (
+        f"the gradients of the peers at step {best.step} are kept; peers at another step ({num_others} of the "
+        f"{len(trainers)}) drop theirs when they load that state"
+    )

@@ -270,8 +270,11 @@ class StepRounds:
         if outcome.committed is None or outcome.committed.averaged_N is None:
             raise RoundAborted(outcome.reason)
         if outcome.reason:
-            logger.warning("%d of the %d rounds of this step committed here: %s", outcome.num_rounds_committed,
-                           outcome.num_rounds, outcome.reason)  # fmt: skip
+            has_failed = outcome.num_rounds_committed + outcome.num_rounds_alone < outcome.num_rounds
+            logger.log(
+                logging.WARNING if has_failed else logging.INFO, "%d of the %d rounds of this step committed here: %s",
+                outcome.num_rounds_committed, outcome.num_rounds, outcome.reason,
+            )  # fmt: skip
         averaged_N = outcome.committed.averaged_N
         first_round = position.step * outcome.num_rounds  # only there the weights are those of one peer each
         first = [manifest for manifest in outcome.manifests if manifest.position.step == first_round]
