@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from manyhands.averaging.averager_loop import AveragerLoop
+from manyhands.averaging.averager_loop import CLOSED, AveragerLoop
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.grid.step import StepOutcome
@@ -160,8 +160,8 @@ class Averager(FromHivemind):
         if not self._is_stepping.acquire(blocking=False):
             raise ConfigError("step() is running in another thread; an Averager takes one step at a time")
         try:
-            if self._is_closed:
-                raise ConfigError("this averager is closed; make another one")
+            if self._has_left:
+                raise ConfigError(f"{CLOSED}; make another one")
             yield
         finally:
             self._is_stepping.release()
@@ -176,6 +176,10 @@ class Averager(FromHivemind):
             )
         except Timeout as error:  # the network thread was blocked
             outcome = StepOutcome(reason=str(error))
+        except ConfigError:
+            if not self._has_left:
+                raise
+            outcome = StepOutcome(reason=CLOSED)  # the network thread ended before the step
         result = _result_of(outcome)
         if result.committed:
             assert outcome.committed is not None
@@ -213,14 +217,21 @@ class Averager(FromHivemind):
             ConfigError: ``timeout_s`` is not a number above 0.
         """
         _check_timeout(timeout_s)
-        if self._is_closed:
+        if self._has_left:
             return False
         waiting = self._averager_loop.wait_for_others(float(timeout_s))
         try:
             return self._peer.run(waiting, timeout_s + GRACE_S, "waiting for the others of the last round")
         except Timeout as error:  # the network thread was blocked
             logger.warning("%s", error)
-            return False
+        except ConfigError as error:  # the peer was closed meanwhile
+            logger.debug("%s", error)
+        return False
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether this averager was closed, or its peer."""
+        return self._is_closed or self._averager_loop.is_closed
 
     def close(self) -> None:
         """Leave the run; the peer stays. A step in another thread ends and says so. May be called twice."""

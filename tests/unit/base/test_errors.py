@@ -154,6 +154,12 @@ def test_each_error_has_its_entry_in_the_documentation() -> None:
     assert anchor in [entry.lower() for entry in entries], "as mkdocs makes anchors of headings"
 
 
+def test_the_base_class_is_never_raised_itself() -> None:
+    """So that code can tell what kind of error it has caught."""
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
+    assert [path.name for path, source in sources.items() if re.search(r"(?<!class )\bManyhandsError\([^)]", source)] == []
+
+
 def test_our_timeout_is_no_asyncio_timeout() -> None:
     """So that an outer ``asyncio.timeout`` and ours cannot be taken for each other."""
     assert not issubclass(Timeout, (TimeoutError, asyncio.TimeoutError))

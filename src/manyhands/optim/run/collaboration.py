@@ -23,7 +23,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State
 from manyhands.averaging.state.server import StateServer
-from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
+from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog
@@ -33,7 +33,7 @@ from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
-from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
+from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, LookAhead, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
@@ -252,11 +252,10 @@ class Collaboration:
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
         Raises:
-            ConfigError: another process with this peer's identity began earlier, or this peer is banned.
-            ManyhandsError: this peer has left the run.
+            ConfigError: another process with this peer's identity began earlier, or this peer is banned or has left.
         """
         if self.tasks.is_closed:
-            raise ManyhandsError("this peer left the run")
+            raise ConfigError(LEFT)
         tracker = self.tracker
         tracker.twin.check(asyncio.get_running_loop().time())
         self.presence.check_own(self.run_id)

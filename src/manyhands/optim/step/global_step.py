@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from manyhands.averaging.messages import Position
-from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
+from manyhands.base.errors import ConfigError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
@@ -22,7 +22,7 @@ from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.health import Statistics
 from manyhands.optim.metrics import alone_lineage
 from manyhands.optim.run.drift import Sketch
-from manyhands.optim.run.step_rounds import Averaged
+from manyhands.optim.run.step_rounds import LEFT, Averaged
 from manyhands.optim.step.replica import Replica
 from manyhands.runtime.executor import run_to_end
 
@@ -94,14 +94,16 @@ class GlobalStep:
         collaboration.move(self._replica.position, self._replica.lineage_samples, self.outcome, self._sketch)
 
     def begin_in_background(self, collaboration: Collaboration) -> None:
-        """Have the network thread make the step."""
+        """Have the network thread make the step; raises ``ConfigError`` if this peer has left the run."""
+        if collaboration.tasks.is_closed:
+            raise ConfigError(LEFT)
         task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
         self.is_in_background = True
         task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            self.error = ManyhandsError("this peer left the run")
+            self.error = ConfigError(LEFT)
         self.is_done = True
 
     async def _average_and_advance(self, collaboration: Collaboration) -> None:
