@@ -21,7 +21,7 @@ from manyhands.base.address import Address, parse_addresses, parse_listen_addres
 from manyhands.base.arguments import check_flags
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout, Unavailable
-from manyhands.base.from_hivemind import FromHivemind
+from manyhands.base.from_hivemind import FromHivemind, with_advice
 from manyhands.base.identity import Identity, PeerId
 from manyhands.base.ticket import Ticket, split_tickets
 from manyhands.dht import DhtConfig, DhtNode
@@ -489,6 +489,10 @@ class Peer(FromHivemind):
         """
         return self._runtime.run(coro, timeout_s, phase)
 
+    @with_advice(
+        expiration_time="ttl_s=60, a duration in seconds,",
+        return_future=": call it in a thread to go on meanwhile",
+    )
     def store(
         self, key: str, value: Any, *, ttl_s: float, subkey: str | None = None, timeout_s: float = DHT_TIMEOUT_S
     ) -> int:
@@ -513,6 +517,10 @@ class Peer(FromHivemind):
         """
         return self.run(self.dht.store(key, value, ttl_s, subkey), timeout_s, f"storing key {key!r}")
 
+    @with_advice(
+        latest=": the latest value is read anyway",
+        return_future=": call it in a thread to go on meanwhile",
+    )
     def get(self, key: str, *, timeout_s: float = DHT_TIMEOUT_S) -> dict[str, Any]:
         """Read the values of a key of the DHT.
 

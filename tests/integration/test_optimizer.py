@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -201,6 +204,98 @@ def test_bad_arguments_are_named() -> None:
         manyhands.Optimizer(again, peer=peer, run_id="other", target_batch_size=8)
 
 
+@pytest.mark.parametrize("delay", [None, "gradients"])
+def test_an_optimizer_may_be_closed_after_its_peer_and_then_says_so(delay: str | None) -> None:
+    """As where the ``finally`` of a loop is outside of the peer's ``with`` block."""
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "late", 8, delay=delay)
+        trainer.train_until(1)
+        trainer.optimizer.settle()
+    trainer.optimizer.close()
+    trainer.optimizer.close()
+    assert trainer.optimizer.state_dict()["manyhands"]["step"] == trainer.optimizer.global_step
+    with pytest.raises(ConfigError, match="the peer is closed; make another one"):
+        trainer.train_until(100)
+
+
+def test_what_lives_in_this_process_alone_refuses_to_be_copied() -> None:
+    """A copy of an optimizer would have the groups and the state, and no run."""
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "copied", 8)
+        averager = manyhands.Averager([torch.zeros(3)], peer=peer, run_id="copied")
+        for one, instead in (
+            (trainer.optimizer, r"state_dict\(\) has its state"),
+            (averager, "make one in each process"),
+            (peer, "make one in each process"),
+        ):
+            says = f"a manyhands.{type(one).__name__} cannot be copied or pickled.*{instead}"
+            for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(ConfigError, match=says):
+                    copied(one)
+        averager.close()
+        trainer.train_until(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"local_steps": manyhands.LocalSteps()}])
+def test_a_batch_without_any_gradient_is_refused(options: dict[str, Any]) -> None:
+    """Its samples would count in full, and its gradient of zero would halve that of another peer."""
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "replaced", 8, **options)
+        trainer.train_until(1)
+        trainer.optimizer.step(weight=0.0)  # a batch without items has no gradient, and counts for nothing
+        before = copy.copy(trainer.optimizer.statistics)
+        trainer.model.load_state_dict(trainer.model.state_dict(), assign=True)
+        with pytest.raises(ConfigError, match="none of its parameters has a gradient.*assign=True"):
+            trainer.train_batch()
+        assert trainer.optimizer.statistics == before
+
+
+def test_a_compiled_model_fits_a_plain_one() -> None:
+    """torch.compile and wrappers of the model put words of their own into the names."""
+
+    def make(model: torch.nn.Module, wrap: Callable[[torch.nn.Module], Any]) -> tuple[Any, torch.optim.Optimizer]:
+        wrapped = wrap(model)
+        return wrapped, torch.optim.AdamW(wrapped.named_parameters(), lr=0.01)
+
+    class Wrapper(torch.nn.Module):  # as DistributedDataParallel and DataParallel
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    def model_of(seed: int) -> torch.nn.Sequential:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+
+    def compile_inside(model: torch.nn.Module) -> torch.nn.Module:
+        assert isinstance(model, torch.nn.Sequential)
+        model[2] = torch.compile(model[2])
+        return model
+
+    wraps: list[Callable[[torch.nn.Module], Any]] = [
+        torch.compile,
+        lambda model: model,
+        lambda model: Wrapper(torch.compile(model)),  # type: ignore[arg-type]
+        lambda model: torch.compile(Wrapper(model)),
+        compile_inside,
+    ]
+    with peers(len(wraps) + 2) as swarm:
+        digests = set()
+        for number, (peer, wrap) in enumerate(zip(swarm, wraps, strict=False)):
+            model, inner = make(model_of(number), wrap)
+            optimizer = manyhands.Optimizer(
+                inner, peer=peer, run_id="compiled", target_batch_size=10**6, buffers=model.named_buffers(),
+                averaging=AVERAGING, progress=FAST,
+            )  # fmt: skip
+            digests.add(optimizer.state_digest())
+            assert [spec.name for spec in optimizer.manifest.tensors][-1] == "2.bias"
+        assert len(digests) == 1, "each has the first one's parameters"
+        for onlooker, wrap in ((swarm[-2], wraps[0]), (swarm[-1], wraps[1])):
+            evaluated = wrap(model_of(7))
+            manyhands.load_state_from_peers(onlooker, "compiled", into=evaluated)
+            for value, own in zip(evaluated.state_dict().values(), model.state_dict().values(), strict=True):
+                assert torch.equal(value, own)
+
+
 def test_it_is_an_optimizer_to_torch() -> None:
     with peers(1) as (peer,):
         inner = torch.optim.SGD(new_model().parameters(), lr=0.1)
@@ -242,6 +337,23 @@ def test_a_gradient_that_is_not_finite_never_counts() -> None:
         assert optimizer.global_step == 0
         assert optimizer.samples_accumulated == 0
         assert optimizer.statistics.samples_dropped == 8
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0], ids=["not finite", "overflow"])
+def test_batches_that_are_never_finite_are_told_of_without_a_flood(
+    found_inf: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "manyhands.optim")
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "nan", 10**6)
+        next(trainer.model.parameters()).grad = torch.full((8, 5), float("nan"))
+        trainer.optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
+        for _ in range(100):
+            trainer.optimizer.step()
+        told = [text for text in caplog.messages if "dropped" in text]
+        assert 1 < len(told) < 10, told
+        assert "64 such batches so far" in told[-1]
+        assert trainer.optimizer.statistics.samples_dropped == 400
 
 
 def test_short_batches_far_from_the_target_do_not_each_wake_the_network_thread() -> None:

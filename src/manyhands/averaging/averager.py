@@ -20,7 +20,7 @@ from manyhands.averaging.state.content import LoadedState
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.arguments import check_flags, made_by, number_of
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
-from manyhands.base.from_hivemind import FromHivemind
+from manyhands.base.from_hivemind import FromHivemind, with_advice
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.peer import BlockingPeer, check_peer
@@ -134,6 +134,14 @@ class Averager(FromHivemind):
 
         return self._peer.run(look(), LOOK_TIMEOUT_S, "counting the peers of the averager")
 
+    @with_advice(
+        timeout="timeout_s=",
+        gather="peer.store() before the step and peer.get() after it",
+        wait=": call step() in a thread to go on meanwhile",
+        scheduled_time=": call step() when the values are ready",
+        require_trigger=": call step() when the values are ready",
+        allow_retries=": a step tries again until its timeout",
+    )
     def step(self, weight: float = 1.0, timeout_s: float = 30.0) -> RoundResult:
         """Take part in the next round, and write the weighted mean into the tensors.
 
@@ -188,6 +196,7 @@ class Averager(FromHivemind):
             self._averager_loop.position = self._averager_loop.reached
         return result
 
+    @with_advice(timeout="timeout_s=", wait=": call it in a thread to go on meanwhile")
     def load_state_from_peers(self, timeout_s: float = MAX_TIMEOUT_S) -> LoadedState:
         """Take over the values of the peers that have made the most rounds, from several of them at once.
 

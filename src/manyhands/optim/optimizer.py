@@ -15,6 +15,7 @@ from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.state.content import sealed
 from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
+from manyhands.base.from_hivemind import with_advice
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import GradientAccumulator
@@ -258,6 +259,7 @@ class Optimizer(OptimizerWrapper):
         """BLAKE3 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers that are in step."""
         return sealed(self._replica.capture_agreed()).header.digest.hex()
 
+    @with_advice(grad_scaler="scaler.step(optimizer) with a torch.amp.GradScaler")
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
     ) -> Any:

@@ -36,6 +36,8 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
         scheduler: its schedule, by global step.
     """
 
+    _instead_of_a_copy = "state_dict() has its state, and copy.deepcopy(model) keeps the parameters"
+
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
