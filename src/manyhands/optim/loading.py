@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -25,11 +26,13 @@ from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader, ProgressRecord, branch_order
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
+from manyhands.optim.state.state import bare_names
 from manyhands.peer import Peer, check_peer
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FIND_RUN_TIMEOUT_S = 10.0
@@ -69,7 +72,7 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
             await reader.refresh()
     except Timeout as error:
         raise Unavailable(str(error)) from error
-    parameters, buffers = matching_parameters(model, manifest), dict(model.named_buffers())
+    parameters, buffers = matching_parameters(model, manifest), _bare(model.named_buffers())
     targets = [*parameters, *(buffers.get(spec.name) for spec in manifest.extra_tensors)]
     held = await run_to_end(_held, manifest.tensors, parameters)
     all_records = reader.records()
@@ -144,7 +147,7 @@ def matching_parameters(model: torch.nn.Module, manifest: RunManifest) -> list[t
     Raises:
         ManifestMismatch: the run has others.
     """
-    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    named, buffers = _bare(model.named_parameters()), _bare(model.named_buffers())
     names = [spec.name for spec in manifest.tensors]
     if names == [f"parameter {index}" for index in range(len(named))]:  # the trainers' optimizer does not know them
         named = dict(zip(names, named.values(), strict=True))
@@ -164,6 +167,12 @@ def matching_parameters(model: torch.nn.Module, manifest: RunManifest) -> list[t
         shown, more = differences[:3], len(differences) - 3
         raise ManifestMismatch(manifest.run_id, [*shown, *([f"and {more} more"] if more > 0 else [])])
     return [named[name] for name in names]
+
+
+def _bare(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """The parameters or buffers of a model by their names in the run."""
+    pairs = list(named)
+    return dict(zip(bare_names(name for name, _ in pairs), (tensor for _, tensor in pairs), strict=True))
 
 
 def _held(specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> State | None:

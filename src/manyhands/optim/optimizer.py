@@ -275,7 +275,8 @@ class Optimizer(OptimizerWrapper):
         Raises:
             ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
                 that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
-                option of the groups, such as the learning rate; or accelerate accumulates gradients as well.
+                option of the groups, such as the learning rate; no parameter has a gradient; or accelerate accumulates
+                gradients as well.
         """
         check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
@@ -370,6 +371,8 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
+        if weight is None or weight > 0:
+            self._checks.check_has_gradient()
         self._checks.check_kept()
         is_first = not self.statistics.samples_computed
         if self._local is not None and is_first and (fault := self._options.fault_with(1, samples)):

@@ -157,7 +157,9 @@ def test_each_error_has_its_entry_in_the_documentation() -> None:
 def test_the_base_class_is_never_raised_itself() -> None:
     """So that code can tell what kind of error it has caught."""
     sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
-    assert [path.name for path, source in sources.items() if re.search(r"(?<!class )\bManyhandsError\([^)]", source)] == []
+    assert [
+        path.name for path, source in sources.items() if re.search(r"(?<!class )\bManyhandsError\([^)]", source)
+    ] == []
 
 
 def test_our_timeout_is_no_asyncio_timeout() -> None:

@@ -66,7 +66,11 @@ def test_each_is_told_what_to_write(kind: Any, named: dict[str, Any], says: str)
         (manyhands.Optimizer.step, {"grad_scaler": None}, r"manyhands.Optimizer.step .*write scaler.step\(optimizer\)"),
         (manyhands.ProcessGroupOptimizer.step, {"grad_scaler": None}, r"write scaler.step\(optimizer\)"),
         (manyhands.Averager.step, {"timeout": 30.0}, "write timeout_s= instead of timeout="),
-        (manyhands.Averager.step, {"gather": {}, "wait": False}, r"write peer.store\(\) .*; leave wait= out: call step"),
+        (
+            manyhands.Averager.step,
+            {"gather": {}, "wait": False},
+            r"write peer.store\(\) .*; leave wait= out: call step",
+        ),
         (manyhands.Averager.load_state_from_peers, {"timeout": 30.0}, "write timeout_s= instead of timeout="),
         (manyhands.Peer.store, {"key": "k", "expiration_time": 1.0}, "write ttl_s=60, .* instead of expiration_time="),
         (manyhands.Peer.get, {"key": "k", "latest": True}, "leave latest= out: the latest value is read anyway"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -33,8 +33,13 @@ COPIED_BYTES = 16 << 20  # at a time, while a step has to wait
 MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
 INNER = "inner."
-LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
+LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
+"""How an optimizer computes on this machine, not what, and how the parameters are called there: not part of the state,
+and may differ between peers."""
+COMPILED = "_orig_mod"
+"""What ``torch.compile`` puts into the names of what it has wrapped."""
+PARALLEL = "module."
+"""What ``DistributedDataParallel`` and ``DataParallel`` put before all names."""
 
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)  # of another kind's statistics
 
@@ -58,10 +63,20 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of all parameters; numbers if they have no names."""
+    """The names of all parameters, without those of wrappers; numbers if they have no names."""
     names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
     num_parameters = len(parameters_of(optimizer))
-    return names if len(names) == num_parameters else [f"parameter {index}" for index in range(num_parameters)]
+    if len(names) != num_parameters:
+        return [f"parameter {index}" for index in range(num_parameters)]
+    return bare_names(names)
+
+
+def bare_names(names: Iterable[str]) -> list[str]:
+    """Names of parameters or buffers as the model itself has them, whatever wraps it or a part of it on this peer."""
+    bare = [".".join(part for part in name.split(".") if part != COMPILED) for name in names]
+    while bare and all(name.startswith(PARALLEL) for name in bare):
+        bare = [name.removeprefix(PARALLEL) for name in bare]
+    return bare
 
 
 def specs_of(optimizer: torch.optim.Optimizer) -> list[ParameterSpec]:

@@ -124,6 +124,7 @@ class SampleCounter:
         self._replica = replica
         self._accumulator = accumulator
         self.statistics = Statistics()
+        self._num_not_finite = 0  # batches
 
     @property
     def waiting(self) -> int:
@@ -137,13 +138,24 @@ class SampleCounter:
         if is_added:
             return
         self.statistics.samples_dropped += samples
-        batch = counted(samples, "sample")
-        if is_overflow:
-            logger.info("the scaled gradients overflowed: this micro-batch of %s is dropped", batch)
-        else:
-            logger.warning("a gradient is not finite: this micro-batch of %s is dropped", batch)
+        self._tell_not_finite(samples, is_overflow=is_overflow)
         if fault := self._accumulator.fault():
             self.drop_waiting(fault)
+
+    def _tell_not_finite(self, samples: int, *, is_overflow: bool) -> None:
+        """Log the first dropped batch, then the second, the fourth, the eighth and so on."""
+        self._num_not_finite += 1
+        number = self._num_not_finite
+        if number & (number - 1):
+            return
+        level, what = logging.WARNING, "a gradient is not finite"
+        if is_overflow:
+            level, what = logging.INFO, "the scaled gradients overflowed"
+        so_far = f"; {number} such batches so far" if number > 1 else ""
+        advice = (
+            ". Look at the loss, the learning rate and the data of this peer" if number > 1 and not is_overflow else ""
+        )
+        logger.log(level, "%s: this micro-batch of %s is dropped%s%s", what, counted(samples, "sample"), so_far, advice)
 
     def freeze(self) -> Contribution:
         """Return what is waiting as the contribution to a step."""
