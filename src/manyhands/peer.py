@@ -59,6 +59,7 @@ class Presence:
 
     Attributes:
         on_close: callbacks of the parts that depend on it, called in reverse order when it stops.
+        leaving: held while one of these parts is closed; another one waits for it before it joins a run.
         members: of the runs with a charter that this peer is in or looks at, by run id.
         coordinators: of the runs for which this peer signs, by run id.
     """
@@ -84,6 +85,7 @@ class Presence:
         """Start of this process's participation, in seconds since 1970."""
         self._access_config = access_config or AccessConfig()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
+        self.leaving = asyncio.Lock()
         self._named: Sequence[Address] = ()  # the peers that this one was told to join
         self._learnt: set[str] = set()  # runs whose charter the named peers serve, of which this peer has no ticket
         self._learning = asyncio.Lock()

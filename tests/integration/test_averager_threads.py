@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import os
 import signal
 import threading
@@ -103,6 +105,19 @@ def test_closing_the_peer_in_an_exchange_ends_the_step_as_closing_the_averager_d
                 call()
         averager.close()
         other.close()
+
+
+def test_an_averager_that_its_program_has_lost_has_left_and_is_not_in_the_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "manyhands.averaging")
+    with peers(1) as (peer,):
+        for _ in range(3):
+            averager = manyhands.Averager([torch.zeros(3)], peer=peer, run_id="lost", averaging=CONFIG)
+            del averager
+            gc.collect()
+        manyhands.Averager([torch.zeros(3)], peer=peer, run_id="lost", averaging=CONFIG).close()
+    assert caplog.text.count("The Averager of run 'lost' is gone without close(): this peer leaves the run") == 3
 
 
 def test_an_averager_beside_an_optimizer_on_the_same_peers() -> None:

@@ -162,15 +162,15 @@ def test_peers_that_start_with_other_parameters_take_those_of_the_lowest_peer_id
 
 def test_another_model_is_refused_with_both_shapes() -> None:
     with peers(2) as (first, second):
-        manyhands.Optimizer(
-            torch.optim.SGD(new_model().named_parameters(), lr=0.1), peer=first, run_id="shapes", target_batch_size=8
-        )
+        inner = torch.optim.SGD(new_model().named_parameters(), lr=0.1)
+        optimizer = manyhands.Optimizer(inner, peer=first, run_id="shapes", target_batch_size=8)
         wider = torch.optim.SGD(new_model(width=9).named_parameters(), lr=0.1)
         with pytest.raises(ManifestMismatch, match=r"tensor 0\.weight has shape \[9, 5\] here, \[8, 5\] in the run"):
             manyhands.Optimizer(wider, peer=second, run_id="shapes", target_batch_size=8)
         same = torch.optim.SGD(new_model().named_parameters(), lr=0.1)
         with pytest.raises(ManifestMismatch, match="target_batch_size is 9 here, 8 in the run"):
             manyhands.Optimizer(same, peer=second, run_id="shapes", target_batch_size=9)
+        optimizer.close()
 
 
 def test_bad_arguments_are_named() -> None:

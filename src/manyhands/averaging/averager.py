@@ -24,6 +24,7 @@ from manyhands.base.from_hivemind import FromHivemind, with_advice
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.peer import BlockingPeer, check_peer
+from manyhands.runtime.lost import close_when_lost
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Averager(FromHivemind):
         prepare_kernels(self._tensors.numel, config.codec)
         self._averager_loop = AveragerLoop(peer.presence, run_id, self._tensors, config)
         peer.run(self._averager_loop.start(), START_TIMEOUT_S, "joining the averaging")
+        close_when_lost(self, self._averager_loop.close_lost, self._averager_loop.loop)
 
     @property
     def num_peers(self) -> int:

@@ -45,6 +45,7 @@ class AveragerLoop:
 
     Attributes:
         reached: the position after the last step that committed.
+        loop: on which all of it runs, from :meth:`start` on.
         is_closed: whether it was closed, by its user or with the peer; may be read from any thread.
         position: at which the tensors got their values, by a round or from another peer. A peer that only knows of a
             higher one goes there for the next round, with values that nobody should load.
@@ -67,6 +68,9 @@ class AveragerLoop:
 
     async def start(self) -> None:
         """Join the averagers under the run id; raises as :class:`manyhands.Averager`."""
+        self.loop = asyncio.get_running_loop()
+        async with self._presence.leaving:
+            pass  # an averager that was lost a moment ago
         await self._presence.check_run(self._run_id)
         presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
         settings = f"codec {codec}; groups of up to {max_group_size}"
@@ -100,17 +104,25 @@ class AveragerLoop:
         presence.on_close.append(self.close)
 
     async def close(self) -> None:
-        """Leave the run; a running step ends, and says so."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        if self.close in self._presence.on_close:
-            self._presence.on_close.remove(self.close)
-        for task in self._running:
-            task.cancel()
-        await self._server.close()
-        await self.rounds.close()
-        await self.tracker.close()
+        """Leave the run; a running step ends, and says so. A second call waits for the first."""
+        async with self._presence.leaving:
+            if self.close not in self._presence.on_close:
+                return
+            self.is_closed = True
+            try:
+                for task in self._running:
+                    task.cancel()
+                await self._server.close()
+                await self.rounds.close()
+                await self.tracker.close()
+            finally:
+                self._presence.on_close.remove(self.close)
+
+    async def close_lost(self) -> None:
+        """Leave the run if nobody has closed the averager, which is lost: the others need not wait for this peer."""
+        if not self.is_closed:
+            logger.info("The Averager of run %r is gone without close(): this peer leaves the run", self._run_id)
+            await self.close()
 
     async def step(self, flat_N: torch.Tensor, weight: float, timeout_s: float) -> StepOutcome:
         """Try rounds until one commits or the time is over; raises as :meth:`manyhands.Averager.step`.

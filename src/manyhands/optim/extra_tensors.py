@@ -10,8 +10,8 @@ import torch
 from manyhands.averaging.codecs import Chosen
 from manyhands.averaging.state.content import DTYPES_OF_STATES
 from manyhands.base.errors import ConfigError
+from manyhands.base.parameter_spec import bare_names
 from manyhands.optim.flat import flattened
-from manyhands.optim.state.state import bare_names
 
 MAX_INTEGER = 1 << 24
 """Integers up to this are exact in float32, in which they travel."""

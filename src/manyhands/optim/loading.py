@@ -16,7 +16,7 @@ from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManifestMismatch, Timeout, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.base.parameter_spec import ParameterSpec, bare_names
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.optim.flat import are_finite
@@ -26,7 +26,6 @@ from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader, ProgressRecord, branch_order
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.state import bare_names
 from manyhands.peer import Peer, check_peer
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable

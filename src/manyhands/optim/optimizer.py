@@ -46,6 +46,7 @@ from manyhands.optim.step.replica import Replica, manifest_of
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted
+from manyhands.runtime.lost import close_when_lost
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +207,7 @@ class Optimizer(OptimizerWrapper):
             raise ConfigError(fault)
         self._checks = LoopChecks(self._replica.model_parameters)
         self._collaboration.on_leaving = self._checks.close
+        close_when_lost(self, self._collaboration.close_lost, self._collaboration.loop)
         self._show()
 
     @property
@@ -334,7 +336,7 @@ class Optimizer(OptimizerWrapper):
         return self._client.wait_for_others(timeout_s)
 
     def close(self) -> None:
-        """Leave the run; the peer stays. Closing the peer does this too."""
+        """Leave the run; the peer stays. Closing the peer does this too, and so does losing this optimizer."""
         self._client.leave()
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Collaboration:
     """One peer's part in one run: its manifest, progress, rounds and state server.
 
     Attributes:
+        loop: on which all of it runs, from :meth:`start` on.
         on_leaving: called as this peer leaves the run.
     """
 
@@ -116,6 +117,9 @@ class Collaboration:
             Unavailable: the DHT does not answer.
         """
         presence, manifest = self.presence, self.manifest
+        self.loop = asyncio.get_running_loop()
+        async with presence.leaving:
+            pass  # an optimizer that was lost a moment ago
         await presence.check_run(manifest.run_id)
         await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
@@ -219,13 +223,23 @@ class Collaboration:
         self.step_rounds.plan()
 
     async def close(self) -> None:
-        """Leave the run. May be called twice."""
+        """Leave the run. May be called twice; the second call waits for the first."""
+        async with self.presence.leaving:
+            if self.close not in self.presence.on_close:
+                return
+            try:
+                self._lull_until = -math.inf
+                if self.on_leaving is not None:
+                    self.on_leaving()
+                await self._parts.aclose()
+            finally:
+                self.presence.on_close.remove(self.close)
+
+    async def close_lost(self) -> None:
+        """Leave the run if nobody has closed the optimizer, which is lost: the others need not wait for this peer."""
         if self.close in self.presence.on_close:
-            self.presence.on_close.remove(self.close)
-            self._lull_until = -math.inf
-            if self.on_leaving is not None:
-                self.on_leaving()
-            await self._parts.aclose()
+            logger.info("The Optimizer of run %r is gone without close(): this peer leaves the run", self.run_id)
+            await self.close()
 
     # after a micro-batch
 

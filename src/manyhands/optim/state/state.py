@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from manyhands.averaging.state.content import (
     spec_of,
     state_of,
 )
-from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.base.parameter_spec import ParameterSpec, bare_names
 from manyhands.base.structs import make_ready
 from manyhands.optim.serializable import merged, serializable_part
 
@@ -36,10 +36,6 @@ INNER = "inner."
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """How an optimizer computes on this machine, not what, and how the parameters are called there: not part of the state,
 and may differ between peers."""
-COMPILED = "_orig_mod"
-"""What ``torch.compile`` puts into the names of what it has wrapped."""
-PARALLEL = "module."
-"""What ``DistributedDataParallel`` and ``DataParallel`` put before all names."""
 
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)  # of another kind's statistics
 
@@ -69,14 +65,6 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
     if len(names) != num_parameters:
         return [f"parameter {index}" for index in range(num_parameters)]
     return bare_names(names)
-
-
-def bare_names(names: Iterable[str]) -> list[str]:
-    """Names of parameters or buffers as the model itself has them, whatever wraps it or a part of it on this peer."""
-    bare = [".".join(part for part in name.split(".") if part != COMPILED) for name in names]
-    while bare and all(name.startswith(PARALLEL) for name in bare):
-        bare = [name.removeprefix(PARALLEL) for name in bare]
-    return bare
 
 
 def specs_of(optimizer: torch.optim.Optimizer) -> list[ParameterSpec]:
