@@ -21,7 +21,7 @@ from manyhands.base.address import Address, parse_addresses, parse_listen_addres
 from manyhands.base.arguments import check_flags
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout, Unavailable
-from manyhands.base.from_hivemind import FromHivemind
+from manyhands.base.from_hivemind import FromHivemind, with_advice
 from manyhands.base.identity import Identity, PeerId
 from manyhands.base.ticket import Ticket, split_tickets
 from manyhands.dht import DhtConfig, DhtNode
@@ -61,6 +61,7 @@ class Presence:
 
     Attributes:
         on_close: callbacks of the parts that depend on it, called in reverse order when it stops.
+        leaving: held while one of these parts is closed; another one waits for it before it joins a run.
         members: of the runs with a charter that this peer is in or looks at, by run id.
         coordinators: of the runs for which this peer signs, by run id.
     """
@@ -86,6 +87,7 @@ class Presence:
         """Start of this process's participation, in seconds since 1970."""
         self._access_config = access_config or AccessConfig()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
+        self.leaving = asyncio.Lock()
         self._named: Sequence[Address] = ()  # the peers that this one was told to join
         self._learnt: set[str] = set()  # runs whose charter the named peers serve, of which this peer has no ticket
         self._learning = asyncio.Lock()
@@ -504,6 +506,10 @@ class Peer(FromHivemind):
         """
         return self._runtime.run(coro, timeout_s, phase)
 
+    @with_advice(
+        expiration_time="ttl_s=60, a duration in seconds,",
+        return_future=": call it in a thread to go on meanwhile",
+    )
     def store(
         self, key: str, value: Any, *, ttl_s: float, subkey: str | None = None, timeout_s: float = DHT_TIMEOUT_S
     ) -> int:
@@ -528,6 +534,10 @@ class Peer(FromHivemind):
         """
         return self.run(self.dht.store(key, value, ttl_s, subkey), timeout_s, f"storing key {key!r}")
 
+    @with_advice(
+        latest=": the latest value is read anyway",
+        return_future=": call it in a thread to go on meanwhile",
+    )
     def get(self, key: str, *, timeout_s: float = DHT_TIMEOUT_S) -> dict[str, Any]:
         """Read the values of a key of the DHT.
 

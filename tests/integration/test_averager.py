@@ -346,7 +346,7 @@ async def test_closing_ends_a_step_that_runs() -> None:
         await run_blocking(averagers[0].close)
         result = await asyncio.wait_for(stepping, PATIENCE_S)
         assert not result.committed
-        assert result.reason == "this averager was closed"
+        assert result.reason == "this averager is closed"
         with pytest.raises(manyhands.ManyhandsError, match="this averager is closed"):
             await step(averagers[0])
         await run_blocking(averagers[0].close)

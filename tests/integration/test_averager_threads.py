@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import logging
 import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -58,11 +62,62 @@ def test_one_step_at_a_time_and_closing_the_peer_ends_it() -> None:
         first.close()
         stepping.join(15.0)
         assert not stepping.is_alive()
-        assert [result.reason for result in results] == ["this averager was closed"]
+        assert [result.reason for result in results] == ["this averager is closed"]
         averager.close()
         with pytest.raises(manyhands.ManyhandsError, match="this averager is closed"):
             averager.step()
         other.close()
+
+
+def test_closing_the_peer_in_an_exchange_ends_the_step_as_closing_the_averager_does() -> None:
+    """The step need not have ended when the network thread does."""
+    with peers(2) as (first, second):
+        averager = manyhands.Averager([torch.zeros(3)], peer=first, run_id="closing", averaging=CONFIG)
+        other = manyhands.Averager([torch.zeros(3)], peer=second, run_id="closing", averaging=CONFIG)
+        in_exchange = threading.Event()
+
+        async def connect_slowly(*_: Any) -> None:
+            in_exchange.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.Event().wait()  # what it does takes longer than the peer's close()
+
+        averager._averager_loop.rounds._streams.connect = connect_slowly  # type: ignore[method-assign]
+        results: list[manyhands.RoundResult] = []
+
+        def close() -> None:
+            assert in_exchange.wait(120)
+            first.close()
+
+        in_threads(
+            [
+                lambda: results.append(averager.step(timeout_s=20.0)),
+                close,
+                lambda: results.append(other.step(timeout_s=20.0)),
+            ]
+        )
+        assert {result.committed for result in results} == {False}
+        assert "this averager is closed" in [result.reason for result in results]
+        assert not averager.wait_for_others()
+        for call in (averager.step, averager.load_state_from_peers):
+            with pytest.raises(ConfigError, match="this averager is closed; make another one"):
+                call()
+        averager.close()
+        other.close()
+
+
+def test_an_averager_that_its_program_has_lost_has_left_and_is_not_in_the_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "manyhands.averaging")
+    with peers(1) as (peer,):
+        for _ in range(3):
+            averager = manyhands.Averager([torch.zeros(3)], peer=peer, run_id="lost", averaging=CONFIG)
+            del averager
+            gc.collect()
+        manyhands.Averager([torch.zeros(3)], peer=peer, run_id="lost", averaging=CONFIG).close()
+    assert caplog.text.count("The Averager of run 'lost' is gone without close(): this peer leaves the run") == 3
 
 
 def test_an_averager_beside_an_optimizer_on_the_same_peers() -> None:

@@ -82,6 +82,7 @@ def test_floats_are_averaged_by_samples_and_integers_are_those_of_the_largest_pe
 
 def test_a_peer_without_the_tensors_of_the_run_is_refused() -> None:
     with peers(2) as (one, two):
-        Trainer(one, "other", 8, extra_tensors={"seen": torch.zeros(3)})
+        first = Trainer(one, "other", 8, extra_tensors={"seen": torch.zeros(3)})
         with pytest.raises(ManifestMismatch, match=r"buffers and extra_tensors are \[\] here, \['seen'\] in the run"):
             Trainer(two, "other", 8)
+        first.optimizer.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
+import logging
 import random
 import threading
 import time
@@ -246,6 +248,38 @@ def test_a_peer_that_leaves_is_not_waited_for() -> None:
         assert one.optimizer.statistics.steps_alone == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"delay": "gradients"}, {"local_steps": manyhands.LocalSteps()}],
+    ids=["steps", "delay", "local steps"],
+)
+def test_a_peer_whose_program_has_lost_its_optimizer_is_not_waited_for(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when the function that made it has returned, or a notebook has another value under its name."""
+    caplog.set_level(logging.INFO, "manyhands.optim")
+    with peers(2) as (staying, losing):
+        trainers = [Trainer(peer, "lost", 16, progress=ProgressConfig(), **options) for peer in (staying, losing)]
+        in_threads([lambda t=trainer: t.train_until(1) for trainer in trainers])
+        trainers.pop().optimizer.settle()
+        gc.collect()
+        (one,) = trainers
+        with Machine() as machine:
+            started = time.monotonic()
+            one.train_until(3)
+            took_s = time.monotonic() - started
+        assert took_s < machine.allows(ProgressConfig.ttl_s / 2)
+        assert caplog.text.count("The Optimizer of run 'lost' is gone without close(): this peer leaves the run") == 1
+        for _ in range(2):
+            three = Trainer(losing, "lost", 16, **options)
+            del three  # nothing of it is in the way of the next one
+            gc.collect()
+        three = Trainer(losing, "lost", 16, **options)
+        three.optimizer.close()
+        del three
+    assert caplog.text.count("is gone without close()") == 3
+
+
 @pytest.mark.parametrize("delay", [None, "gradients"])
 def test_closing_the_optimizer_in_mid_round_ends_the_round_and_loses_no_sample(delay: str | None) -> None:
     with peers(2) as swarm:
@@ -360,15 +394,19 @@ def freeze_first(model: torch.nn.Module) -> torch.optim.Optimizer:
 def test_peers_that_train_other_parameters_do_not_fit() -> None:
     """Their vectors would have other lengths, and each round would wait for what never comes."""
     with peers(2) as (one, two):
-        Trainer(one, "frozen", 8, make=lambda model: torch.optim.AdamW(model.named_parameters(), lr=0.01))
+        first = Trainer(one, "frozen", 8, make=lambda model: torch.optim.AdamW(model.named_parameters(), lr=0.01))
         with pytest.raises(ManifestMismatch, match=r"frozen is \['0.weight'\] here, \[\] in the run"):
             Trainer(two, "frozen", 8, make=freeze_first)
+        first.optimizer.close()
 
 
 def test_how_a_machine_computes_may_differ() -> None:
     with peers(2) as (one, two):
-        Trainer(one, "machines", 8, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True))
-        Trainer(two, "machines", 8, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False))
+        trainers = [
+            Trainer(one, "machines", 8, make=lambda model: torch.optim.AdamW(model.parameters(), foreach=True)),
+            Trainer(two, "machines", 8, make=lambda model: torch.optim.AdamW(model.parameters(), foreach=False)),
+        ]
+        assert len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
 
 
 def test_a_schedule_that_follows_the_loss_of_one_peer_is_refused() -> None:

@@ -241,9 +241,10 @@ def test_only_the_settings_that_the_owner_signed_are_those_of_the_run(tmp_path: 
             with pytest.raises(ConfigError, match=re.escape(error)):
                 Trainer(other, RUN, 16)
         with manyhands.Peer(coordinator, listen=LISTEN) as one, manyhands.Peer(coordinator, listen=LISTEN) as two:
-            Trainer(one, RUN, 8)
+            first = Trainer(one, RUN, 8)
             with pytest.raises(ConfigError, match="target_batch_size is 16 here, 8 in the run"):
                 Trainer(two, RUN, 16)
+            first.optimizer.close()
 
 
 def test_false_manifests_do_not_mislead_those_who_know_what_the_owner_signed(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_model_on_another_precision_is_filled_as_well() -> None:
 
 def test_a_model_that_differs_is_refused_with_the_names() -> None:
     with peers(2) as (one, onlooker):
-        Trainer(one, "differs", 8, make=named_adamw)
+        trainer = Trainer(one, "differs", 8, make=named_adamw)
         with pytest.raises(ManifestMismatch, match=r"tensor 0.weight has shape \[9, 5\] here, \[8, 5\] in the run"):
             manyhands.load_state_from_peers(onlooker, "differs", into=new_model(width=9))
         with pytest.raises(ManifestMismatch, match=r"the model has no tensor 2\.weight"):
@@ -74,6 +74,7 @@ def test_a_model_that_differs_is_refused_with_the_names() -> None:
         larger = torch.nn.Sequential(*new_model(), torch.nn.Linear(3, 3))  # type: ignore[arg-type]
         with pytest.raises(ManifestMismatch, match=r"the run does not train tensor 3\.weight"):
             manyhands.load_state_from_peers(onlooker, "differs", into=larger)
+        trainer.optimizer.close()
 
 
 def test_a_run_that_nobody_trains_is_unavailable_within_seconds() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -182,15 +185,15 @@ def test_peers_that_start_with_other_parameters_take_those_of_the_lowest_peer_id
 
 def test_another_model_is_refused_with_both_shapes() -> None:
     with peers(2) as (first, second):
-        manyhands.Optimizer(
-            torch.optim.SGD(new_model().named_parameters(), lr=0.1), peer=first, run_id="shapes", target_batch_size=8
-        )
+        inner = torch.optim.SGD(new_model().named_parameters(), lr=0.1)
+        optimizer = manyhands.Optimizer(inner, peer=first, run_id="shapes", target_batch_size=8)
         wider = torch.optim.SGD(new_model(width=9).named_parameters(), lr=0.1)
         with pytest.raises(ManifestMismatch, match=r"tensor 0\.weight has shape \[9, 5\] here, \[8, 5\] in the run"):
             manyhands.Optimizer(wider, peer=second, run_id="shapes", target_batch_size=8)
         same = torch.optim.SGD(new_model().named_parameters(), lr=0.1)
         with pytest.raises(ManifestMismatch, match="target_batch_size is 9 here, 8 in the run"):
             manyhands.Optimizer(same, peer=second, run_id="shapes", target_batch_size=9)
+        optimizer.close()
 
 
 def test_bad_arguments_are_named() -> None:
@@ -222,6 +225,107 @@ def test_bad_arguments_are_named() -> None:
             manyhands.Optimizer(again, peer=peer, run_id="other", target_batch_size=8)
         optimizer.close()
         manyhands.Optimizer(again, peer=peer, run_id="other", target_batch_size=8)
+
+
+@pytest.mark.parametrize("delay", [None, "gradients"])
+def test_an_optimizer_may_be_closed_after_its_peer_and_then_says_so(delay: str | None) -> None:
+    """As where the ``finally`` of a loop is outside of the peer's ``with`` block."""
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "late", 8, delay=delay)
+        trainer.train_until(1)
+        trainer.optimizer.settle()
+    trainer.optimizer.close()
+    trainer.optimizer.close()
+    assert trainer.optimizer.state_dict()["manyhands"]["step"] == trainer.optimizer.global_step
+    with pytest.raises(ConfigError, match="the peer is closed; make another one"):
+        trainer.train_until(100)
+
+
+def test_what_lives_in_this_process_alone_refuses_to_be_copied() -> None:
+    """A copy of an optimizer would have the groups and the state, and no run."""
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "copied", 8)
+        averager = manyhands.Averager([torch.zeros(3)], peer=peer, run_id="averaged")
+        for one, instead in (
+            (trainer.optimizer, r"state_dict\(\) has its state"),
+            (averager, "make one in each process"),
+            (peer, "make one in each process"),
+        ):
+            says = f"a manyhands.{type(one).__name__} cannot be copied or pickled.*{instead}"
+            for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(ConfigError, match=says):
+                    copied(one)
+        averager.close()
+        trainer.train_until(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"local_steps": manyhands.LocalSteps()}])
+def test_a_batch_without_any_gradient_is_refused(options: dict[str, Any]) -> None:
+    """Its samples would count in full, and its gradient of zero would halve that of another peer."""
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "replaced", 8, **options)
+        trainer.train_until(1)
+        trainer.optimizer.step(weight=0.0)  # a batch without items has no gradient, and counts for nothing
+        before = copy.copy(trainer.optimizer.statistics)
+        trainer.model.load_state_dict(trainer.model.state_dict(), assign=True)
+        with pytest.raises(ConfigError, match=r"parameters has a gradient.* not counted.*assign=True"):
+            trainer.train_batch()
+        assert trainer.optimizer.statistics == before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
+def test_a_compiled_model_fits_a_plain_one() -> None:
+    """torch.compile and wrappers of the model put words of their own into the names."""
+
+    def make(model: torch.nn.Module, wrap: Callable[[torch.nn.Module], Any]) -> tuple[Any, torch.optim.Optimizer]:
+        wrapped = wrap(model)
+        return wrapped, torch.optim.AdamW(wrapped.named_parameters(), lr=0.01)
+
+    class Wrapper(torch.nn.Module):  # as DistributedDataParallel and DataParallel
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    def model_of(seed: int) -> torch.nn.Sequential:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+
+    def compiled(model: torch.nn.Module) -> Any:
+        return torch.compile(model, backend="eager")
+
+    def compile_inside(model: torch.nn.Module) -> torch.nn.Module:
+        assert isinstance(model, torch.nn.Sequential)
+        model[2] = compiled(model[2])
+        return model
+
+    wraps: list[Callable[[torch.nn.Module], Any]] = [
+        compiled,
+        lambda model: model,
+        lambda model: Wrapper(compiled(model)),
+        lambda model: compiled(Wrapper(model)),
+        compile_inside,
+    ]
+    with peers(len(wraps) + 2) as swarm:
+        optimizers, digests = [], set()
+        for number, (peer, wrap) in enumerate(zip(swarm, wraps, strict=False)):
+            model, inner = make(model_of(number), wrap)
+            optimizer = manyhands.Optimizer(
+                inner, peer=peer, run_id="compiled", target_batch_size=4, buffers=model.named_buffers(),
+                averaging=AVERAGING, progress=FAST,
+            )  # fmt: skip
+            if number == 0:
+                model(torch.randn(4, 5)).square().mean().backward()
+                optimizer.step(batch_size=4)
+            optimizers.append(optimizer)  # else it would leave the run
+            assert optimizer.global_step == 1
+            digests.add(optimizer.state_digest())
+            assert [spec.name for spec in optimizer.manifest.tensors][-1] == "2.bias"
+        assert len(digests) == 1, "each has loaded the first one's state"
+        for onlooker, wrap in ((swarm[-2], wraps[0]), (swarm[-1], wraps[1])):
+            evaluated = wrap(model_of(7))
+            manyhands.load_state_from_peers(onlooker, "compiled", into=evaluated)
+            for value, own in zip(evaluated.state_dict().values(), model.state_dict().values(), strict=True):
+                assert torch.equal(value, own)
 
 
 def test_it_is_an_optimizer_to_torch() -> None:
@@ -267,6 +371,23 @@ def test_a_gradient_that_is_not_finite_never_counts() -> None:
         assert optimizer.statistics.samples_dropped == 8
 
 
+@pytest.mark.parametrize("found_inf", [0.0, 1.0], ids=["not finite", "overflow"])
+def test_batches_that_are_never_finite_are_told_of_without_a_flood(
+    found_inf: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "manyhands.optim")
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "nan", 10**6)
+        next(trainer.model.parameters()).grad = torch.full((8, 5), float("nan"))
+        trainer.optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
+        for _ in range(100):
+            trainer.optimizer.step()
+        told = [text for text in caplog.messages if "dropped" in text]
+        assert 1 < len(told) < 10, told
+        assert "64 such batches so far" in told[-1]
+        assert trainer.optimizer.statistics.samples_dropped == 400
+
+
 def test_short_batches_far_from_the_target_do_not_each_wake_the_network_thread() -> None:
     """Two threads are woken for each question, which costs more than a small model's gradients."""
     num_batches, period_s = 60, 0.01
@@ -285,6 +406,7 @@ def test_short_batches_far_from_the_target_do_not_each_wake_the_network_thread()
             time.sleep(period_s)
         assert 0 < asked.count("deciding") < num_batches / 2
         assert trainer.optimizer.statistics.samples_computed == num_batches * BATCH_SIZE
+        next(trainer.model.parameters()).grad = torch.zeros(8, 5)
         trainer.optimizer.step(batch_size=10**6)
         while trainer.optimizer.global_step == 0:  # for a lull at most
             time.sleep(period_s)

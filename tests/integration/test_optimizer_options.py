@@ -107,12 +107,13 @@ def test_auxiliary_peers_are_seen_and_count_for_no_trainer() -> None:
 
 def test_what_all_peers_need_alike_is_in_the_manifest() -> None:
     with peers(2) as (one, two):
-        make(one, max_grad_norm=1.0, must_match={"tokenizer": "abc"})
+        first = make(one, max_grad_norm=1.0, must_match={"tokenizer": "abc"})
         with pytest.raises(ManifestMismatch, match=r"max_grad_norm is 2.0 here, 1.0 in the run"):
             make(two, max_grad_norm=2.0, must_match={"tokenizer": "abc"})
         with pytest.raises(ManifestMismatch, match="tokenizer is xyz here, abc in the run"):
             make(two, max_grad_norm=1.0, must_match={"tokenizer": "xyz"})
         assert make(two, max_grad_norm=1, must_match={"tokenizer": "abc"}, offload=True).num_peers >= 1
+        first.close()
 
 
 def test_a_delayed_step_leaves_the_training_thread_alone() -> None:

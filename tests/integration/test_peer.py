@@ -389,7 +389,8 @@ def test_a_forked_child_says_that_the_peer_is_not_its_own_and_ends_quietly() -> 
     process = run_script(FORKED)
     out, err = process.communicate(timeout=120)
     err = "\n".join(line for line in err.splitlines() if "multi-threaded" not in line and "os.fork()" not in line)
-    assert (process.returncode, out, err) == (0, "the peer is closed\nthe end\n", "")
+    said = "the peer is closed; make another one, in each process one of its own"
+    assert (process.returncode, out, err) == (0, f"{said}\nthe end\n", "")
 
 
 @pytest.mark.process

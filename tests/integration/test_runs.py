@@ -27,7 +27,7 @@ def runs_of(peer: Peer) -> list[Run]:
 
 def test_a_run_that_nobody_knows(caplog: pytest.LogCaptureFixture) -> None:
     with Peer(listen=LOOPBACK) as first, Peer(first.addresses, listen=LOOPBACK) as second:
-        optimizer(first, "runA", start_new=True)
+        begun = optimizer(first, "runA", start_new=True)
         assert "none of them" not in caplog.text
 
         told = "joined 1 peer; none of them is in run 'runB'; runs here: 'runA' (1 peer)"
@@ -39,13 +39,15 @@ def test_a_run_that_nobody_knows(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "manyhands"):
             optimizer(second, "runB")
         assert told in caplog.text
+        begun.close()
 
 
 def test_a_run_that_is_there_is_joined_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     with Peer(listen=LOOPBACK) as first, Peer(first.addresses, listen=LOOPBACK) as second:
-        optimizer(first, "runA", start_new=True)
+        begun = optimizer(first, "runA", start_new=True)
         optimizer(second, "runA", start_new=False)
         assert "none of them" not in caplog.text
+        begun.close()
 
 
 def test_a_run_whose_monitor_is_there_may_be_begun(caplog: pytest.LogCaptureFixture) -> None:
@@ -68,11 +70,10 @@ def test_runs_and_their_peers_are_found_through_a_coordinator() -> None:
         Peer(coordinator.addresses, client_mode=True) as scout,
     ):
         optimizer(second, "runB", start_new=True).close()
-        optimizer(first, "runA", start_new=True)
-        optimizer(second, "runA")
+        trained = [optimizer(first, "runA", start_new=True), optimizer(second, "runA")]
         (run,) = [run for run in runs_of(scout) if run.manifest is not None]
         assert run.run_id == "runA"
-        assert run.peers.keys() == set(run.signers) == {first.peer_id, second.peer_id}
+        assert run.peers.keys() == set(run.signers) == {each.peer.peer_id for each in trained}
 
 
 def test_a_run_is_found_by_its_name_among_many() -> None:
@@ -83,9 +84,10 @@ def test_a_run_is_found_by_its_name_among_many() -> None:
                 declare_run(crowded.dht, f"a{number:03}")
 
         crowded.run(declare(), 5.0, "declaring")
-        optimizer(trainer, "zzz", start_new=True)
+        begun = optimizer(trainer, "zzz", start_new=True)
         with Peer(crowded.addresses, client_mode=True) as scout:
             runs = scout.run(find_runs(scout.dht, "zzz"), 20.0, "finding runs")
         assert runs[0].run_id == "zzz"
         assert runs[0].is_trained
         assert not any(run.is_trained for run in runs[1:])
+        begun.close()

@@ -214,7 +214,7 @@ def be_refused(rank: int, *initial_peers: str) -> None:
 @pytest.mark.long
 def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
     with peers(1) as (peer,):
-        Trainer(peer, "shapes", 8)
+        other = Trainer(peer, "shapes", 8)
         with job(be_refused, tmp_path, *peer.addresses) as both:
             for rank, said in enumerate(both.hear()):
                 start = "ConfigError: rank 0 failed: " if rank else ""
@@ -230,6 +230,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
                 assert [text[: len(start)] for text, start in zip(said["refused"], expected, strict=True)] == expected
                 assert said["step"] == 1, "and what is right goes on"
             assert both.wait() == [0, 0]
+        other.optimizer.close()
 
 
 # ends

@@ -83,7 +83,7 @@ def test_options_set_by_hand_are_refused_and_nothing_was_counted(
                 optimizer.step()
         assert optimizer.statistics.samples_computed == counted
         group[name] = before
-        optimizer.step()
+        member.step(loss_of(member.model, 1))
         assert optimizer.statistics.samples_computed == counted + 4
 
     alone(train, **options)

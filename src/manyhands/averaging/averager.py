@@ -11,7 +11,7 @@ from types import TracebackType
 
 import torch
 
-from manyhands.averaging.averager_loop import AveragerLoop
+from manyhands.averaging.averager_loop import CLOSED, AveragerLoop
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.grid.step import StepOutcome
@@ -20,10 +20,11 @@ from manyhands.averaging.state.content import LoadedState
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.arguments import check_flags, made_by, number_of
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
-from manyhands.base.from_hivemind import FromHivemind
+from manyhands.base.from_hivemind import FromHivemind, with_advice
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.peer import BlockingPeer, check_peer
+from manyhands.runtime.lost import close_when_lost
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Averager(FromHivemind):
         prepare_kernels(self._tensors.numel, config.codec)
         self._averager_loop = AveragerLoop(peer.presence, run_id, self._tensors, config)
         peer.run(self._averager_loop.start(), START_TIMEOUT_S, "joining the averaging")
+        close_when_lost(self, self._averager_loop.close_lost, self._averager_loop.loop)
 
     @property
     def num_peers(self) -> int:
@@ -134,6 +136,14 @@ class Averager(FromHivemind):
 
         return self._peer.run(look(), LOOK_TIMEOUT_S, "counting the peers of the averager")
 
+    @with_advice(
+        timeout="timeout_s=",
+        gather="peer.store() before the step and peer.get() after it",
+        wait=": call step() in a thread to go on meanwhile",
+        scheduled_time=": call step() when the values are ready",
+        require_trigger=": call step() when the values are ready",
+        allow_retries=": a step tries again until its timeout",
+    )
     def step(self, weight: float = 1.0, timeout_s: float = 30.0) -> RoundResult:
         """Take part in the next round, and write the weighted mean into the tensors.
 
@@ -160,8 +170,8 @@ class Averager(FromHivemind):
         if not self._is_stepping.acquire(blocking=False):
             raise ConfigError("step() is running in another thread; an Averager takes one step at a time")
         try:
-            if self._is_closed:
-                raise ConfigError("this averager is closed; make another one")
+            if self._has_left:
+                raise ConfigError(f"{CLOSED}; make another one")
             yield
         finally:
             self._is_stepping.release()
@@ -176,6 +186,10 @@ class Averager(FromHivemind):
             )
         except Timeout as error:  # the network thread was blocked
             outcome = StepOutcome(reason=str(error))
+        except ConfigError:
+            if not self._has_left:
+                raise
+            outcome = StepOutcome(reason=CLOSED)  # the network thread ended before the step
         result = _result_of(outcome)
         if result.committed:
             assert outcome.committed is not None
@@ -184,6 +198,7 @@ class Averager(FromHivemind):
             self._averager_loop.position = self._averager_loop.reached
         return result
 
+    @with_advice(timeout="timeout_s=", wait=": call it in a thread to go on meanwhile")
     def load_state_from_peers(self, timeout_s: float = MAX_TIMEOUT_S) -> LoadedState:
         """Take over the values of the peers that have made the most rounds, from several of them at once.
 
@@ -213,14 +228,21 @@ class Averager(FromHivemind):
             ConfigError: ``timeout_s`` is not a number above 0.
         """
         _check_timeout(timeout_s)
-        if self._is_closed:
+        if self._has_left:
             return False
         waiting = self._averager_loop.wait_for_others(float(timeout_s))
         try:
             return self._peer.run(waiting, timeout_s + GRACE_S, "waiting for the others of the last round")
         except Timeout as error:  # the network thread was blocked
             logger.warning("%s", error)
-            return False
+        except ConfigError as error:  # the peer was closed meanwhile
+            logger.debug("%s", error)
+        return False
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether this averager was closed, or its peer."""
+        return self._is_closed or self._averager_loop.is_closed
 
     def close(self) -> None:
         """Leave the run; the peer stays. A step in another thread ends and says so. May be called twice."""

@@ -37,7 +37,7 @@ LOOK_SHARE = 0.25
 """Share of a step to wait at most for the others' records; else earlier ones are used."""
 ALONE_SHARE = 0.8
 """Share of a step to wait at most for any other peer."""
-CLOSED = "this averager was closed"
+CLOSED = "this averager is closed"
 
 
 class AveragerLoop:
@@ -45,6 +45,8 @@ class AveragerLoop:
 
     Attributes:
         reached: the position after the last step that committed.
+        loop: on which all of it runs, from :meth:`start` on.
+        is_closed: whether it was closed, by its user or with the peer; may be read from any thread.
         position: at which the tensors got their values, by a round or from another peer. A peer that only knows of a
             higher one goes there for the next round, with values that nobody should load.
     """
@@ -56,7 +58,7 @@ class AveragerLoop:
         self._config = config
         self._running: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()  # a step that Ctrl-C ended may still be ending here
-        self._is_closed = False
+        self.is_closed = False
         self.reached = self.position = Position(0, b"")
         self._specs = [
             ParameterSpec(f"tensor {number}", spec.shape, spec.dtype) for number, spec in enumerate(tensors.specs)
@@ -66,6 +68,9 @@ class AveragerLoop:
 
     async def start(self) -> None:
         """Join the averagers under the run id; raises as :class:`manyhands.Averager`."""
+        self.loop = asyncio.get_running_loop()
+        async with self._presence.leaving:
+            pass  # an averager that was lost a moment ago
         await self._presence.check_run(self._run_id)
         presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
         settings = f"codec {codec}; groups of up to {max_group_size}"
@@ -99,17 +104,25 @@ class AveragerLoop:
         presence.on_close.append(self.close)
 
     async def close(self) -> None:
-        """Leave the run; a running step ends, and says so."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self.close in self._presence.on_close:
-            self._presence.on_close.remove(self.close)
-        for task in self._running:
-            task.cancel()
-        await self._server.close()
-        await self.rounds.close()
-        await self.tracker.close()
+        """Leave the run; a running step ends, and says so. A second call waits for the first."""
+        async with self._presence.leaving:
+            if self.close not in self._presence.on_close:
+                return
+            self.is_closed = True
+            try:
+                for task in self._running:
+                    task.cancel()
+                await self._server.close()
+                await self.rounds.close()
+                await self.tracker.close()
+            finally:
+                self._presence.on_close.remove(self.close)
+
+    async def close_lost(self) -> None:
+        """Leave the run if nobody has closed the averager, which is lost: the others need not wait for this peer."""
+        if not self.is_closed:
+            logger.info("The Averager of run %r is gone without close(): this peer leaves the run", self._run_id)
+            await self.close()
 
     async def step(self, flat_N: torch.Tensor, weight: float, timeout_s: float) -> StepOutcome:
         """Try rounds until one commits or the time is over; raises as :meth:`manyhands.Averager.step`.
@@ -117,7 +130,7 @@ class AveragerLoop:
         Args:
             flat_N: the values of the tensors; the means overwrite them where one group is enough.
         """
-        if self._is_closed:
+        if self.is_closed:
             return StepOutcome(reason=CLOSED)
         self._presence.check_own(self._run_id)
         outcome = StepOutcome()
@@ -148,7 +161,7 @@ class AveragerLoop:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while not self._is_closed and (left_s := deadline - loop.time()) > 0:
+        while not self.is_closed and (left_s := deadline - loop.time()) > 0:
             await self._look(min(left_s, LOOK_TIMEOUT_S))
             if not self.tracker.is_ahead_of(self._last_group):
                 return True

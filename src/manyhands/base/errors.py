@@ -28,15 +28,24 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 class ManyhandsError(Exception):
-    """Base of all errors that this library raises on purpose."""
+    """Base of all errors that this library raises on purpose. They can be copied and pickled."""
 
     @property
     def entry(self) -> str:
         """Where the documentation says what this kind of error means, and what to do."""
         return f"docs/reference/errors.md#{type(self).__name__.lower()}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make a copy without the constructor, which would take the message for its arguments."""
+        return _copied, (type(self), self.args), vars(self)
+
+
+def _copied(kind: type[ManyhandsError], args: tuple[Any, ...]) -> ManyhandsError:
+    return kind.__new__(kind, *args)
 
 
 class ConfigError(ManyhandsError, ValueError):

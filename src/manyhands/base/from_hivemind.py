@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from manyhands.base.errors import ConfigError
 
 T = TypeVar("T")
+P = ParamSpec("P")
+PAGE = "docs/how-to/from-hivemind.md"
 
 INSTEAD = {  # without a replacement: empty, or ": REASON"
     # of hivemind.Optimizer
@@ -37,6 +41,17 @@ INSTEAD = {  # without a replacement: empty, or ": REASON"
     "verbose": ": logging.basicConfig(level='INFO') shows what happens",
     # of hivemind.CollaborativeOptimizer and hivemind.DecentralizedAverager
     "opt": "the optimizer as the first argument",
+    "min_refresh_period": "progress=ProgressConfig(min_refresh_s=...)",
+    "max_refresh_period": "progress=ProgressConfig(max_refresh_s=...)",
+    "default_refresh_period": "progress=ProgressConfig(default_refresh_s=...)",
+    "expected_drift_peers": "progress=ProgressConfig(expected_drift_peers=...)",
+    "expected_drift_rate": "progress=ProgressConfig(expected_drift_rate=...)",
+    "metadata_expiration": "progress=ProgressConfig(ttl_s=...)",
+    "step_tolerance": "",
+    "accumulate_grads_on": "",
+    "average_parameters": "",
+    "average_gradients": "",
+    "parameter_names": ": give the torch optimizer model.named_parameters()",
     "prefix": "run_id=",
     "averaged_tensors": "the tensors as the first argument",
     "compression": "averaging=AveragingConfig(codec=...)",
@@ -46,39 +61,89 @@ INSTEAD = {  # without a replacement: empty, or ": REASON"
     "initial_group_bits": "",
     "min_matchmaking_time": "matchmaking_time_s=",
     "averaging_expiration": "matchmaking_time_s=",
+    "averaging_alpha": ": scale the differences yourself, tensor = old + alpha * (tensor - old)",
     "request_timeout": "",
+    "sender_timeout": "",
+    "reducer_timeout": "",
+    "min_vector_size": "",
+    "tensor_infos": "",
+    "state_compression": "",
+    "allow_state_sharing": "",
+    "declare_state_period": "",
+    "throughput": "averaging=AveragingConfig(bandwidth_mbit_s=...)",
     "bandwidth": "averaging=AveragingConfig(bandwidth_mbit_s=...)",
     "part_size_bytes": "averaging=AveragingConfig(chunk_bytes=...)",
-    # of hivemind.DHT
+    "chunk_size_bytes": "averaging=AveragingConfig(chunk_bytes=...)",
+    # of hivemind.DHT, its node and its daemon
     "start": ": it starts when it is made",
+    "await_ready": ": it has joined when it is made",
     "host_maddrs": "listen=",
     "announce_maddrs": "announce=",
+    "listen_on": "listen=",
+    "endpoint": "announce=",
+    "no_listen": "client_mode=True",
     "identity_path": "identity=",
-    "use_relay": "",
-    "use_auto_relay": "",
-    "use_ipfs": "",
-    "num_workers": "",
-    "record_validators": "",
-    "daemon": "",
+    "node_id": "identity=",
+    "ensure_bootstrap_success": "must_join=",
+    "num_replicas": "dht_config=DhtConfig(replicas=...)",
+    "bucket_size": "dht_config=DhtConfig(k=...)",
+    "wait_timeout": "dht_config=DhtConfig(request_timeout_s=...)",
+    "bootstrap_timeout": "dht_config=DhtConfig(join_timeout_s=...)",
+    "authorizer": "authorizer= of Peer.coordinate",
+    **dict.fromkeys(("use_relay", "use_auto_relay", "use_relay_hop", "use_relay_discovery", "relay_hop_limit"), ""),
+    **dict.fromkeys(("trusted_relays", "auto_nat", "nat_port_map", "force_reachability", "use_ipfs", "dht_mode"), ""),
+    **dict.fromkeys(("quic", "tls", "conn_manager", "idle_timeout", "startup_timeout", "check_if_identity_free"), ""),
+    **dict.fromkeys(("record_validators", "record_validator", "strict", "validate", "p2p", "daemon"), ""),
+    **dict.fromkeys(("num_workers", "max_workers", "parallel_rpc", "depth_modulo", "refresh_timeout"), ""),
+    **dict.fromkeys(("cache_locally", "cache_nearest", "cache_size", "cache_refresh_before_expiry"), ""),
+    **dict.fromkeys(("cache_on_store", "reuse_get_requests", "chunk_size", "blacklist_time", "backoff_rate"), ""),
 }
 
 
 class FromHivemind:
     """Base of the classes that replace one of hivemind's: the error for a hivemind argument names its replacement.
 
+    An object of theirs is a part of this process in the swarm, so it cannot be copied or pickled.
+
     Raises:
         ConfigError: an argument has a name that only hivemind uses.
     """
+
+    _instead_of_a_copy = "make one in each process"
 
     def __new__(cls: type[T], *args: Any, **named: Any) -> T:
         """Check the names before Python reports an unknown argument."""
         foreign = named.keys() & INSTEAD.keys()
         if foreign and (foreign := foreign - inspect.signature(cls.__init__).parameters.keys()):
-            advice = "; ".join(_advice(name, text) for name, text in INSTEAD.items() if name in foreign)
-            raise ConfigError(
-                f"manyhands.{cls.__name__} has other arguments than hivemind: {advice} (docs/how-to/from-hivemind.md)"
-            )
+            raise _other_arguments(f"manyhands.{cls.__name__}", INSTEAD, foreign)
         return object.__new__(cls)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse ``copy`` and ``pickle``."""
+        raise ConfigError(
+            f"a manyhands.{type(self).__name__} cannot be copied or pickled, as it is this process's part in the "
+            f"swarm; {self._instead_of_a_copy}"
+        )
+
+
+def with_advice(**instead: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have a method name the replacements of hivemind's arguments; ``instead`` has these as :data:`INSTEAD` does."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def call(*args: P.args, **named: P.kwargs) -> T:
+            if foreign := named.keys() & instead.keys():
+                raise _other_arguments(f"manyhands.{method.__qualname__}", instead, foreign)
+            return method(*args, **named)
+
+        return call
+
+    return decorate
+
+
+def _other_arguments(what: str, instead: Mapping[str, str], foreign: set[str]) -> ConfigError:
+    advice = "; ".join(_advice(name, text) for name, text in instead.items() if name in foreign)
+    return ConfigError(f"{what} has other arguments than hivemind: {advice} ({PAGE})")
 
 
 def _advice(name: str, text: str) -> str:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
+
+COMPILED = "_orig_mod"
+"""What ``torch.compile`` puts into the names of what it has wrapped."""
+PARALLEL = "module."
+"""What ``DistributedDataParallel`` and ``DataParallel`` put before all names."""
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
@@ -11,3 +18,11 @@ class ParameterSpec(msgspec.Struct, frozen=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+def bare_names(names: Iterable[str]) -> list[str]:
+    """Names of parameters or buffers as the model itself has them, whatever wraps it or a part of it on this peer."""
+    bare = [".".join(part for part in name.split(".") if part != COMPILED) for name in names]
+    while bare and all(name.startswith(PARALLEL) for name in bare):
+        bare = [name.removeprefix(PARALLEL) for name in bare]
+    return bare

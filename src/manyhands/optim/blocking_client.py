@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from manyhands.averaging.state.content import State
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
-from manyhands.base.errors import RunNotFound, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, RunNotFound, Timeout, Unavailable
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
 from manyhands.optim.run.progress import sum_of_samples
@@ -95,8 +95,13 @@ class BlockingRunClient:
         return has_loaded
 
     def leave(self) -> None:
-        """Leave the run; the peer stays."""
-        self._run(self._collaboration.close(), "leaving the run")
+        """Leave the run; the peer stays. A peer that was closed has left it already."""
+        try:
+            self._run(self._collaboration.close(), "leaving the run")
+        except Timeout as error:
+            logger.warning("%s; the others may wait for this peer until its record has expired", error)
+        except ConfigError as error:
+            logger.debug("%s", error)
 
     def health(self) -> Health:
         """This peer's health report."""

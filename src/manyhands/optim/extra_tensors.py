@@ -10,6 +10,7 @@ import torch
 from manyhands.averaging.codecs import Chosen
 from manyhands.averaging.state.content import DTYPES_OF_STATES
 from manyhands.base.errors import ConfigError
+from manyhands.base.parameter_spec import bare_names
 from manyhands.optim.flat import flattened
 
 MAX_INTEGER = 1 << 24
@@ -100,6 +101,7 @@ def extra_tensors_of(
     named = [*(buffers or ())]
     if not all(isinstance(one, tuple) and len(one) == 2 for one in named):
         raise ConfigError("buffers are given without names; write buffers=model.named_buffers()")
+    named = list(zip(bare_names(name for name, _ in named), (tensor for _, tensor in named), strict=True))
     named += (extra or {}).items()
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -15,7 +16,7 @@ from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManifestMismatch, Timeout, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.base.parameter_spec import ParameterSpec, bare_names
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.optim.flat import are_finite
@@ -31,6 +32,7 @@ from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 FIND_RUN_TIMEOUT_S = 10.0
@@ -70,7 +72,7 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
             await reader.refresh()
     except Timeout as error:
         raise Unavailable(str(error)) from error
-    parameters, buffers = matching_parameters(model, manifest), dict(model.named_buffers())
+    parameters, buffers = matching_parameters(model, manifest), _bare(model.named_buffers())
     rest = await run_to_end(facts_of_rest, model, parameters)
     if REST_OF_MODEL in manifest.extra and rest.get(REST_OF_MODEL) != manifest.extra[REST_OF_MODEL]:
         logger.warning(
@@ -153,7 +155,7 @@ def matching_parameters(model: torch.nn.Module, manifest: RunManifest) -> list[t
     Raises:
         ManifestMismatch: the run has others.
     """
-    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    named, buffers = _bare(model.named_parameters()), _bare(model.named_buffers())
     names = [spec.name for spec in manifest.tensors]
     if names == [f"parameter {index}" for index in range(len(named))]:  # the trainers' optimizer does not know them
         named = dict(zip(names, named.values(), strict=True))
@@ -173,6 +175,12 @@ def matching_parameters(model: torch.nn.Module, manifest: RunManifest) -> list[t
         shown, more = differences[:3], len(differences) - 3
         raise ManifestMismatch(manifest.run_id, [*shown, *([f"and {more} more"] if more > 0 else [])])
     return [named[name] for name in names]
+
+
+def _bare(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """The parameters or buffers of a model by their names in the run."""
+    pairs = list(named)
+    return dict(zip(bare_names(name for name, _ in pairs), (tensor for _, tensor in pairs), strict=True))
 
 
 def _held(specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> State | None:

@@ -102,7 +102,7 @@ class LocalSteps:
     def facts(self, outer: torch.optim.Optimizer) -> dict[str, str]:
         """What must be equal on all peers of a run, with the outer optimizer that was made."""
         groups = [
-            ", ".join(f"{name}={value!r}" for name, value in options.items() if value and name != "param_names")
+            ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
             for options in hyper_parameters_of(outer.param_groups)
         ]
         shown = "; ".join(dict.fromkeys(groups))

@@ -1,4 +1,7 @@
-"""Looks for mistakes in a loop and its model: batches that are held back, a forgotten ``zero_grad()``, BatchNorm."""
+"""Looks for mistakes in a loop and its model.
+
+Batches that are held back, batches of another model, a forgotten ``zero_grad()``, and BatchNorm.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ NUM_WATCHED = 8
 
 
 class LoopChecks:
-    """Detects batches that would not count, and batches that would count again, by hooks on the parameters.
+    """Detects batches that would not count, and batches that would count again, mostly by hooks on the parameters.
+
+    *Batches of another model* have no gradient for the optimizer's parameters, and would count as zeros.
 
     *Held batches:* the wrapper of ``accelerator.prepare``, and so ``transformers.Trainer``, calls ``step()`` once for
     several backward passes when it accumulates gradients itself.
@@ -32,6 +37,7 @@ class LoopChecks:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
         self._held: set[int] = set()  # watched parameters whose gradient accelerate has kept from step() so far
         self._has_lost = False
         self._smallest = min(parameters, key=torch.Tensor.numel)
@@ -65,6 +71,16 @@ class LoopChecks:
                 "    for batch in manyhands.training.accelerate.counted(loader, optimizer, accelerator):\n"
                 "or with a transformers.Trainer, before trainer.train()\n"
                 "    trainer.add_callback(manyhands.training.transformers.CollaborativeCallback(trainer))"
+            )
+
+    def check_has_gradient(self) -> None:
+        """Raises ``ConfigError`` if no parameter has a gradient; it says what may have become of the parameters."""
+        if all(parameter.grad is None for parameter in self._parameters):
+            raise ConfigError(
+                "none of the optimizer's parameters has a gradient, so this batch would count as zeros and shrink the "
+                "gradients of the others; it was not counted. Call loss.backward() before step(). If the loop does "
+                "that, the model has other parameters than the optimizer was given: load_state_dict(assign=True), or "
+                "a layer that was replaced, puts new ones into it. Make the optimizer after that"
             )
 
     def _is_unwritten(self, num_more: int) -> bool:

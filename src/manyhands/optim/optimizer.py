@@ -16,6 +16,7 @@ from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.state.content import sealed
 from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, TooSlow, Unavailable
+from manyhands.base.from_hivemind import with_advice
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import GradientAccumulator
@@ -48,6 +49,7 @@ from manyhands.optim.wrapper import PLACE, OptimizerWrapper
 from manyhands.optim.wrapping import Wrapping, undone_if_it_raises
 from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted
+from manyhands.runtime.lost import close_when_lost
 
 logger = logging.getLogger(__name__)
 
@@ -226,6 +228,7 @@ class Optimizer(OptimizerWrapper):
         self._checks = LoopChecks(self._replica.model_parameters)
         self._collaboration.on_leaving = functools.partial(_give_back, self._checks, replica, self._wrapping)
         self._wrapping.begin()
+        close_when_lost(self, self._collaboration.close_lost, self._collaboration.loop)
         self._show()
 
     @property
@@ -279,6 +282,7 @@ class Optimizer(OptimizerWrapper):
         """BLAKE3 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers that are in step."""
         return sealed(self._replica.capture_agreed()).header.digest.hex()
 
+    @with_advice(grad_scaler="scaler.step(optimizer) with a torch.amp.GradScaler")
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
     ) -> Any:
@@ -294,9 +298,9 @@ class Optimizer(OptimizerWrapper):
         Raises:
             ConfigError: no batch size was given; with ``local_steps``, the target is below the first batch; a parameter
                 that was frozen when this was made requires grad; something other than ``scheduler`` has changed an
-                option of the groups, such as the learning rate; the wrapped optimizer is in eval mode; accelerate
-                accumulates gradients as well; or, after the first step, the optimizer's state has a value that
-                newcomers could not load.
+                option of the groups, such as the learning rate; the wrapped optimizer is in eval mode; no parameter has
+                a gradient; accelerate accumulates gradients as well; or, after the first step, the optimizer's state
+                has a value that newcomers could not load.
             Unavailable: this peer has learnt nothing yet, and cannot use the state of the peers that are ahead.
         """
         if self._replica.mode == "eval":
@@ -369,7 +373,7 @@ class Optimizer(OptimizerWrapper):
         return self._client.wait_for_downloads(timeout_s)
 
     def close(self) -> None:
-        """Leave the run; the peer stays. Closing the peer does this too.
+        """Leave the run; the peer stays. Closing the peer does this too, and so does losing this optimizer.
 
         The wrapped optimizer is one of plain torch again, and may be wrapped again.
         """
@@ -430,6 +434,8 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
+        if weight is None or weight > 0:
+            self._checks.check_has_gradient()
         self._checks.check_kept()
         is_first = not self.statistics.samples_computed
         if self._local is not None and is_first and (fault := self._options.fault_with(1, samples)):

@@ -23,7 +23,7 @@ Delay = Literal["optimizer", "gradients"]
 DELAYS = ("optimizer", "gradients")
 GroupOptions = list[dict[str, Any]]
 """What an optimizer steps with, such as the learning rate, by parameter group."""
-_NOT_USED = {"param_names", "initial_lr"}  # in a step; torch's schedulers write the latter when they are made
+_NOT_USED = {"initial_lr"}  # in a step; torch's schedulers write it when they are made
 OptimizerMaker = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 

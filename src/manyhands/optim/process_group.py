@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from manyhands.averaging.state.content import spec_of
 from manyhands.base.errors import ConfigError, RankLost, Unavailable
+from manyhands.base.from_hivemind import with_advice
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.health import Statistics
 from manyhands.optim.optimizer import Optimizer
@@ -212,6 +213,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 
         self._together("begin", make)
 
+    @with_advice(grad_scaler="scaler.step(optimizer) with a torch.amp.GradScaler")
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
     ) -> Any:

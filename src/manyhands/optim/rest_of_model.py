@@ -16,6 +16,7 @@ from blake3 import blake3
 from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.state.content import spec_of
 from manyhands.base.errors import ConfigError
+from manyhands.base.parameter_spec import bare_names
 from manyhands.base.text import counted
 from manyhands.optim.manifest import REST_OF_MODEL
 
@@ -50,13 +51,10 @@ def facts_of_rest(model: torch.nn.Module | None, parameters: Iterable[torch.Tens
 
 def rest_of(model: torch.nn.Module, held: set[int]) -> list[Named]:
     """The parameters of a model other than those with these ids, by name; wrappers of the model make no difference."""
-    named = [(_without_wrappers(name), one) for name, one in model.named_parameters() if id(one) not in held]
+    pairs = list(model.named_parameters())
+    names = bare_names(name for name, _ in pairs)
+    named = [(name, one) for name, (_, one) in zip(names, pairs, strict=True) if id(one) not in held]
     return sorted(named, key=lambda pair: pair[0])
-
-
-def _without_wrappers(name: str) -> str:
-    """A parameter's name without what ``torch.compile`` and DistributedDataParallel put before it."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def digest_of(named: Sequence[Named]) -> str:

@@ -38,6 +38,8 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
         scheduler: its schedule, by global step.
     """
 
+    _instead_of_a_copy = "state_dict() has its state, and copy.deepcopy(model) keeps the parameters"
+
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         if isinstance(inner, OptimizerWrapper) or isinstance(getattr(inner, "optimizer", None), OptimizerWrapper):
             raise ConfigError(

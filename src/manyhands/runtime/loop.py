@@ -12,7 +12,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from manyhands.base.errors import ManyhandsError, Timeout
+from manyhands.base.errors import ConfigError, Timeout
 from manyhands.runtime.switch_interval import SWITCH_INTERVAL
 
 T = TypeVar("T")
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 CANCEL_TIMEOUT_S = 1.0
+CLOSED = "the peer is closed; make another one, in each process one of its own"
 
 
 class LoopThread:
@@ -57,7 +58,7 @@ class LoopThread:
         with self._lock:
             if self._is_closing or not self._thread.is_alive():  # a forked child has the object, but not the thread
                 coro.close()
-                raise ManyhandsError("the peer is closed")
+                raise ConfigError(CLOSED)
             return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
@@ -65,7 +66,7 @@ class LoopThread:
 
         Raises:
             Timeout: it took longer than ``timeout_s`` seconds; ``phase`` says what was waited for.
-            ManyhandsError: the thread was closed before the result arrived.
+            ConfigError: the thread was closed before the result arrived.
         """
         if threading.current_thread() is self._thread:
             coro.close()
@@ -74,7 +75,7 @@ class LoopThread:
         try:
             return future.result(timeout_s)
         except concurrent.futures.CancelledError as error:
-            raise ManyhandsError("the peer is closed") from error
+            raise ConfigError(CLOSED) from error
         except concurrent.futures.TimeoutError as error:
             if future.done():  # at the last moment, or the coroutine itself raised it
                 return future.result()

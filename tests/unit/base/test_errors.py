@@ -1,11 +1,15 @@
 """Messages are for people: each names the value or the peer, the rule or the reason, and what to do."""
 
 import asyncio
+import copy
+import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from manyhands.averaging.codecs.codec import NotFinite
 from manyhands.base import errors
 from manyhands.base.errors import (
     BadSignature,
@@ -16,6 +20,7 @@ from manyhands.base.errors import (
     ManifestMismatch,
     ManyhandsError,
     MissingExtra,
+    NobodyThere,
     PeerError,
     PeerLost,
     ProtocolViolation,
@@ -65,6 +70,34 @@ MESSAGES = [
 @pytest.mark.parametrize(("error", "message"), MESSAGES, ids=lambda value: type(value).__name__)
 def test_message_in_full(error: ManyhandsError, message: str) -> None:
     assert str(error) == message
+
+
+COPIES: list[Callable[[Exception], Exception]] = [
+    copy.copy,
+    copy.deepcopy,
+    lambda error: pickle.loads(pickle.dumps(error)),
+    lambda error: pickle.loads(pickle.dumps(error, protocol=0)),
+]
+OTHER_KINDS = [
+    ConfigError("x=1 must be 2"),
+    NobodyThere("none of the 2 expected peers came", ["12D3KooWA"]),
+    JoinFailed([DialFailed("/ip4/10.0.0.1/tcp/80", DialReason.REFUSED, "at once")]),
+    RankLost("rank 1 is gone"),
+    NotFinite("value 3 is not finite"),
+]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle", "pickle_0"])
+@pytest.mark.parametrize("error", [*(error for error, _ in MESSAGES), *OTHER_KINDS], ids=lambda e: type(e).__name__)
+def test_a_copy_says_and_knows_the_same(error: ManyhandsError, copied: Callable[[Exception], Exception]) -> None:
+    """As after a process pool or a queue, which pickle the errors of their workers."""
+    other = copied(error)
+    assert type(other) is type(error)
+    assert str(other) == str(error)
+    assert other.args == error.args
+    assert {name: repr(value) for name, value in vars(other).items()} == {
+        name: repr(value) for name, value in vars(error).items()
+    }
 
 
 def test_join_failed_has_a_line_with_a_reason_for_each_address() -> None:
@@ -119,6 +152,14 @@ def test_each_error_has_its_entry_in_the_documentation() -> None:
     entries = re.findall(r"^### (\w+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(entries) == sorted(kinds)
     assert anchor in [entry.lower() for entry in entries], "as mkdocs makes anchors of headings"
+
+
+def test_the_base_class_is_never_raised_itself() -> None:
+    """So that code can tell what kind of error it has caught."""
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
+    assert [
+        path.name for path, source in sources.items() if re.search(r"(?<!class )\bManyhandsError\([^)]", source)
+    ] == []
 
 
 def test_our_timeout_is_no_asyncio_timeout() -> None:

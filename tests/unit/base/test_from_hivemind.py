@@ -40,6 +40,14 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
     (manyhands.Optimizer, {"client_mode": True}, "write client_mode= of manyhands.Peer instead of client_mode="),
     (manyhands.ProcessGroupOptimizer, {"dht": object()}, "manyhands.ProcessGroupOptimizer has other arguments"),
     (manyhands.Averager, {"dht": object(), "prefix": "x"}, "instead of dht=; write run_id= instead of prefix="),
+    (
+        manyhands.Optimizer,
+        {"peer": 1, "metadata_expiration": 60.0, "step_tolerance": 1},
+        r"progress=ProgressConfig\(ttl_s=...\) instead of metadata_expiration=; leave step_tolerance= out",
+    ),
+    (manyhands.Averager, {"peer": 1, "averaging_alpha": 0.5}, "leave averaging_alpha= out: scale the differences"),
+    (manyhands.Averager, {"peer": 1, "allow_state_sharing": True}, "leave allow_state_sharing= out"),
+    (manyhands.Peer, {"ensure_bootstrap_success": False}, "write must_join= instead of ensure_bootstrap_success="),
     (manyhands.Peer, {"start": True, "host_maddrs": []}, "leave start= out: .*; write listen= instead of host_maddrs="),
 ]
 
@@ -49,6 +57,28 @@ def test_each_is_told_what_to_write(kind: Any, named: dict[str, Any], says: str)
     first = () if kind is manyhands.Peer else (inner(),)
     with pytest.raises(ConfigError, match=says) as caught:
         kind(*first, **named)
+    assert "docs/how-to/from-hivemind.md" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "named", "says"),
+    [
+        (manyhands.Optimizer.step, {"grad_scaler": None}, r"manyhands.Optimizer.step .*write scaler.step\(optimizer\)"),
+        (manyhands.ProcessGroupOptimizer.step, {"grad_scaler": None}, r"write scaler.step\(optimizer\)"),
+        (manyhands.Averager.step, {"timeout": 30.0}, "write timeout_s= instead of timeout="),
+        (
+            manyhands.Averager.step,
+            {"gather": {}, "wait": False},
+            r"write peer.store\(\) .*; leave wait= out: call step",
+        ),
+        (manyhands.Averager.load_state_from_peers, {"timeout": 30.0}, "write timeout_s= instead of timeout="),
+        (manyhands.Peer.store, {"key": "k", "expiration_time": 1.0}, "write ttl_s=60, .* instead of expiration_time="),
+        (manyhands.Peer.get, {"key": "k", "latest": True}, "leave latest= out: the latest value is read anyway"),
+    ],
+)
+def test_so_is_each_call(method: Any, named: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        method(None, **named)
     assert "docs/how-to/from-hivemind.md" in str(caught.value)
 
 

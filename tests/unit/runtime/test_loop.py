@@ -16,6 +16,7 @@ import pytest
 
 from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.runtime import LoopThread
+from manyhands.runtime.loop import CLOSED
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_calls_and_close_at_the_same_time_all_end() -> None:
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             calls = [pool.submit(call), pool.submit(call)]
             pool.submit(close).result(20.0)
-            assert {future.result(20.0) for future in calls} <= {"all done", "the peer is closed"}
+            assert {future.result(20.0) for future in calls} <= {"all done", CLOSED}
 
 
 def test_close_does_not_wait_for_a_blocking_call() -> None:

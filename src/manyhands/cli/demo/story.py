@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
+from manyhands.base.errors import ConfigError, Timeout
 from manyhands.cli.demo.child import Child
 from manyhands.cli.demo.tally import Tally, TrainerTally
 from manyhands.cli.demo.view import DemoView
+from manyhands.cli.failing import CommandFailed
 from manyhands.cli.output.event_file import EventFollower
 from manyhands.monitor.events import MonitorEvent
 from manyhands.recipes.albert.events import TrainerEvent
@@ -72,7 +73,9 @@ class Story:
         """Run the demo to its end; :attr:`tally` has the outcome.
 
         Raises:
-            ManyhandsError: a process failed, or something did not happen in time.
+            ConfigError: a process was started with a value that it refuses.
+            CommandFailed: a process failed.
+            Timeout: something did not happen in time.
         """
         self._start_monitor()
         for number in range(1, self._num_peers + 1):
@@ -181,4 +184,4 @@ def _raise_failure(child: Child) -> None:
     words = child.last_line().removeprefix("manyhands: ")
     if child.exit_code == 2:
         raise ConfigError(words)
-    raise ManyhandsError(f"{child.name} ended with exit code {child.exit_code}: {words}")
+    raise CommandFailed(f"{child.name} ended with exit code {child.exit_code}: {words}")

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from rich.console import Console
 
-from manyhands.base.errors import ManyhandsError
 from manyhands.base.text import counted, rough
+from manyhands.cli.failing import CommandFailed
 from manyhands.cli.output.card import print_card
 from manyhands.cli.output.live_view import LiveLine
 from manyhands.recipes.albert.summary import Standing, TrainingSummary
@@ -36,7 +36,7 @@ def run_in_view(trainer: Trainer) -> None:
     """Run a trainer until it ends or Ctrl-C, with a status line, and print the summary.
 
     Raises:
-        ManyhandsError: it ended, and its model could not be saved.
+        CommandFailed: it ended, and its model could not be saved.
     """
     console = Console(highlight=False)
     live_line = LiveLine(console, lambda width: line_of(trainer.standing(), width))
@@ -50,7 +50,7 @@ def run_in_view(trainer: Trainer) -> None:
     summary = trainer.summary()
     print_card(console, card_of(summary))
     if summary.folder is not None and summary.saved_step < summary.step:
-        raise ManyhandsError(f"the model of step {summary.step} was not saved in {summary.folder}; the log says why")
+        raise CommandFailed(f"the model of step {summary.step} was not saved in {summary.folder}; the log says why")
 
 
 def line_of(standing: Standing, width: int) -> str:

@@ -23,7 +23,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
-from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, ProtocolViolation, RunNotFound, Unavailable
+from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog
@@ -34,7 +34,7 @@ from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import Claim
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
-from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
+from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, LookAhead, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
@@ -78,6 +78,7 @@ class Collaboration:
     """One peer's part in one run: its manifest, progress, rounds and state server.
 
     Attributes:
+        loop: on which all of it runs, from :meth:`start` on.
         on_leaving: called when this peer has left the run, and nothing is done for it any more.
     """
 
@@ -121,6 +122,9 @@ class Collaboration:
             Unavailable: the DHT does not answer.
         """
         presence, manifest = self.presence, self.manifest
+        self.loop = asyncio.get_running_loop()
+        async with presence.leaving:
+            pass  # an optimizer that was lost a moment ago
         await presence.check_run(manifest.run_id)
         await presence.own_mode.decided()
         declare_run(presence.dht, manifest.run_id)
@@ -227,17 +231,25 @@ class Collaboration:
         self.step_rounds.plan()
 
     async def close(self) -> None:
-        """Leave the run. May be called twice."""
-        if self.close in self.presence.on_close:
-            self.presence.on_close.remove(self.close)
+        """Leave the run. May be called twice; the second call waits for the first."""
+        async with self.presence.leaving:
+            if self.close not in self.presence.on_close:
+                return
             self._lull_until = -math.inf
             is_new = self.tracker.own.position.step == 0  # another attempt to join must know
             self.presence.seen_steps[self.run_id] = self.tracker.branches.seen_step if is_new else 0
             try:
                 await self._parts.aclose()
             finally:
+                self.presence.on_close.remove(self.close)
                 if self.on_leaving is not None:
                     self.on_leaving()
+
+    async def close_lost(self) -> None:
+        """Leave the run if nobody has closed the optimizer, which is lost: the others need not wait for this peer."""
+        if self.close in self.presence.on_close:
+            logger.info("The Optimizer of run %r is gone without close(): this peer leaves the run", self.run_id)
+            await self.close()
 
     # at step 0
 
@@ -304,12 +316,11 @@ class Collaboration:
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
         Raises:
-            ConfigError: another process with this peer's identity began earlier, or this peer is banned.
-            ManyhandsError: this peer has left the run.
+            ConfigError: another process with this peer's identity began earlier, or this peer is banned or has left.
             Unavailable: it has learnt nothing yet, and cannot use the state of the peers that are ahead.
         """
         if self.tasks.is_closed:
-            raise ManyhandsError("this peer left the run")
+            raise ConfigError(LEFT)
         tracker = self.tracker
         tracker.twin.check(asyncio.get_running_loop().time())
         self.presence.check_own(self.run_id)

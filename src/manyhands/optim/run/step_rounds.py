@@ -44,6 +44,7 @@ SLACK_S = 10.0
 """Margin for a leader that began its round later."""
 READ_IN_STEP_TIMEOUT_S = 1.0
 LEAVING = "this peer leaves the run"
+LEFT = "this peer left the run, as its optimizer or the peer itself was closed; make another optimizer to train on"
 
 
 def longest_attempt_s(config: AveragingConfig) -> float:

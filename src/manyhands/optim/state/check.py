@@ -89,7 +89,7 @@ def _fault_of_options(sent: Sequence[Mapping[str, Any]], options: Sequence[Mappi
     for theirs, due in zip(sent, options, strict=True):
         for name in sorted(theirs.keys() | due.keys()):
             value, own = theirs.get(name), due.get(name)
-            is_own_affair = name in LOCAL_OPTIONS or name == "param_names" or (name == "initial_lr" and own is None)
+            is_own_affair = name in LOCAL_OPTIONS or (name == "initial_lr" and own is None)
             is_number = name not in due or _is_finite_number(own)  # some appear in a step, and are made anew in each
             if has_own and name not in _CHANGED_BY_NONE and is_number and _is_finite_number(value):
                 continue

@@ -28,7 +28,7 @@ from manyhands.averaging.state.content import (
 )
 from manyhands.averaging.state.download import MAX_HEADER_BYTES
 from manyhands.base.errors import ConfigError
-from manyhands.base.parameter_spec import ParameterSpec
+from manyhands.base.parameter_spec import ParameterSpec, bare_names
 from manyhands.base.structs import make_ready
 from manyhands.optim.serializable import merged, serializable_part
 from manyhands.optim.state.tree import decoded, encoded, with_tensors
@@ -49,8 +49,9 @@ WHOLE = "$state"
 among those of the optimizer."""
 TRAIN_MODE = "train_mode"
 """Option of schedule-free optimizers: whether the parameters are those to train on, or those to evaluate."""
-LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
+LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
+"""How an optimizer computes on this machine, not what, and how the parameters are called there: not part of the state,
+and may differ between peers."""
 
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)  # of another kind's statistics
 
@@ -74,10 +75,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of all parameters; numbers if they have no names."""
+    """The names of all parameters, without those of wrappers; numbers if they have no names."""
     names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
     num_parameters = len(parameters_of(optimizer))
-    return names if len(names) == num_parameters else [f"parameter {index}" for index in range(num_parameters)]
+    if len(names) != num_parameters:
+        return [f"parameter {index}" for index in range(num_parameters)]
+    return bare_names(names)
 
 
 def specs_of(optimizer: torch.optim.Optimizer) -> list[ParameterSpec]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from manyhands.averaging.messages import Position
-from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
+from manyhands.base.errors import ConfigError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
@@ -22,7 +22,7 @@ from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.health import Statistics
 from manyhands.optim.metrics import alone_lineage
 from manyhands.optim.run.drift import Sketch
-from manyhands.optim.run.step_rounds import Averaged
+from manyhands.optim.run.step_rounds import LEFT, Averaged
 from manyhands.optim.step.replica import Replica
 from manyhands.runtime.executor import run_to_end
 
@@ -94,14 +94,16 @@ class GlobalStep:
         collaboration.move(self._replica.position, self._replica.lineage_samples, self.outcome, self._sketch)
 
     def begin_in_background(self, collaboration: Collaboration) -> None:
-        """Have the network thread make the step."""
+        """Have the network thread make the step; raises ``ConfigError`` if this peer has left the run."""
+        if collaboration.tasks.is_closed:
+            raise ConfigError(LEFT)
         task = collaboration.tasks.spawn(self._average_and_advance(collaboration), name="a global step")
         self.is_in_background = True
         task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            self.error = ManyhandsError("this peer left the run")
+            self.error = ConfigError(LEFT)
         self.is_done = True
 
     async def _average_and_advance(self, collaboration: Collaboration) -> None:
@@ -122,6 +124,7 @@ class SampleCounter:
         self._replica = replica
         self._accumulator = accumulator
         self.statistics = Statistics()
+        self._num_not_finite = 0  # batches
 
     @property
     def waiting(self) -> int:
@@ -135,13 +138,24 @@ class SampleCounter:
         if is_added:
             return
         self.statistics.samples_dropped += samples
-        batch = counted(samples, "sample")
-        if is_overflow:
-            logger.info("the scaled gradients overflowed: this micro-batch of %s is dropped", batch)
-        else:
-            logger.warning("a gradient is not finite: this micro-batch of %s is dropped", batch)
+        self._tell_not_finite(samples, is_overflow=is_overflow)
         if fault := self._accumulator.fault():
             self.drop_waiting(fault)
+
+    def _tell_not_finite(self, samples: int, *, is_overflow: bool) -> None:
+        """Log the first dropped batch, then the second, the fourth, the eighth and so on."""
+        self._num_not_finite += 1
+        number = self._num_not_finite
+        if number & (number - 1):
+            return
+        level, what = logging.WARNING, "a gradient is not finite"
+        if is_overflow:
+            level, what = logging.INFO, "the scaled gradients overflowed"
+        so_far = f"; {number} such batches so far" if number > 1 else ""
+        advice = (
+            ". Look at the loss, the learning rate and the data of this peer" if number > 1 and not is_overflow else ""
+        )
+        logger.log(level, "%s: this micro-batch of %s is dropped%s%s", what, counted(samples, "sample"), so_far, advice)
 
     def freeze(self) -> Contribution:
         """Return what is waiting as the contribution to a step."""

@@ -578,7 +578,6 @@ def manifest_of(
     optimizer = replica.wrapped
     groups = hyper_parameters_of(optimizer.param_groups)
     for group in groups:
-        group.pop("param_names", None)  # they are in the tensors' specs
         group["lr"] = group.pop("initial_lr", group["lr"])
     named = list(zip(names_of(optimizer), parameters_of(replica.optimizer), strict=True))
     return RunManifest(
