@@ -168,6 +168,23 @@ def test_one_whose_machine_has_frozen_is_not_asked_before_every_step_alone(monke
     assert all(later - earlier >= ASK_PERIOD_S for earlier, later in itertools.pairwise(asked)), asked
 
 
+def test_a_peer_that_is_closed_in_a_call_of_step_calls_nobody_any_more() -> None:
+    """Another thread may close it while ``step()`` decides what to do."""
+
+    def train(member: Member) -> None:
+        member.optimizer.close()
+        contacts = member.optimizer._collaboration._contacts
+        contacts.tell([member.peer.peer_id])
+        contacts.look_for_the_dead()
+
+    swarm = Swarm()
+    swarm.start(
+        "one", lambda: torch.nn.Linear(4, 2), lambda model: torch.optim.SGD(model.parameters(), lr=0.01), train,
+        target_batch_size=124, batch_size_per_step=4,
+    )  # fmt: skip
+    swarm.run()
+
+
 def test_what_a_peer_has_accumulated_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here to one that computes nothing, by one that has all but reached the target and is called again and again."""
     told: Counter[tuple[PeerId, Position, int]] = Counter()

@@ -55,7 +55,11 @@ TELL = Method("optim.tell", HereIAm, TellResponse)
 
 
 class Contacts:
-    """One peer's direct contacts with the others of its run; ``tasks`` has the calls in the background."""
+    """One peer's direct contacts with the others of its run.
+
+    Args:
+        tasks: owns the calls in the background; once it is closed, this peer has left, and calls nobody.
+    """
 
     def __init__(self, presence: Presence, run_id: str, tracker: ProgressTracker, tasks: TaskOwner) -> None:
         self._presence = presence
@@ -77,7 +81,7 @@ class Contacts:
     def tell(self, peer_ids: Collection[PeerId]) -> None:
         """Tell others in the background what this peer has accumulated, once."""
         record = self._tracker.own
-        if self._told == (record.position, record.samples):
+        if self._tasks.is_closed or self._told == (record.position, record.samples):
             return
         self._told = record.position, record.samples
         for peer_id in peer_ids:
@@ -131,7 +135,7 @@ class Contacts:
 
         Silence proves nothing: the machine may be cut off, and go on training. Then its record must expire.
         """
-        if self._looking is None or self._looking.done():
+        if not self._tasks.is_closed and (self._looking is None or self._looking.done()):
             self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
 
     async def _look_for_the_dead(self) -> None:
@@ -165,7 +169,8 @@ class Contacts:
     def connect_to_those_in_need(self) -> None:
         """In client mode: connect to peers that are behind, if only clients have the state."""
         endpoint = self._presence.endpoint
-        if not endpoint.client_mode or (self._connecting is not None and not self._connecting.done()):
+        is_busy = self._connecting is not None and not self._connecting.done()
+        if not endpoint.client_mode or self._tasks.is_closed or is_busy:
             return
         in_need = [peer_id for peer_id in self._tracker.in_need() if not endpoint.is_connected(peer_id)]
         if in_need:
