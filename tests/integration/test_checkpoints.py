@@ -28,7 +28,7 @@ def test_the_program_on_the_page_runs_and_resumes(
     exec(compile(program.replace("< 30", "< 15"), str(PAGE), "exec"), before)
     assert capsys.readouterr().out.endswith("begin at global step 0\n")
     names = {path.name for path in (tmp_path / "my-run").iterdir()}
-    of_peer = {"lock", "identity.pem", "port"}
+    of_peer = {"lock", "identity.pem", "port", "addresses"}
     assert names == {*of_peer, "checkpoint-10", "checkpoint-15"}, "the peer's identity too, and one lock"
 
     after: dict[str, object] = {}

@@ -25,22 +25,23 @@ def joined(peer: manyhands.Peer, model: Any, *, is_told: bool = True) -> manyhan
 
 def test_a_peer_with_another_base_is_refused_and_one_with_the_same_joins() -> None:
     with peers(3) as (one, same, other):
-        joined(one, new_model())
-        joined(same, new_model())
+        kept = [joined(one, new_model()), joined(same, new_model())]  # else they leave the run
         with pytest.raises(
             ManifestMismatch, match=r"parameters outside the optimizer is 2 tensors of digest .* here, "
         ):
             joined(other, new_model(seed=1))
+        assert len(kept) == 2
 
 
 def test_a_peer_that_does_not_tell_its_base_is_refused_with_what_to_write(caplog: pytest.LogCaptureFixture) -> None:
     with peers(2) as (one, other):
-        joined(one, new_model())
+        kept = joined(one, new_model())  # else it leaves the run
         assert "that the optimizer has not" not in caplog.text
         with pytest.raises(
             ManifestMismatch, match=r"is not set here, .*; give Optimizer\(\.\.\., model=model\) on all"
         ):
             joined(other, new_model(), is_told=False)
+        assert kept.global_step == 0
         assert "The model has 2 parameters that the optimizer has not (0.bias, 0.weight)" in caplog.text
 
 

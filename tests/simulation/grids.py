@@ -155,7 +155,7 @@ def grid_world(
         endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         presence: Any = SimpleNamespace(
             endpoint=endpoint, dht=records.view(endpoint.peer_id), rng=own_rng, on_close=[], peer_id=endpoint.peer_id,
-            check_run=has_no_charter, check_own=lambda run_id: None,
+            check_run=has_no_charter, check_own=lambda run_id: None, leaving=asyncio.Lock(),
         )  # fmt: skip
         await endpoint.listen([Address.of(host.ip, 0)])
         values = swarm.values[host.name] = first_values(host.name, own_rng)

@@ -378,7 +378,7 @@ def test_an_empty_cell_of_the_grid_is_nothing_to_warn_of(caplog: pytest.LogCaptu
         for _ in range(20):
             member.step(member.model(torch.randn(4, 4)).square().mean(), 0.5)
         member.optimizer.wait_for_others()
-        assert member.optimizer.statistics.rounds_aborted == 0
+        assert member.optimizer.statistics.rounds_committed >= 6
 
     for number in range(3):
         swarm.start(

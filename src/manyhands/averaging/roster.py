@@ -6,8 +6,8 @@ All peers at one position have seen the same manifests, so they have the same ro
 in a committed round a peer                        its standing after it
 =================================================  ==================================================================
 gave all its values, and reduced what it owned     ``complete`` rises by one, ``missed`` is 0
-was accused by two members, or led an attempt      it is a guest, and ``complete`` is 0
-that failed
+was accused by two members, or led an attempt      it is a guest, and ``complete`` is 0; of the members at most a
+that failed                                        third in one round
 was accused by one member, which accuses it alone  both stay as they were
 accuses several that nobody else accuses           it is a guest, and ``complete`` is 0; the others count as complete
 was not in the group                               ``missed`` rises by one; beyond ``MAX_MISSED`` it leaves

@@ -33,7 +33,8 @@ class EvaluationOptions:
     """UTF-8 text files: those of the trainers, of which a part is held out; needed if the run trains on text files."""
 
     dataset_path: Path | None = None
-    """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext if it is here."""
+    """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext, if it
+    is here and the run trains on it."""
 
     dataset_url: tuple[str, ...] = ()
     """Addresses of an index.json of shards, or of an archive; several are mirrors."""

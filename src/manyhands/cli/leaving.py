@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.runtime.exit_delay import exit_delay_s, is_hurried
-from manyhands.runtime.interrupts import AGAIN_AFTER_S as REPEATED_AFTER_S
+from manyhands.runtime.interrupts import AGAIN_AFTER_S
 
 LEAVE_TIMEOUT_S = 4.5
 """Time that a command has to shut down after a signal, and again after it has saved what it must."""
@@ -26,7 +26,7 @@ SAY_AFTER_S = 0.5
 
 STDERR = 2
 
-AGAIN_AFTER_S = 0.01
+RAISE_AGAIN_AFTER_S = 0.01
 """Time for a finalizer to end before KeyboardInterrupt is raised again."""
 
 HANGUP = [getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)]
@@ -97,7 +97,7 @@ def leaving_on_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
     def hurry(number: int, frame: FrameType | None) -> None:
-        if number not in HANGUP and time.monotonic() - told_at > REPEATED_AFTER_S:
+        if number not in HANGUP and time.monotonic() - told_at > AGAIN_AFTER_S:
             is_hurried.set()
 
     def interrupt_again(number: int, frame: FrameType | None) -> None:
@@ -109,7 +109,7 @@ def leaving_on_signals() -> Iterator[None]:
             report(event)
             return
         signal.signal(signal.SIGINT, interrupt_again)
-        threading.Timer(AGAIN_AFTER_S, _interrupt_main_thread, [has_left]).start()
+        threading.Timer(RAISE_AGAIN_AFTER_S, _interrupt_main_thread, [has_left]).start()
 
     before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     report, sys.unraisablehook = sys.unraisablehook, unraisable

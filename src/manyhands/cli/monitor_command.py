@@ -223,8 +223,9 @@ def monitor(
     if signed is not None and run_id not in (None, signed.run_id):
         raise ConfigError(f"the charter is of run {signed.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
     run_id = signed.run_id if signed is not None else run_id_of(network, run_id)
-    network = with_peers_here(network, run_id or DEFAULT_RUN_ID, output)
-    if run_id is None and network.initial_peers:
+    found = with_peers_here(network, run_id or DEFAULT_RUN_ID, output)
+    is_of_folder, network = found is not network, found
+    if run_id is None and network.initial_peers and not is_of_folder:
         with Scout(network.initial_peers) as scout:
             run_id = scout.only_run()
     run_id = checked_run_id(DEFAULT_RUN_ID if run_id is None else run_id)

@@ -214,7 +214,9 @@ class Translation:
         before, command, after = message.partition("manyhands ")
         for new, old in self.typed.items():
             before = re.sub(rf"(?<![\w-]){new}(?![\w-])", old, before)
-            before = re.sub(rf"(?<![\w./-]){_plain(new)}(?![\w./-])", old.lstrip("-"), before)
+            plain = _plain(new)
+            follows = r"(?![\w./-])" if "_" in plain else r"(?==)"  # a single word is prose, unless a value follows
+            before = re.sub(rf"(?<![\w./-]){plain}{follows}", old.lstrip("-"), before)
         return before + command + after
 
 

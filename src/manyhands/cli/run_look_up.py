@@ -178,22 +178,37 @@ def begin_or_look_up(peer: Peer, run_id: str, meanwhile: Callable[[], object], *
     Returns:
         The run, without a manifest if this peer is to begin it.
     Raises:
-        RunNotFound: this peer is to begin it, and ``may_begin`` is false.
+        RunNotFound: this peer is to begin it, and ``may_begin`` is false; or the peer that begins it takes too long.
     """
     is_told, give_up_at = False, peer.time() + BEGINNING_TIMEOUT_S
     while True:
         run = look_up(peer, run_id)
-        if run.manifest is not None or peer.time() > give_up_at:
+        if run.manifest is not None:
             return run
-        if not run.beginners:
+        others = [beginner for beginner in run.beginners if beginner != peer.peer_id]  # an earlier start of this peer
+        if not others:
             if not may_begin:
                 raise RunNotFound(f"the peer that began run {run_id!r} has left it again, so there is nothing to join")
-            beginning = Beginning(peer.dht, peer.peer_id, run_id)
-            if peer.run(beginning.announce(), LOOK_TIMEOUT_S, f"announcing that this peer begins run {run_id!r}"):
-                peer.presence.on_close.append(beginning.close)
+            if _announces(peer, run_id):
                 return run
+        elif peer.time() > give_up_at:
+            raise RunNotFound(
+                f"peer {others[0]} has been beginning run {run_id!r} for {BEGINNING_TIMEOUT_S:.0f} s, and the run has "
+                "no settings yet: look at the log of that peer, or end it and start this one again"
+            )
         elif not is_told:
             is_told = True
-            logger.info("Peer %s begins run %s: waiting for its settings", run.beginners[0], run_id)
+            logger.info("Peer %s begins run %s: waiting for its settings", others[0], run_id)
             meanwhile()
         peer.sleep(PERIOD_S)
+
+
+def _announces(peer: Peer, run_id: str) -> bool:
+    """Announce that this peer begins a run; returns whether it does, as no other peer has announced it."""
+    what = f"announcing that this peer begins run {run_id!r}"
+    beginning = Beginning(peer.dht, peer.peer_id, run_id)
+    peer.presence.on_close.append(beginning.close)
+    is_first = until_reached(lambda: peer.run(beginning.announce(), LOOK_TIMEOUT_S, what), peer.sleep, what)
+    if not is_first:
+        peer.presence.on_close.remove(beginning.close)
+    return is_first

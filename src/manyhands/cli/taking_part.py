@@ -174,7 +174,7 @@ def take_part(
         page: address at which to show the run, if it is to be shown.
     Raises:
         ConfigError: this peer does not fit the run, or has too little memory.
-        RunNotFound: the run has no settings, and ``may_begin`` is false.
+        RunNotFound: the run has no settings, and ``start_new`` is False.
     """
     to_join = _run_to_join(run, training, given, output) if run is not None else None  # before creating any files
     with ExitStack() as cleanup:
@@ -202,7 +202,9 @@ def take_part(
             run = wait_for_trainers(peer, run_id)
         elif to_join is None:  # the known peers may be of an earlier start
             run = begin_or_look_up(peer, run_id, _load_training, may_begin=start_new is not False)
-        logger.info("%s run %s as peer %s", "Joining" if run and run.manifest else "Beginning", run_id, peer.peer_id)
+        is_kept = folders.checkpoint_dir is not None and folders.checkpoint_dir.newest_run() is not None
+        begins = "Going on with" if is_kept else "Beginning"
+        logger.info("%s run %s as peer %s", "Joining" if run and run.manifest else begins, run_id, peer.peer_id)
         members = peer.presence.members.get(run_id)
         if peer.addresses and (members is None or members.charter.is_open):
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
@@ -414,8 +416,13 @@ def _recipe_to_begin(
             )  # fmt: skip
         data = data_of(given)
         if data != OF_PYTHON and not data.urls:
-            why = "is of this machine alone, or may hold a password" if recipe.dataset_url else "was not given"
-            logger.info("Others need the same data to join: its address, which they would take from the run, %s", why)
+            why = (
+                "is on this machine, or may hold a password" if recipe.dataset_url else "was not given (--dataset-url)"
+            )
+            logger.info(
+                "The run names no address for its data, since that %s: peers that join must name the same data, with "
+                "--text, --dataset-path or --dataset-url", why,
+            )  # fmt: skip
         return recipe, data
     try:
         found = adopted(run_id, facts, given)

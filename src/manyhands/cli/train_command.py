@@ -73,10 +73,11 @@ def train(
     if run_id is not None:
         checked_run_id(run_id)
     run_id = run_id_of(network, run_id)
-    network = with_peers_here(network, run_id or DEFAULT_RUN_ID, output)
+    found = with_peers_here(network, run_id or DEFAULT_RUN_ID, output)
+    is_of_folder, network = found is not network, found
     if not network.initial_peers:
         AlbertRecipe(**given)
-    if start_new and run_id is None:
+    if (start_new or is_of_folder) and run_id is None:
         run_id = DEFAULT_RUN_ID
     given = with_data(training, given, output)
     check_before(network, training, given)
@@ -85,7 +86,7 @@ def train(
     run = None
     with (web or WebOptions()).taken() as page:
         if network.initial_peers:
-            run, network = look_for(network, run_id, start_new=start_new)
+            run, network = look_for(network, run_id, start_new=start_new or is_of_folder)
         if run_id is None:
             run_id = run.run_id if run is not None else run_id_of(network, None) or DEFAULT_RUN_ID
         take_part(run_id, network, training, given, output, run=run, start_new=start_new or None, page=page)

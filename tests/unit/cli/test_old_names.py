@@ -188,11 +188,13 @@ def test_an_error_names_the_option_as_it_was_written_and_leaves_commands_alone()
     translation = Translation(["train", "--output-dir", "o", "--tokenizer_path", "t", "--dht_listen_on", "31337"])
     message = (
         "checkpoint o/checkpoint-dir is of run 'a': name another --checkpoint-dir, whose checkpoint_dir keeps "
-        "--checkpoint-directory; leave out --tokenizer, or: manyhands doctor --listen 31337"
+        "--checkpoint-directory; leave out --tokenizer: the tokenizer of the run is here, or: manyhands doctor "
+        "--listen 31337"
     )
     assert translation.as_typed(message) == (
         "checkpoint o/checkpoint-dir is of run 'a': name another --output-dir, whose output-dir keeps "
-        "--checkpoint-directory; leave out --tokenizer_path, or: manyhands doctor --listen 31337"
+        "--checkpoint-directory; leave out --tokenizer_path: the tokenizer of the run is here, or: manyhands doctor "
+        "--listen 31337"
     )
 
 

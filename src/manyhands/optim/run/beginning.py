@@ -59,7 +59,7 @@ class Beginning:
         Raises:
             Unavailable: the DHT does not answer.
         """
-        if await peers_beginning(self.dht, self.run_id):
+        if set(await peers_beginning(self.dht, self.run_id)) - {self.own_id}:  # own one: of an earlier start
             return False
         await self._store(True)
         if min(await peers_beginning(self.dht, self.run_id), default=self.own_id) != self.own_id:

@@ -448,7 +448,7 @@ class Collaboration:
             logger.log(
                 logging.WARNING if self.start_new else logging.INFO,
                 "The run begins from other initial parameters than those of this peer, which are replaced by those of "
-                "peer %s%s", donor, ": its start_new is True as well" if self.start_new else "",
+                "peer %s%s", donor, ", which begins the run, too" if self.start_new else "",
             )  # fmt: skip
         self.tracker.load(position, lineage_samples, donor, self._contributors())
         self._drift.loaded()

@@ -334,6 +334,6 @@ def _whose_gradients_are_kept(trainers: Collection[ProgressRecord]) -> str:
     if best.step == 0:
         return "they began with different parameters, and drop their gradients when they load those of another peer"
     return (
-        f"the gradients of the peers at step {best.step} are kept; peers at another step ({num_others} of the "
-        f"{len(trainers)}) drop theirs when they load that state"
+        f"the gradients of {len(trainers) - num_others} of them, on the leading branch at step {best.step}, are kept; "
+        f"the others ({num_others} of the {len(trainers)}) drop theirs when they load that state"
     )

@@ -30,10 +30,11 @@ class AlbertRecipe:
     """Samples of one global step, from all peers together. Use 4096 for long runs with many peers."""
 
     text: tuple[Path, ...] = ()
-    """UTF-8 text files to train on; by default the English documentation that comes with Python."""
+    """UTF-8 text files to train on; by default, where a run is begun, the English documentation of Python."""
 
     dataset_path: Path | None = None
-    """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext if it is here."""
+    """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext, if it
+    is here and the run trains on it."""
 
     dataset_url: tuple[str, ...] = ()
     """Addresses of the index.json of shards, fetched while training, or of an archive; several are mirrors."""

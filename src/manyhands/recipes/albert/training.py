@@ -172,13 +172,13 @@ class AlbertTrainer:
         self._on_event(Joined(self._peer.peer_id, optimizer.global_step, self._heldout.begin()))
         try:
             self._train()
+            logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
+            self._stepping.wait_for_others(self._settings.linger_s)
+            with self._optimizer.agreed_parameters():
+                loss = self._heldout.loss()
         except KeyboardInterrupt:
             self._optimizer.wait_for_downloads(self._settings.linger_s)
             raise
-        logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
-        self._stepping.wait_for_others(self._settings.linger_s)
-        with self._optimizer.agreed_parameters():
-            loss = self._heldout.loss()
         logger.info("Held-out loss %.4f at global step %d", loss, optimizer.global_step)
         self._on_event(Finished(optimizer.global_step, loss, self._stepping.state_digest(), self._counts()))
 

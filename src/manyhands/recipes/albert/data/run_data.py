@@ -96,13 +96,21 @@ def data_for_run(
     """
     if not is_named(given) and not any_text and wanted.digest == PYTHON_DOCS:
         return dict(given)
+    is_chosen = is_named(given) or any_text
     here = or_found_here(given)
-    own = data_of(here)
+    try:
+        own = data_of(here)
+    except ConfigError as error:
+        if is_chosen:
+            raise
+        begin_log()
+        logger.warning("Data that is on this machine cannot be used: %s", error)
+        here, own = dict(given), OF_PYTHON
     if own.digest == wanted.digest:
         return here
-    if is_named(given) or any_text:
+    if is_chosen:
         begin_log()
-        logger.warning("Run %r trains on %s, and this peer on other text: %s", run_id, wanted, own)
+        logger.warning("Run %r trains on %s, and this peer on other data: %s", run_id, wanted, own)
         return here
     urls = tuple(filter(is_public, wanted.urls))
     if not urls:
