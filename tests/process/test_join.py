@@ -187,9 +187,8 @@ def test_a_run_that_only_its_monitor_knows_is_begun_and_not_joined() -> None:
             first.wait_for("Step 1")
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(("join",), marks=pytest.mark.long), ("train", "--initial-peers")], ids=["join", "train"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("command", [("join",), ("train", "--initial-peers")], ids=["join", "train"])
 def test_a_trainer_that_starts_while_another_one_begins_the_run_waits_for_its_settings(
     command: tuple[str, ...], tmp_path: Path
 ) -> None:

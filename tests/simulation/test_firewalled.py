@@ -127,7 +127,7 @@ def test_one_without_the_state_of_the_run_is_told_that_it_will_drop_its_gradient
     assert dropped["one"] == 0
     lines = [record.message for record in caplog.records if "that train can be dialled" in record.message]
     assert lines
-    assert all("peers at another step (1 of the 2) drop theirs when they load that state" in line for line in lines)
+    assert all("the others (1 of the 2) drop theirs when they load that state" in line for line in lines)
 
 
 def test_one_that_comes_late_is_given_the_state_by_those_whom_it_cannot_dial() -> None:
