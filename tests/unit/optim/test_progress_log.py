@@ -76,7 +76,7 @@ def trainer_at(step: int, lineage: bytes = b"start") -> ProgressRecord:
         ([trainer_at(3), trainer_at(3)], "their gradients are kept."),
         (
             [trainer_at(0), trainer_at(3), trainer_at(3)],
-            "the gradients of 2 of them, on the leading branch at step 3, are kept; the others (1 of the 3) drop theirs when",
+            "the gradients of 2 of them, on the leading branch at step 3, are kept; the others (1 of the 3) drop",
         ),
         ([trainer_at(0), trainer_at(0, b"another")], "they began with different parameters, and drop their gradients"),
     ],
