@@ -175,7 +175,7 @@ def test_playground_fills_a_mask_with_the_kept_state(text: Path, tmp_path: Path)
 
 
 COMPUTING = """
-import sys, time, torch
+import time, torch
 from manyhands.cli import leaving
 from manyhands.cli.web_page import page_of
 from manyhands.monitor.web import Filled, bind
@@ -192,7 +192,7 @@ try:
         print("http://127.0.0.1:%d" % bound.getsockname()[1], flush=True)
         time.sleep(600.0)
 except KeyboardInterrupt:
-    sys.exit(130)
+    leaving.finish(130)
 """
 
 

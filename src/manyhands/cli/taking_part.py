@@ -198,6 +198,9 @@ def take_part(
         _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
         own_dir = folders.state_dir.path if folders.state_dir is not None else None
         cleanup.enter_context(page_beside(peer, run_id, page, network.state_dir or own_dir))
+        members = peer.presence.members.get(run_id)
+        if peer.addresses and (members is None or members.charter.is_open):
+            logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         if to_join is None and training.auxiliary:
             run = wait_for_trainers(peer, run_id)
         elif to_join is None:  # the known peers may be of an earlier start
@@ -205,9 +208,6 @@ def take_part(
         is_kept = folders.checkpoint_dir is not None and folders.checkpoint_dir.newest_run() is not None
         begins = "Going on with" if is_kept else "Beginning"
         logger.info("%s run %s as peer %s", "Joining" if run and run.manifest else begins, run_id, peer.peer_id)
-        members = peer.presence.members.get(run_id)
-        if peer.addresses and (members is None or members.charter.is_open):
-            logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         if run is not None:
             to_join = to_join or _run_to_join(run, training, given, output)
             _note_peers(peer, run)
