@@ -224,9 +224,11 @@ class RoundRunner:
         """Say that the lines are too slow for a round, and what the next one takes or what to change."""
         num_peers, setting, numel = len(group.members), self._config.codec, flat_N.numel()
         codec = codec_of_code(group.codec, setting)
+        others = [member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id]
+        following = chosen_codec(setting, [round(rate)], map(self._endpoint.rtt_s, others))
         by_codec_s = {
             one.name: needed_s(plan_of(shapes, one, dtype=flat_N.dtype).num_bytes(0, numel), num_peers, rate)
-            for one in (codec, INT8, INT4)
+            for one in (codec, following, INT8, INT4)
         }
         return describe_slow_round(
             num_bytes=numel * flat_N.element_size(),
@@ -234,7 +236,7 @@ class RoundRunner:
             rate=rate,
             available_s=available_s,
             codec=codec.name,
-            next_codec=chosen_codec(setting, [round(rate)], []).name,
+            next_codec=following.name,
             by_codec_s=by_codec_s,
         )
 
@@ -380,6 +382,7 @@ class RoundRunner:
         def moved() -> int:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
+        is_whole = False
         self._agreement.report(group, moved)
         self._endpoint.on_lost.append(on_lost)
         try:
@@ -387,12 +390,13 @@ class RoundRunner:
                 for other in butterfly.partners:
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)
+                is_whole = not butterfly.faults
                 if share.streams.keys() == {stream.stream for stream in streams.values()}:
                     self._rate = share.backlog.rate
                 return averaged_N
         finally:
             last_received = max((stream.last_received for stream in streams.values()), default=-math.inf)
-            self._was_moving = self._loop.time() - last_received < SILENT_S
+            self._was_moving = not is_whole and self._loop.time() - last_received < SILENT_S
             for task in watching:
                 self._watchers.cancel(task)
             self._endpoint.on_lost.remove(on_lost)

@@ -198,16 +198,17 @@ def take_part(
         _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
         own_dir = folders.state_dir.path if folders.state_dir is not None else None
         cleanup.enter_context(page_beside(peer, run_id, page, network.state_dir or own_dir))
-        members = peer.presence.members.get(run_id)
-        if peer.addresses and (members is None or members.charter.is_open):
-            logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
-        if to_join is None and training.auxiliary:
+        is_waiting = to_join is None and training.auxiliary
+        if is_waiting:
+            _tell_how_to_join(peer, run_id)  # trainers may need this peer's address to come
             run = wait_for_trainers(peer, run_id)
         elif to_join is None:  # the known peers may be of an earlier start
             run = begin_or_look_up(peer, run_id, _load_training, may_begin=start_new is not False)
         is_kept = folders.checkpoint_dir is not None and folders.checkpoint_dir.newest_run() is not None
         begins = "Going on with" if is_kept else "Beginning"
         logger.info("%s run %s as peer %s", "Joining" if run and run.manifest else begins, run_id, peer.peer_id)
+        if not is_waiting:
+            _tell_how_to_join(peer, run_id)
         if run is not None:
             to_join = to_join or _run_to_join(run, training, given, output)
             _note_peers(peer, run)
@@ -226,6 +227,12 @@ def take_part(
                 start_new=True if is_beginning and start_new is None else start_new,
                 is_chosen="batch_size" in given,
             )  # fmt: skip
+
+
+def _tell_how_to_join(peer: Peer, run_id: str) -> None:
+    members = peer.presence.members.get(run_id)
+    if peer.addresses and (members is None or members.charter.is_open):
+        logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
 
 
 def told_to(events: EventWriter, training: TrainingSettings) -> Tell:
@@ -473,6 +480,7 @@ def _note_peers(peer: Peer, run: Run) -> None:
         for peer_id, record in others.items():
             peer.endpoint.learn(peer_id, readable_addresses(record.addresses))
         # they may be gone when this peer has its data
-        peer.presence.seen_steps[run.run_id] = max([record.position.step for record in others.values()], default=0)
+        steps = [record.position.step for record in others.values()]
+        peer.presence.seen_steps[run.run_id] = max([peer.presence.seen_steps.get(run.run_id, 0), *steps])
 
     peer.run(note(), NOTE_TIMEOUT_S, "noting the peers of the run")

@@ -555,7 +555,7 @@ class Optimizer(OptimizerWrapper):
             for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
         if error is not None:  # after the update in the background
-            with suppress(Timeout):
+            with suppress(Timeout, ConfigError):  # the peer was closed, say
                 self._client.moved(step)
             if not isinstance(error, ManyhandsError):
                 raise error
@@ -638,5 +638,7 @@ class Optimizer(OptimizerWrapper):
 def _give_back(checks: LoopChecks, replica: Replica, wrapping: Wrapping) -> None:
     """Make the wrapped optimizer one of plain torch again, as this peer has left the run."""
     checks.close()
-    replica.release()
-    wrapping.end()
+    try:
+        replica.release()
+    finally:
+        wrapping.end()

@@ -286,6 +286,8 @@ class Agreement:
                 with suppress(ProtocolViolation):
                     state.know(checked(state.group, query.result()))
 
+        if state.query is not None:
+            state.query.cancel()  # of an earlier ballot
         state.query = self._loop.create_task(call)
         state.query.add_done_callback(note)
         await asyncio.wait([state.query])
