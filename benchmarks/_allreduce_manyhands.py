@@ -10,7 +10,7 @@ from _roster import Everybody
 
 from manyhands import Peer
 from manyhands.averaging.codecs import prepare_kernels
-from manyhands.averaging.commit.limits import MemberLimits
+from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address

@@ -3,7 +3,7 @@
     python benchmarks/unlike_data.py [--steps 600] [--seeds 1] [--spreads 6]
 
 Eight peers train a small classifier of ten clusters in one process, without a network. In each step the limits of the
-library (:mod:`manyhands.averaging.commit.limits`) are applied to the norms of their gradients. Where the clusters do
+library (:mod:`manyhands.averaging.round.limits`) are applied to the norms of their gradients. Where the clusters do
 not overlap, the model soon fits all samples but a few. A peer that is refused is away for 100 steps, then 200, and so
 on. ``--spreads 0`` is the rule of before, under which each norm over the limit was a strike.
 

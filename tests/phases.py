@@ -6,7 +6,9 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.averaging.messages import Group, Verdict, Vote
+from manyhands.averaging.messages import Group
+from manyhands.averaging.round.driver import RoundDriver
+from manyhands.averaging.round.machine import Action
 from manyhands.averaging.rounds import RoundRunner
 
 
@@ -19,9 +21,20 @@ class Phase(enum.Enum):
     CONCLUDED = "after commit"
 
 
+def on_driver(runner: RoundRunner, change: Callable[[RoundDriver], None]) -> None:
+    """Call ``change`` with the driver of each round before it begins."""
+    begin = runner._answers.begin
+
+    def begin_changed(driver: RoundDriver) -> None:
+        change(driver)
+        begin(driver)
+
+    runner._answers.begin = begin_changed  # type: ignore[method-assign]
+
+
 def on_phase(runner: RoundRunner, notify: Callable[[Phase], None]) -> None:
     """Call ``notify`` whenever a peer enters a phase of its round."""
-    find_group, conclude = runner._find_group, runner._agreement.conclude
+    find_group = runner._find_group
     candidates = runner.matchmaker.candidates
     note_round = candidates.note_round
 
@@ -31,14 +44,19 @@ def on_phase(runner: RoundRunner, notify: Callable[[Phase], None]) -> None:
         notify(Phase.FORMED)
         return group
 
-    async def vote(group: Group, vote: Vote, voting_s: float) -> Verdict:
-        notify(Phase.VOTING)
-        return await conclude(group, vote, voting_s)
+    def watch(driver: RoundDriver) -> None:
+        exchanged = driver.machine._exchanged
+
+        def tell(*arguments: Any) -> list[Action]:
+            notify(Phase.VOTING)
+            return exchanged(*arguments)
+
+        driver.machine._exchanged = tell  # type: ignore[method-assign]
 
     def note(*arguments: Any, **options: Any) -> None:
         notify(Phase.CONCLUDED)
         note_round(*arguments, **options)
 
     runner._find_group = find  # type: ignore[method-assign]
-    runner._agreement.conclude = vote  # type: ignore[method-assign]
+    on_driver(runner, watch)
     candidates.note_round = note  # type: ignore[method-assign]

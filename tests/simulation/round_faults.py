@@ -17,13 +17,14 @@ import torch
 from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Group, SpanResult
+from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
-from tests.phases import Phase, on_phase
+from tests.phases import Phase, on_driver, on_phase
 from tests.swarm import FixedRoster
 
 NUMEL = 60_000
@@ -284,22 +285,26 @@ class RoundWorld:
 
 def get_stuck(runner: RoundRunner, what: str) -> None:
     """Have a member stand still in its exchange, where it answers calls all the same."""
-    exchange = runner._exchange
-    if what == "claim":
-        report, amounts = runner._agreement.report, itertools.count()
-        runner._agreement.report = lambda group, _: report(group, lambda: next(amounts))  # type: ignore[method-assign]
 
     async def stand_still(*_: object) -> None:
         await asyncio.Event().wait()
 
-    async def exchange_in_part(group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
-        if what == "send":
-            butterfly._send_to = stand_still  # type: ignore[method-assign]
-        else:
-            butterfly._reducer.run = stand_still  # type: ignore[assignment,method-assign]
-        return await exchange(group, rank, butterfly, stream_id)
+    def change(driver: RoundDriver) -> None:
+        if what == "claim":
+            driver.moved = itertools.count().__next__  # type: ignore[method-assign]
+        butterfly_of = driver._contribution.butterfly
 
-    runner._exchange = exchange_in_part  # type: ignore[method-assign]
+        async def stuck_butterfly(*arguments: Any, **options: Any) -> Butterfly:
+            butterfly = await butterfly_of(*arguments, **options)
+            if what == "send":
+                butterfly._send_to = stand_still  # type: ignore[method-assign]
+            else:
+                butterfly._reducer.run = stand_still  # type: ignore[assignment,method-assign]
+            return butterfly
+
+        driver._contribution.butterfly = stuck_butterfly  # type: ignore[method-assign]
+
+    on_driver(runner, change)
 
 
 def random_death(seed: int) -> RoundWorld:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.commit.limits import MemberLimits, capped_weights
+from manyhands.averaging.round.limits import MemberLimits, capped_weights
 from manyhands.optim import Lamb
 from tests.simulation.swarm_of_trainers import Batch, Member, Swarm, assert_equal_parameters, cut, together
 from tests.sweeps import few_of
@@ -65,7 +65,7 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
 def splits_of(seed: int) -> list[list[list[int]]]:
     """For each step and peer the sizes of its batches; some peers have none in some steps.
 
-    No peer has so much more than the others that it counts for less: see :mod:`manyhands.averaging.commit.limits`.
+    No peer has so much more than the others that it counts for less: see :mod:`manyhands.averaging.round.limits`.
     """
     rng = random.Random(seed)
     steps: list[list[list[int]]] = []

@@ -44,7 +44,7 @@ AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # fits a host name o
 PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
-BallotNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
+ExchangeNumber = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 MAX_PARTS = 4096
 RecentRounds = Annotated[list[Annotated[bytes, msgspec.Meta(max_length=8 * MAX_AXES)]], msgspec.Meta(max_length=4)]
 """Of reserved fields: nothing sends or reads them."""
@@ -75,7 +75,7 @@ class Member(msgspec.Struct, frozen=True):
     addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
     is_client: bool
     weight: Weight
-    bandwidth: Bandwidth = 0  # unknown, or a client
+    bandwidth: Bandwidth = 0  # unknown
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -139,7 +139,7 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
-        digest: BLAKE3 of the means as sent, or of the vector after a recovery; see docs/reference/wire.md.
+        digest: BLAKE3 of the means as sent; see docs/reference/wire.md.
         parts: of the whole vector, in order, unless all members with a weight contributed to all of it; else empty.
     """
 
@@ -235,35 +235,32 @@ class Accusation(msgspec.Struct, frozen=True):
 
 
 class Vote(msgspec.Struct):
-    """A member's report to the leader of its round (:mod:`manyhands.averaging.commit.votes`).
+    """A member's report to the leader of its round, after each exchange (:mod:`manyhands.averaging.round.machine`).
 
     Attributes:
+        exchange: which one, from 0.
         digest, parts: of the result that it holds, as in :class:`RoundManifest`; empty if it lacks something.
-        missing: start and stop of what it lacks.
+        reason: why it lacks something.
         accusations: members whose values or means did not come, and why.
-        numel: of its vector.
     """
 
     group_id: Digest
-    digest: Digest
-    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)] = ""
-    ballot: BallotNumber = 0
-    accepted: BallotNumber = -1  # reserved, as is ``computed``: they were for leaders that follow each other in a round
+    exchange: ExchangeNumber
+    digest: Digest = b""
     parts: Annotated[list[SpanResult], msgspec.Meta(max_length=MAX_PARTS)] = []
-    missing: tuple[Count, Count] = (0, 0)
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)] = ""
     accusations: Annotated[list[Accusation], msgspec.Meta(max_length=256)] = []
-    computed: BallotNumber = 0
-    numel: Count = 0
 
 
-class Order(msgspec.Struct, frozen=True):
-    """The leader's order: these members reduce ``flat_N[start:stop]`` again, and then vote in this ballot."""
+class Received(msgspec.Struct):
+    """The leader has counted a vote."""
 
-    ballot: BallotNumber
+
+class Again(msgspec.Struct, frozen=True):
+    """The leader's order: these members exchange their values once more, and vote on that."""
+
+    exchange: ExchangeNumber
     members: Annotated[list[Rank], msgspec.Meta(max_length=2**16)]
-    start: Count = 0
-    stop: Count = 0
-    adopted: RoundManifest | None = None  # reserved: it was for leaders that follow each other in a round
 
 
 NOBODY = b""
@@ -271,31 +268,48 @@ NOBODY = b""
 
 
 class VerdictQuery(msgspec.Struct):
-    """Asks how a round ended; the asked member answers when it knows.
+    """Asks how a round goes on; the asked member answers as soon as there is news for the asking one.
 
-    Before that, the leader answers when it has lost more members, another member when it has lost the leader too.
+    The leader has news when the round is decided, when there is another exchange, or when it has lost more members; any
+    other member when it knows the verdict, or has lost the leader too.
     """
 
     group_id: Digest
-    num_lost: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0  # lost members known to the asking one
+    exchange: ExchangeNumber = 0  # that the asking member is in
+    num_lost: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0  # lost members that it knows
 
 
 class Verdict(msgspec.Struct):
-    """How a round ended; ``manifest`` is set if it committed. ``is_known`` is False while in doubt.
+    """How a round goes on.
 
     Attributes:
+        is_known: it is decided: ``manifest`` is set if it committed.
         reason: why it was aborted; if it committed, what went wrong, member by member.
-        order: what to do next, as long as there is no verdict.
-        is_open: the sender is in this round and has no verdict yet. A leader then blames the members lost so far;
-            another member blames the leader if it has lost that.
+        blamed: by whose fault. Without a verdict, the members that the sender has lost.
+        again: the next exchange, if there is one.
+        is_open: the sender is in this round, and has no verdict yet.
     """
 
     is_known: bool
     manifest: RoundManifest | None = None
     reason: str = ""
     blamed: list[PeerIdText] = []
-    order: Order | None = None
+    again: Again | None = None
     is_open: bool = False
+
+
+class MovedQuery(msgspec.Struct):
+    """Asks a member whether it is in the round, and how far its exchange is."""
+
+    group_id: Digest
+    leader: PeerIdText
+
+
+class Moved(msgspec.Struct):
+    """A member's progress."""
+
+    amount: Count = 0  # bytes sent and received in this exchange, and chunks averaged
+    is_gone: bool = False  # it is not in this round, and waits for no group of that leader
 
 
 class StreamHeader(msgspec.Struct):
@@ -334,7 +348,8 @@ def read_header(remote: PeerId, header: bytes, kind: type[T]) -> T:
 JOIN = Method("averaging.join", JoinRequest, JoinResponse)
 LEAVE = Method("averaging.leave", LeaveRequest, LeaveResponse)
 INVITE = Method("averaging.invite", InviteRequest, InviteResponse)
-VOTE = Method("averaging.vote", Vote, Verdict)
+VOTE = Method("averaging.vote", Vote, Received)
 ASK_VERDICT = Method("averaging.ask_verdict", VerdictQuery, Verdict)
+ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
 make_ready(StreamHeader)
 STREAM_KIND = "averaging"

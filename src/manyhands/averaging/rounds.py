@@ -7,28 +7,27 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from manyhands.averaging.allreduce.bandwidth import RoundBandwidth, describe_slow_round, needed_s
-from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.means import Means
-from manyhands.averaging.allreduce.straggler_monitor import PACE_KNOWN_SHARE, SILENT_S, StragglerMonitor
-from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
+from manyhands.averaging.allreduce.straggler_monitor import PACE_KNOWN_SHARE
+from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.codecs import INT4, INT8, Feedbacks, codec_of_code, plan_of
-from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
-from manyhands.averaging.commit.limits import MemberLimits, limited
-from manyhands.averaging.commit.recovery import Fetching, Recovery, Refill
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import chosen_codec
 from manyhands.averaging.matchmaking.candidates import Roster
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict, Vote
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest
+from manyhands.averaging.round.answers import Answers
+from manyhands.averaging.round.driver import RoundDriver
+from manyhands.averaging.round.exchange import Contribution, Refill
+from manyhands.averaging.round.limits import MemberLimits, limited
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout, TooSlow
@@ -36,15 +35,12 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 from manyhands.runtime.executor import run_to_end
-from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
 
 Shapes: TypeAlias = Sequence[Sequence[int]]
 
 BYTES_PER_MBIT = 125_000
-ROUND_TRIPS, LEAST_S, DOUBTED_S = 4, 0.5, 2.0
-"""How long a doubted member may take to open its stream: round trips, and limits in seconds."""
 
 
 @dataclass
@@ -64,12 +60,13 @@ class CommittedRound:
 
     Attributes:
         averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None if
-            this member lacks what most hold: it was left out, or could not fetch a part. It must load the others' state
-            to follow them.
+            this member lacks what most hold. To follow them, it must get this step from one of them, or their state.
         averaging_s: seconds from when the group had formed until this member held the mean, or knew that it does not.
         reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
         is_outsized: the others left out this peer's values, as they were too large beside theirs.
         usual_norm: of the members' values; 0 without limits.
+        means: as they were sent, in memory that later rounds use again; None if ``averaged_N`` is.
+        may_be_lacking: a member was lost, so that others may not hold the means.
     """
 
     averaged_N: torch.Tensor | None
@@ -79,6 +76,8 @@ class CommittedRound:
     blamed: tuple[PeerId, ...] = ()
     is_outsized: bool = False
     usual_norm: float = 0.0
+    means: Means | None = None
+    may_be_lacking: bool = False
 
 
 class RoundRunner:
@@ -96,7 +95,6 @@ class RoundRunner:
     Attributes:
         matchmaker: finds the groups; it may hold a place before the values are there.
         memory: that only rounds need; free it while there is none.
-        on_means: called with what a round has committed, and the means as sent, before anybody changes these.
     """
 
     def __init__(
@@ -122,20 +120,14 @@ class RoundRunner:
             ) from error
         self._tasks = TaskOwner("rounds")
         self._streams = PartnerStreams(own, config, self._tasks)
-        follows, doubted = self.matchmaker.follows, self.matchmaker.candidates.doubted
-        self._agreement = Agreement(own, config, self._streams, follows=follows, doubted=doubted)
-        self._fetching = Fetching(own, config)
+        self._answers = Answers(own, self.matchmaker)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
-        self._rate: float | None = None  # of the current round, and so are these:
-        self._was_moving = False  # whether values still came when its exchange ended
-        self._meter = RoundMeter()
+        self._meter = RoundMeter()  # of the current round, and so are these:
         self._deadline = 0.0
         self._ends_at = 0.0  # for this peer or for the leader
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
-        self._watchers = TaskOwner("watching a round")  # each ends with its exchange
-        self.on_means: list[Callable[[RoundManifest, Means], Awaitable[None]]] = []
 
     def forget_errors(self, *, keeps_unsent: bool = False) -> None:
         """Drop the error feedback, of values that are gone, except (if so) what a sparse codec has not sent yet."""
@@ -144,8 +136,7 @@ class RoundRunner:
 
     async def close(self) -> None:
         await self.matchmaker.close()
-        await self._agreement.close()
-        self._fetching.close()
+        await self._answers.close()
         self._streams.close()
         await self._tasks.close()
 
@@ -189,20 +180,25 @@ class RoundRunner:
         self._deadline = self._loop.time() + min(timeout_s, self._config.averaging_timeout_s)
         shapes = shapes if shapes is not None else [flat_N.shape]
         group = await self._find_group(weight, gather_s)
-        formed_at, self._rate = self._loop.time(), None
+        formed_at = self._loop.time()
         sent_before, received_before = self._meter.num_bytes_sent, self._meter.num_bytes_received
-        self._was_moving = False
-        recovery = self._new_recovery(group, flat_N, shapes, refill, part, norm_before)
+        contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before)
+        driver = RoundDriver(
+            self._endpoint, self._config, self._streams, contribution,
+            deadline=self._deadline, ends_at=self._ends_at, impatient=self.matchmaker.candidates.doubted(group),
+        )  # fmt: skip
+        feedbacks = contribution.feedbacks
         try:
-            committed = await self._commit(recovery, formed_at)
-            if recovery.feedbacks is not None:
+            committed = await self._take_part(driver, contribution, formed_at)
+            if feedbacks is not None:
                 is_left_out = weight > 0 and self._endpoint.peer_id not in committed.manifest.contributors()
-                await run_to_end(functools.partial(recovery.feedbacks.commit, is_left_out=is_left_out))
+                await run_to_end(functools.partial(feedbacks.commit, is_left_out=is_left_out))
         except RoundAborted as error:
             self._streams.drop_idle(member.peer_id for member in group.members)
             seconds, available_s = self._loop.time() - formed_at, self._ends_at - formed_at
             num_sent = self._meter.num_bytes_sent - sent_before
-            if self._was_moving and seconds >= PACE_KNOWN_SHARE * available_s and not recovery.plan.passes_on:
+            was_moving = driver.exchanges[-1].was_moving
+            if was_moving and seconds >= PACE_KNOWN_SHARE * available_s and not contribution.plan.passes_on:
                 num_received = self._meter.num_bytes_received - received_before
                 rate = self._bandwidth.end_slow_round(min(num_sent, num_received), seconds)
                 if rate is not None:
@@ -211,13 +207,13 @@ class RoundRunner:
                 self._bandwidth.lose_round()
             raise
         finally:
-            if recovery.feedbacks is not None:
-                recovery.feedbacks.abort()
+            if feedbacks is not None:
+                feedbacks.abort()
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
             num_sent = self._meter.num_bytes_sent - sent_before
-            self._bandwidth.end_round(num_sent, committed.averaging_s, self._rate)
+            self._bandwidth.end_round(num_sent, committed.averaging_s, driver.exchanges[-1].rate)
         return committed
 
     def _slow_round(self, group: Group, flat_N: torch.Tensor, shapes: Shapes, rate: float, available_s: float) -> str:
@@ -252,72 +248,45 @@ class RoundRunner:
         self._ends_at = min(self._deadline, self._loop.time() + (group.time_left_s or math.inf))
         return limited(group, self._limits) if self._limits is not None else group
 
-    async def _commit(self, recovery: Recovery, formed_at: float) -> CommittedRound:
-        """Average and vote in a formed group, again whenever its leader orders that, until the round is decided."""
-        group, rank = recovery.group, recovery.rank
-        async with AsyncExitStack() as held:
-            held.enter_context(self.matchmaker.in_round(group))
-            await held.enter_async_context(self._agreement.of(group))
-            held.enter_context(self._fetching.of(recovery))
-            order, limit_s = recovery.everything, self._left_s()
-            while True:
-                verdict = await self._unless_decided(group, recovery.average(order, limit_s))
-                if isinstance(verdict, Vote):
-                    began = self._loop.time()
-                    verdict = await self._agreement.conclude(group, verdict, max(self._left_s(), MIN_VOTING_S))
-                    self._meter.vote_s += self._loop.time() - began
-                if verdict.order is None:
-                    break
-                order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
-            others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
-            struck = {group.members[number].peer_id for number in recovery.struck} & set(verdict.blamed)
-            manifest = verdict.manifest
-            self.matchmaker.candidates.note_round(
-                others, verdict.blamed, struck, leader=group.leader, is_committed=manifest is not None
-            )
-            if manifest is None:
-                if not any(member.weight > 0 for member in group.members):
-                    raise NothingToAverage(verdict.reason, verdict.blamed)
-                raise RoundAborted(verdict.reason, verdict.blamed)
-            means = recovery.results.get(manifest.digest)
-            is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
-            is_outsized = is_left_out and rank in recovery.outsized
-            if means is None and (is_outsized or not is_left_out):
-                means = await self._fetching.fetch(recovery, manifest, verdict.blamed, self._late_s())
-            if means is not None:
-                if verdict.blamed or self._agreement.has_lost(group):
-                    await self._fetching.keep(means, manifest.digest)
-                for tell in self.on_means:
-                    await tell(manifest, means)
-            return CommittedRound(
-                averaged_N=means.averaged_N if means is not None else None,
-                manifest=manifest,
-                averaging_s=self._loop.time() - formed_at,
-                reason=verdict.reason,
-                blamed=tuple(verdict.blamed),
-                is_outsized=is_outsized,
-                usual_norm=recovery.usual_norm,
-            )
-
-    async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
-        """Average until done or until the round is decided; a decided round needs no further values."""
-        began = self._loop.time()
-        working = self._loop.create_task(averaging)
-        deciding = self._loop.create_task(self._agreement.decided(group))
+    async def _take_part(self, driver: RoundDriver, contribution: Contribution, formed_at: float) -> CommittedRound:
+        """Exchange values and vote in a formed group, until the round is decided."""
+        group, rank = contribution.group, contribution.rank
+        self._answers.begin(driver)
         try:
-            await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done() and deciding.result().manifest is not None:  # this member is a little late
-                await asyncio.wait([working], timeout=self._late_s())
-            if working.done():
-                vote = working.result()  # raises what the refill raised
-            return deciding.result() if deciding.done() else vote
+            with self.matchmaker.in_round(group):
+                verdict = await driver.run()
         finally:
-            self._meter.averaging_s += self._loop.time() - began
-            for task in (working, deciding):
-                task.cancel()
-            await asyncio.gather(working, deciding, return_exceptions=True)
+            self._answers.end(driver)
+            self._meter.averaging_s += driver.exchanging_s
+            self._meter.vote_s += driver.voting_s
+            self._meter.num_bytes_sent += sum(exchange.num_bytes_sent for exchange in driver.exchanges)
+            self._meter.num_bytes_received += sum(exchange.num_bytes_received for exchange in driver.exchanges)
+        others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
+        struck = {group.members[number].peer_id for number in contribution.struck} & set(verdict.blamed)
+        manifest = verdict.manifest
+        self.matchmaker.candidates.note_round(
+            others, verdict.blamed, struck, leader=group.leader, is_committed=manifest is not None
+        )
+        if manifest is None:
+            if not any(member.weight > 0 for member in group.members):
+                raise NothingToAverage(verdict.reason, verdict.blamed)
+            raise RoundAborted(verdict.reason, verdict.blamed)
+        is_held = contribution.means is not None and contribution.digest == manifest.digest
+        means = contribution.means if is_held else None
+        is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
+        return CommittedRound(
+            averaged_N=means.averaged_N if means is not None else None,
+            manifest=manifest,
+            averaging_s=self._loop.time() - formed_at,
+            reason=verdict.reason,
+            blamed=tuple(verdict.blamed),
+            is_outsized=is_left_out and rank in contribution.outsized,
+            usual_norm=contribution.usual_norm,
+            means=means,
+            may_be_lacking=bool(verdict.blamed) or driver.machine.has_lost,
+        )
 
-    def _new_recovery(
+    def _contribution(
         self,
         group: Group,
         flat_N: torch.Tensor,
@@ -325,7 +294,7 @@ class RoundRunner:
         refill: Refill | None,
         part: int,
         norm_before: float | None,
-    ) -> Recovery:
+    ) -> Contribution:
         rank = group.rank_of(self._endpoint.peer_id)
         assert rank is not None
         plan = plan_of(shapes, codec_of_code(group.codec, self._config.codec), dtype=flat_N.dtype)
@@ -337,73 +306,10 @@ class RoundRunner:
                 self._feedbacks[part] = feedbacks = Feedbacks.of(plan)
             if (weight := group.members[rank].weight) > 0 and not plan.passes_on:  # what is unsent is no small error
                 feedbacks.sent.share = weight / sum(member.weight for member in group.members)
-        return Recovery(
-            group=group, rank=rank, flat_N=flat_N, plan=plan, exchange=self._exchange, refill=refill,
-            memory=self.memory, feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
+        return Contribution(
+            group=group, rank=rank, flat_N=flat_N, plan=plan, refill=refill, memory=self.memory,
+            feedbacks=feedbacks, limits=self._limits, norm_before=norm_before,
         )  # fmt: skip
 
     def _left_s(self) -> float:
         return self._deadline - self._loop.time()
-
-    def _late_s(self) -> float:
-        """Seconds a late member may still take once the others are done."""
-        return max(self._left_s(), self._config.stream_timeout_s)
-
-    async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
-        """Run the all-reduce; a member whose control connection breaks counts as lost."""
-        streams: dict[int, RoundStream] = {}
-        lost: set[PeerId] = set()
-        ask = functools.partial(self._agreement.ask_moved, group)
-        doubted = self.matchmaker.candidates.doubted(group)
-        monitor = StragglerMonitor(group, rank, butterfly, streams, ask, self._ends_at, doubted)
-        watching: list[asyncio.Task[None]] = []
-
-        def on_lost(peer_id: PeerId) -> None:
-            lost.add(peer_id)
-            for stream in streams.values():
-                if stream.remote == peer_id:
-                    stream.abort()
-
-        async def connect(other: int) -> Stream:
-            num_bytes = butterfly.num_bytes_with(other)
-            within_s = self._config.stream_timeout_s
-            if other in doubted:
-                rtts_s = ROUND_TRIPS * self._endpoint.rtt_s(group.members[other].peer_id)
-                within_s = min(max(rtts_s, LEAST_S), DOUBTED_S)
-            ask = functools.partial(self._agreement.check_in_round, group, other)
-            connecting = self._streams.connect(group, rank, other, num_bytes, stream_id, within_s, ask)
-            stream = streams[other] = await connecting
-            share.add(stream.stream, num_bytes)
-            watching.append(self._watchers.spawn(monitor.watch(other, stream), name=f"peer {stream.remote}"))
-            if stream.remote in lost:
-                stream.abort()
-            return stream
-
-        def moved() -> int:
-            return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
-
-        is_whole = False
-        self._agreement.report(group, moved)
-        self._endpoint.on_lost.append(on_lost)
-        try:
-            with self._endpoint.uplink.shared() as share, ExitStack() as held:
-                for other in butterfly.partners:
-                    held.enter_context(self._endpoint.held(group.members[other].peer_id))
-                averaged_N = await butterfly.run(connect)
-                is_whole = not butterfly.faults
-                if share.streams.keys() == {stream.stream for stream in streams.values()}:
-                    self._rate = share.backlog.rate
-                return averaged_N
-        finally:
-            last_received = max((stream.last_received for stream in streams.values()), default=-math.inf)
-            self._was_moving = not is_whole and self._loop.time() - last_received < SILENT_S
-            for task in watching:
-                self._watchers.cancel(task)
-            self._endpoint.on_lost.remove(on_lost)
-            self._streams.end(stream_id)
-            for other, stream in streams.items():
-                self._meter.num_bytes_sent += stream.bytes_sent
-                self._meter.num_bytes_received += stream.bytes_received
-                is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in lost
-                self._streams.give_back(stream, is_used_up=is_used_up, within_s=self._late_s())
-            await asyncio.gather(*watching, return_exceptions=True)  # last: a cancellation may end this here

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from manyhands.averaging.commit.limits import MemberLimits, capped_weights, limited, outsized, usual_norm, witnessed
+from manyhands.averaging.round.limits import MemberLimits, capped_weights, limited, outsized, usual_norm, witnessed
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import group_of
 

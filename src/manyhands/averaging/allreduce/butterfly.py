@@ -7,7 +7,7 @@ different vector is detected before its values count. A reducer adds in the orde
 depend on timing. It encodes each mean once, and all members, the reducer included, decode the same bytes.
 
 A lost member does not end the all-reduce. Chunks that it had delivered count, later chunks are the mean of the others,
-and its own span is missing. Missing spans are reduced again (:mod:`manyhands.averaging.commit.recovery`).
+and its own span is missing. Then all is exchanged again without it (:mod:`manyhands.averaging.round.machine`).
 
 Arithmetic on more than a few values runs off the event loop, so that calls from other peers need not wait for it.
 
@@ -22,18 +22,18 @@ import itertools
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.means import BadContribution, Contributions, Means, digest_of_all
+from manyhands.averaging.allreduce.means import BadContribution, ContributionRecords, Means, digest_of_all, parts_of
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
 from manyhands.averaging.codecs import ABSENT, BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
-from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
+from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, SpanResult
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.runtime.waker import Waker
 from manyhands.transport.api import Stream
@@ -91,14 +91,14 @@ class Pausing(Iterator[memoryview]):
 
 
 class Butterfly:
-    """One member's part in one all-reduce, of the whole vector or a part of it.
+    """One member's part in one all-reduce.
 
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
         rank: of this member, whose values are ``flat_N``, of the plan's dtype, on the CPU.
         members: ranks that take part.
-        averaged_N: receives the means; only ``region`` is written. If it is ``flat_N``, the means of a chunk overwrite
-            the values once its reducer has these.
+        averaged_N: receives the means. If it is ``flat_N``, the means of a chunk overwrite the values once its reducer
+            has these.
         is_measured: whether the reducers report how large each member's values are; the same on all members.
 
     Attributes:
@@ -116,7 +116,6 @@ class Butterfly:
         plan: Plan,
         *,
         members: Collection[int],
-        region: slice,
         averaged_N: torch.Tensor,
         memory: Memory,
         feedbacks: Feedbacks | None,
@@ -126,20 +125,21 @@ class Butterfly:
         self.faults: dict[int, Accusation] = {}
         self.wanted: dict[int, Wanted] = {}
         self.done_with: set[int] = set()
+        self._group = group
         self._members = group.members
         self._rank = rank
         self._flat_N = flat_N
         self._plan = plan
         self._codec = group.codec
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
-        self.partition = Partition(group, members, region, plan)
+        self.partition = Partition(group, members, plan)
         reducers = self.partition.reducers
         self.partners = [other for other in sorted(members) if other != rank and reducers & {other, rank}]
         self._weights = self.partition.weights
         self._own_encoded: dict[int, torch.Tensor] = {}  # by start of the chunk, where contributions are passed on
         self._passed_on: dict[int, list[list[int]]] = defaultdict(list)  # by reducer, whose are in each chunk
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
-        self._records = Contributions(flat_N.numel(), len(group.members), contributors)
+        self._records = ContributionRecords(len(group.members), contributors)
         self._encoded = self._memory_of_means(memory)
         self._norms = Norms(plan, self._weights) if is_measured else None
         self._norms_record = struct.Struct(f"<{len(group.members) if is_measured else 0}f")
@@ -154,21 +154,30 @@ class Butterfly:
 
     def digest(self) -> bytes:
         """BLAKE3 of the digests of all spans, in order of ranks, of the means as sent. Nothing may be missing."""
-        return digest_of_all([hasher.digest() for hasher in self._hashers], spans_ballots=False)
+        return digest_of_all([hasher.digest() for hasher in self._hashers])
 
     def means(self) -> Means:
         """The means as sent, by reducer, as far as they have come; call it once the butterfly has ended."""
         chunks = () if self._plan.passes_on else self.partition.chunks
-        return Means(self.averaged_N, False, self._encoded, self._decode_all, self._codec, chunks)
+        return Means(self.averaged_N, self._encoded, self._codec, chunks)
 
-    def held(self) -> list[tuple[slice, int, list[int]]]:
-        """The averaged chunks, each with its reducer and contributors; all chunks of a span or none."""
-        told = {**self._told, **({self._rank: self._reducer.presents} if self.has_reduced else {})}
-        return [
+    @property
+    def is_whole(self) -> bool:
+        """Whether all means are there."""
+        return self.partition.reducers <= self._presents().keys()
+
+    def parts(self) -> list[SpanResult]:
+        """Who contributed to which part, as in a manifest. Nothing may be missing."""
+        held = [
             (chunk, rank, present)
-            for rank, presents in sorted(told.items())
+            for rank, presents in self._presents().items()
             for chunk, present in zip(self.partition.chunks[rank], presents, strict=True)
         ]
+        return parts_of(held, self._group)
+
+    def _presents(self) -> dict[int, list[list[int]]]:
+        """Who contributed to each chunk, by reducer; only of those whose means are all there."""
+        return self._told | ({self._rank: self._reducer.presents} if self.has_reduced else {})
 
     def norms(self) -> list[list[float]]:
         """Each member's norm by span, from this member and each reducer that has reported in full."""
@@ -190,8 +199,10 @@ class Butterfly:
         """Approximate bytes in each direction of the stream to a partner."""
         return self.partition.mean_bytes[rank] + self.partition.mean_bytes[self._rank]
 
-    async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
-        """Exchange values with all partners over the streams that ``connect`` opens; returns the weighted mean.
+    async def run(self, streams: Mapping[int, Awaitable[Stream]]) -> torch.Tensor:
+        """Exchange values with all partners over these streams, by rank; returns the weighted mean.
+
+        One that does not come raises ``RoundAborted`` or ``PeerLost``; the exchange goes on without that partner.
 
         Raises:
             InvalidContribution: this member's own values are not finite.
@@ -199,7 +210,7 @@ class Butterfly:
         """
         loop = asyncio.get_running_loop()
         reducing = loop.create_task(self._reducer.run(self._spoil))
-        self._conversations = {rank: loop.create_task(self._converse(rank, connect)) for rank in self.partners}
+        self._conversations = {rank: loop.create_task(self._converse(rank, streams[rank])) for rank in self.partners}
         try:
             await _all_or_none([reducing, *self._conversations.values()])
         except NotFinite as error:
@@ -222,11 +233,11 @@ class Butterfly:
         peer_id = self._members[rank].peer_id
         return InvalidContribution(f"{what}peer {peer_id} {how}", [peer_id])
 
-    async def _converse(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
+    async def _converse(self, rank: int, opening: Awaitable[Stream]) -> None:
         """Exchange all values and means with a partner; it is lost if it does not keep up its part."""
         loop = asyncio.get_running_loop()
         try:
-            stream = await connect(rank)
+            stream = await opening
             try:
                 sending = loop.create_task(self._send_to(rank, stream))
                 await _all_or_none([sending, loop.create_task(self._receive_from(rank, stream))])
@@ -419,12 +430,6 @@ class Butterfly:
         """The chunks of a reducer's span, each with memory for its means as sent."""
         for chunk, place in zip(self.partition.chunks[rank], self.partition.mean_places[rank], strict=True):
             yield chunk, self._encoded[rank][place]
-
-    def _decode_all(self) -> None:
-        for rank in range(len(self._members)):
-            for chunk, encoded in self._encoded_chunks(rank):
-                if not self.partition.is_exact:
-                    self.partition.means.decode(encoded, chunk.start, self.averaged_N[chunk])
 
 
 async def _all_or_none(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -46,28 +46,27 @@ MANY_TO_ONE = 8
 
 
 class Partition:
-    """The spans of the reducers, and their chunks, in the region of a vector that the members of these ranks average.
+    """The spans of the reducers, and their chunks, in a vector that the members of these ranks average.
 
     Attributes:
         weights: by rank; 0 for members that do not take part.
         means: how means are encoded.
-        is_exact: whether values in the region are sent unencoded.
+        is_exact: whether values are sent unencoded.
         spans, numel, chunks: by rank; empty for a member that reduces nothing.
         places, mean_places: the position of each encoded chunk in its span, in bytes.
         num_bytes, mean_bytes: the encoded size of each span, and of its means.
     """
 
-    def __init__(self, group: Group, members: Collection[int], region: slice, plan: Plan) -> None:
+    def __init__(self, group: Group, members: Collection[int], plan: Plan) -> None:
         self.plan = plan
         self.weights = [member.weight if rank in members else 0.0 for rank, member in enumerate(group.members)]
         self.means = Gathered(plan, self.weights) if plan.passes_on else plan
-        self.is_exact = plan.is_exact(region.start, region.stop) and not plan.passes_on
-        numel = region.stop - region.start
+        self.is_exact = plan.is_exact(0, plan.numel) and not plan.passes_on
+        numel = plan.numel
         unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs
         least = 1 if plan.passes_on else LEAST_UNITS  # the largest of a part of a chunk are others
         spans = owned_spans(numel, leveled(group.bandwidths(members)), group.min_span_numel, group.group_id)
-        spans = in_whole_units(spans, unit, least)
-        self.spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
+        self.spans = in_whole_units(spans, unit, least)
         self.numel: list[int] = [span.stop - span.start for span in spans]
         self.reducers = {rank for rank, span_numel in enumerate(self.numel) if span_numel > 0}
         num_reducers = max(1, len(self.reducers))

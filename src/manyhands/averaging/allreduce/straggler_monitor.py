@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
-
-import msgspec
+from collections.abc import Collection, Mapping
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
-from manyhands.averaging.messages import BLAMED, Count, Digest, Group, PeerIdText
+from manyhands.averaging.allreduce.streams import dials
+from manyhands.averaging.messages import ASK_MOVED, BLAMED, Group, Moved, MovedQuery
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import PeerError, Unavailable
-from manyhands.rpc import Method
 from manyhands.transport.api import Stream
 
 PROBE_S = 2.0
@@ -45,23 +44,6 @@ MARGIN = 1.5
 """How much longer than another reducer one may take, in proportion to the size of its span, as a factor."""
 
 
-class MovedQuery(msgspec.Struct):
-    """Asks a member for the progress of its exchange."""
-
-    group_id: Digest
-    leader: PeerIdText
-
-
-class Moved(msgspec.Struct):
-    """A member's progress."""
-
-    amount: Count = 0  # bytes sent and received in this exchange, and chunks averaged
-    is_gone: bool = False  # it is not in this round, and waits for no group of that leader
-
-
-ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
-
-
 def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0) -> float:
     """Timeout of an answer during a round, by the lowest known rate: what came, or the bandwidth of one of both."""
     rates = bytes_per_s, group.members[rank].bandwidth, group.members[other].bandwidth
@@ -70,35 +52,38 @@ def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0)
 
 
 class StragglerMonitor:
-    """Gives up the members of one exchange, which ends at a loop time, that are silent, stuck or too slow.
+    """Gives up the members of one exchange, which ends at a loop time, that are gone, silent, stuck or too slow.
 
     Args:
+        streams: by rank, as far as they are open.
         doubted: ranks of members that get less time, see
             :meth:`~manyhands.averaging.matchmaking.candidates.Candidates.doubted`.
     """
 
     def __init__(
         self,
+        endpoint: RunEndpoint,
         group: Group,
         rank: int,
         butterfly: Butterfly,
         streams: Mapping[int, Stream],
-        ask: Callable[[int, float], Awaitable[Moved]],
         ends_at: float,
-        doubted: set[int],
+        doubted: Collection[int],
     ) -> None:
+        self._endpoint = endpoint
         self._group = group
         self._rank = rank
         self._butterfly = butterfly
         self._streams = streams
-        self._ask = ask
         self._doubted = doubted
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
         self._round_s = ends_at - self._since
 
-    async def watch(self, rank: int, stream: Stream) -> None:
+    async def watch(self, rank: int) -> None:
         """Watch a partner until it is lost, or this is cancelled."""
+        if (stream := await self._stream_of(rank)) is None:
+            return None
         began = before = since = moved_at = self._loop.time()
         amount, owed_s = -1, 0.0  # how far it is, and how long it owes values without being held up by others
         last: Wanted | None = None
@@ -126,7 +111,7 @@ class StragglerMonitor:
             try:
                 moving_s = stream.last_received - began
                 rate = received / moving_s if moving_s > 0 else 0.0
-                moved = await self._ask(rank, rate)
+                moved = await self._ask(rank, rate)  # bounded by the time for an answer
             except (Unavailable, PeerError):
                 if stream.bytes_received == received:
                     return self._lose(rank, "sends nothing, and does not answer")
@@ -139,12 +124,39 @@ class StragglerMonitor:
                 how = f"answers, but sends no {wanted.value}, and moved nothing for {still_s:.0f} s"
                 return self._lose(rank, how)
 
+    async def _stream_of(self, rank: int) -> Stream | None:
+        """Wait for a partner's stream, and ask it whether it comes; None once it is lost."""
+        member = self._group.members[rank]
+        while rank not in self._streams:
+            await asyncio.sleep(LOOK_PERIOD_S)
+            if rank in self._butterfly.faults:
+                return None
+            is_mute = member.is_client and not self._endpoint.is_connected(member.peer_id)  # it may still dial
+            if rank in self._streams or is_mute or dials(self._group, self._rank, rank):
+                continue
+            try:
+                is_gone, how = (await self._ask(rank)).is_gone, "it is in another round, or in none"
+            except (Unavailable, PeerError) as error:
+                is_gone, how = True, str(error)
+            if is_gone and rank not in self._streams:
+                reason = f"no stream to a member: peer {member.peer_id}: {how}"
+                self._butterfly.lose(rank, reason, is_stalled=True)
+                return None
+            await asyncio.sleep(SILENT_S)
+        return self._streams[rank]
+
+    async def _ask(self, rank: int, bytes_per_s: float = 0.0) -> Moved:
+        """Ask a member for its progress; raises Unavailable or PeerError if it does not answer."""
+        timeout_s = answer_time_s(self._group, self._rank, rank, bytes_per_s)
+        query = MovedQuery(self._group.group_id, self._group.leader)
+        return await self._endpoint.call(self._group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
+
     def _is_last(self, rank: int, wanted: Wanted, received: int) -> bool:
         """Whether a doubted member would take longer than ``LAST_S`` when all others have sent what it still has to."""
         if rank not in self._doubted:
             return False
         butterfly = self._butterfly
-        others = set(butterfly.partners) - butterfly.done_with - butterfly.faults.keys() - self._doubted
+        others = set(butterfly.partners) - butterfly.done_with - butterfly.faults.keys() - set(self._doubted)
         if any(other not in self._streams or butterfly.wanted.get(other) is wanted for other in others):
             return False
         left, passed_s = butterfly.num_bytes_with(rank) - received, self._loop.time() - self._since

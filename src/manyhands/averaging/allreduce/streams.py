@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
-from typing import NoReturn
+from collections.abc import Iterable
 
 import msgspec
 
@@ -39,14 +38,13 @@ UNNAMED_S = 120.0
 MAX_UNNAMED = 512
 """Limits of the accepted streams that wait for a name, one for each peer: strangers may open them. A reducer may have
 hundreds of clients."""
-ASK_AFTER_S = 0.3
-"""After this time without a stream from a partner, ask it whether it is in the round."""
-ASK_AGAIN_S = 1.5
-"""Pause after each answer, before it is asked again."""
 REMEMBERED_ROUNDS = 16
 
-Ask = Callable[[], Awaitable[object]]
-"""Asks a partner whether it is in the round; raises Unavailable or PeerError if it is not."""
+
+def dials(group: Group, rank: int, other: int) -> bool:
+    """Whether a member dials a partner, rather than wait for its stream: a client does, else the lower rank."""
+    member, partner = group.members[rank], group.members[other]
+    return member.is_client or (not partner.is_client and rank < other)
 
 
 class RoundStream(PassingStream):
@@ -101,22 +99,21 @@ class PartnerStreams:
     # in a round
 
     async def connect(
-        self, group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes, within_s: float, ask: Ask
+        self, group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes, within_s: float
     ) -> RoundStream:
-        """Open or await the stream to a partner: a client dials, else the lower rank.
+        """Open or await the stream to a partner.
 
         Args:
             num_bytes: approximate bytes that it will carry in each direction.
-            stream_id: names the round.
+            stream_id: names the exchange.
             within_s: limit of the wait.
-            ask: called from time to time while the partner's stream does not come.
         Raises:
             RoundAborted: there is no stream to it.
         """
         member = group.members[other]
         try:
-            if not (group.members[rank].is_client or (not member.is_client and rank < other)):
-                return await self._await_stream(member, stream_id, within_s, ask)
+            if not dials(group, rank, other):
+                return await self._await_stream(member, stream_id, within_s)
             await self._make_sure_of(member.peer_id, within_s)
             if (stream := await self._take_idle(member.peer_id, stream_id)) is None:
                 header = msgspec.msgpack.encode(StreamHeader(stream_id))
@@ -126,33 +123,17 @@ class PartnerStreams:
             raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
         return stream
 
-    async def _await_stream(self, member: Member, stream_id: bytes, within_s: float, ask: Ask) -> RoundStream:
-        """Await a partner's stream; a partner that died first may never have had a connection."""
+    async def _await_stream(self, member: Member, stream_id: bytes, within_s: float) -> RoundStream:
         key = (stream_id, member.peer_id)
         future = self._future(key)
-        asking = self._loop.create_task(self._keep_asking(member, within_s, ask))
-        asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # the stream may have come as well
         try:
             async with time_limit(within_s, f"waiting for the stream of peer {member.peer_id}"):
-                await asyncio.wait([future, asking], return_when=asyncio.FIRST_COMPLETED)
-                return await (future if future.done() else asking)
+                return await future
         except BaseException:
             self._release_awaited(future)  # it may have come in the same moment
             raise
         finally:
             self._awaited.pop(key, None)
-            asking.cancel()
-
-    async def _keep_asking(self, member: Member, within_s: float, ask: Ask) -> NoReturn:
-        """Raise Unavailable or PeerError once a partner is no longer in the round; never returns."""
-        wait_s = ASK_AFTER_S
-        while True:
-            await asyncio.sleep(wait_s)
-            wait_s = ASK_AGAIN_S
-            if not member.is_client:
-                await self._make_sure_of(member.peer_id, within_s)
-            if self._endpoint.is_connected(member.peer_id):  # a client may still dial
-                await ask()
 
     async def _make_sure_of(self, peer_id: PeerId, within_s: float) -> None:
         """Open a control connection to a partner: its heartbeats show both ends whether the other is alive."""

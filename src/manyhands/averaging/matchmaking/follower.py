@@ -159,8 +159,7 @@ class Matchmaker:
 
     def _member(self, weight: float, bandwidth: int) -> Member:
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
-        is_client = self._endpoint.client_mode
-        return Member(self._endpoint.peer_id, addresses, is_client, weight, 0 if is_client else bandwidth)
+        return Member(self._endpoint.peer_id, addresses, self._endpoint.client_mode, weight, bandwidth)
 
     async def hold_place(self) -> None:
         """Hold a place in the next group until this is cancelled or the lineage changes.

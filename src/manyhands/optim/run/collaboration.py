@@ -17,9 +17,9 @@ from dataclasses import KW_ONLY, dataclass
 import msgspec
 
 from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
-from manyhands.averaging.commit.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.round.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
@@ -150,11 +150,6 @@ class Collaboration:
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self.tasks.close)
             look_ahead = LookAhead(self._rounds.matchmaker, self.tracker, self.tasks, self.batch_size_lead)
-            self.step_rounds = StepRounds(
-                presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self.local,
-                self.averaging,
-            )  # fmt: skip
-            parts.callback(self.step_rounds.close)
             try:
                 self._server = StateServer(
                     presence.endpoint, manifest.run_id, self.local.capture, lambda: self.local.position
@@ -164,20 +159,25 @@ class Collaboration:
                     "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
                 ) from error
             parts.push_async_callback(self._server.close)
+            keeper = None
             if self.local.can_replay:
-                steps = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self.local.position)
-                parts.callback(steps.close)
-                self._rounds.on_means.append(steps.add)
+                keeper = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self.local.position)
+                parts.callback(keeper.close)
+            self.step_rounds = StepRounds(
+                presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self.local,
+                self.averaging, keeper,
+            )  # fmt: skip
+            parts.callback(self.step_rounds.close)
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
             parts.callback(self._contacts.close)
             self.tracker.on_outlook = self._on_news
             signed = presence.signed_manifests().get(manifest.run_id, b"")
-            keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
-            self._has_begun = await keeper.agree()
+            agreed = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
+            self._has_begun = await agreed.agree()
             if self.start_new or self._has_begun:
                 self._claim(Claim.TOLD if self.start_new else Claim.BEGAN)
             self.tracker.branches.seen_step = presence.seen_steps.get(manifest.run_id, 0)
-            parts.push_async_callback(keeper.close)
+            parts.push_async_callback(agreed.close)
             parts.push_async_callback(self.tracker.close)
             await self.tracker.refresh()
             self.tasks.spawn(self._watch_health(), name="watching this peer's health")
@@ -555,8 +555,15 @@ class Collaboration:
             self.tracker.branches.seen_step = max(self.tracker.branches.seen_step, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
-        """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""
-        if not self._num_vain_loads or self._has_parted or not self.local.can_replay:
+        """Fetch the step that the others have made from here, if they kept it.
+
+        They do for a peer that has just loaded a state, and where a member of the round may lack the means.
+        """
+        if self.step_rounds.holders:
+            self._state_donors = self.step_rounds.holders
+        elif not self._num_vain_loads:
+            return None
+        if self._has_parted or not self.local.can_replay:
             return None
         position, believed = self.local.position, self.tracker.branches.believed.values()
         last_step = max((record.position.step for record in believed), default=0)  # a donor may know of one more

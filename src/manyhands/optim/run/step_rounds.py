@@ -32,6 +32,7 @@ from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.optim.state.replay import StepKeeper
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -161,7 +162,15 @@ class LookAhead:
 
 @dataclass(eq=False)
 class StepRounds:
-    """One peer's attempts at averaging; ``assignment`` is the roster of the rounds."""
+    """One peer's attempts at averaging.
+
+    Args:
+        assignment: the roster of the rounds.
+        keeper: keeps steps for peers that lack them; None if these cannot make them on their own.
+
+    Attributes:
+        holders: peers that hold the means of the last round, if that committed and this peer lacks them.
+    """
 
     own_id: PeerId
     rounds: RoundRunner
@@ -171,6 +180,8 @@ class StepRounds:
     look_ahead: LookAhead
     local: LocalState
     config: AveragingConfig
+    keeper: StepKeeper | None
+    holders: tuple[PeerId, ...] = ()
     _attempt: asyncio.Task[object] | None = None
     _is_closed: bool = False
 
@@ -204,6 +215,7 @@ class StepRounds:
         position, tracker, self._attempt = self.local.position, self.tracker, asyncio.current_task()
         tracker.is_called = tracker.is_moving = False  # a peer that begins another round calls again
         tracker.is_busy = True
+        self.holders = ()
         try:
             async with time_limit(longest_attempt_s(self.config), "averaging with the others"):
                 await self.look_ahead.end()
@@ -217,6 +229,8 @@ class StepRounds:
                     committed = await self.rounds.average(
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
+                    if self.keeper is not None and committed.means is not None:
+                        await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking)
                     averaged = self._averaged_in_one_group(committed, position, weight)
         except BaseException as error:
             self.look_ahead.resume()
@@ -236,6 +250,8 @@ class StepRounds:
 
     def _averaged_in_one_group(self, committed: CommittedRound, position: Position, weight: float) -> Averaged:
         if committed.averaged_N is None:
+            lost = {self.own_id, *committed.blamed}
+            self.holders = tuple(peer_id for peer_id in committed.manifest.members if peer_id not in lost)
             why = f": {committed.reason}" if self.own_id in committed.blamed else ""
             raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")
         manifest, shares = committed.manifest, committed.manifest.contributors()

@@ -1,9 +1,11 @@
-"""Hands the steps that a run makes while a newcomer downloads its state to that newcomer, which makes them itself.
+"""Hands steps of the run to peers that have missed them, which then make them on their own.
 
-From the beginning of a download on, the donor keeps the means of each step as they travelled, with what the round has
-committed. A newcomer asks for the step from its position with a :class:`ReplayRequest` on a bulk stream; the donor
-answers with a :class:`ReplayAnswer`, a :class:`KeptStep` and the means. The digest in what was committed covers the
-means, and the lineage of a position covers all that was committed on the way (docs/explanation/state.md).
+A newcomer misses the steps that the run makes while it downloads the state: from the beginning of a download on, the
+donor keeps the means of each step as they travelled, with what the round has committed. A member may lack the means of
+its own round after another one was lost: all others keep them until the next step. Such a peer asks for the step from
+its position with a :class:`ReplayRequest` on a bulk stream; the other one answers with a :class:`ReplayAnswer`, a
+:class:`KeptStep` and the means. The digest in what was committed covers the means, and the lineage of a position covers
+all that was committed on the way (docs/explanation/state.md).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import msgspec
 import torch
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.allreduce.means import MAX_PIECES, Means, across_ballots, digest_of, digest_of_all
+from manyhands.averaging.allreduce.means import MAX_PIECES, Means, digest_of, digest_of_all
 from manyhands.averaging.codecs import NONE, BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest, read_header
@@ -57,7 +59,6 @@ class ReplayRequest(msgspec.Struct):
 
     run_id: str
     position: Position
-    max_bytes: Count = 1  # reserved; earlier versions send further steps until these have so many
 
 
 class ReplayAnswer(msgspec.Struct):
@@ -72,10 +73,9 @@ class KeptStep(msgspec.Struct):
 
     manifest: RoundManifest
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)]  # code of the encoding of the means
-    is_again: bool  # the vector was averaged in more than one ballot: the pieces are plain parts of it
     stops: Annotated[
         list[Annotated[list[Count], msgspec.Meta(max_length=MAX_CHUNKS)]], msgspec.Meta(max_length=MAX_PIECES)
-    ] = []  # else for each piece, the ends of its chunks in the vector, in elements
+    ]  # for each piece, the ends of its chunks in the vector, in elements
 
 
 make_ready(ReplayRequest, ReplayAnswer, KeptStep)
@@ -83,11 +83,11 @@ make_ready(ReplayRequest, ReplayAnswer, KeptStep)
 
 @dataclass(eq=False)
 class StepKeeper:
-    """Keeps this peer's last steps while others download the state, and hands them out.
+    """Keeps this peer's last steps for those that may lack them, and hands them out.
 
     Args:
-        server: knows who downloads the state, and how large that is: all kept steps together take no more memory. If
-            the steps that are made during a download are more than that, the newcomer could never catch up.
+        server: knows who downloads the state, and how large that is: several kept steps together take no more memory.
+            If the steps that are made during a download are more than that, the newcomer could never catch up.
     """
 
     endpoint: Endpoint
@@ -104,12 +104,17 @@ class StepKeeper:
         self.endpoint.refuse_bulk(STREAM_KIND)
         self._steps.clear()
 
-    async def add(self, manifest: RoundManifest, means: Means) -> None:
-        """Keep a step that this peer's round has committed, if anybody may need it."""
+    async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool) -> None:
+        """Keep a step that this peer's round has committed, if anybody may need it.
+
+        Args:
+            may_be_lacking: a member of the round may not have the means.
+        """
         if not self.server.followers(KEPT_S):
             self._steps.clear()
-            return
-        if manifest.position.group_key or not (means.spans_ballots or means.chunks):  # a grid's, or no means were sent
+            if not may_be_lacking:
+                return
+        if not means.chunks:  # values were passed on, not their means
             return
         try:
             lasting = await run_to_end(means.lasting)
@@ -117,9 +122,12 @@ class StepKeeper:
             self._steps.clear()
             return
         stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
-        self._steps.append((KeptStep(manifest, means.codec, means.spans_ballots, stops), lasting.pieces))
-        while sum(piece.numel() for _, pieces in self._steps for piece in pieces) > self.server.state_bytes:
+        self._steps.append((KeptStep(manifest, means.codec, stops), lasting.pieces))
+        while len(self._steps) > 1 and self._num_bytes() > self.server.state_bytes:
             self._steps.popleft()
+
+    def _num_bytes(self) -> int:
+        return sum(piece.numel() for _, pieces in self._steps for piece in pieces)
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         request = read_header(remote, header, ReplayRequest)
@@ -201,17 +209,17 @@ def _check_manifest(donor: PeerId, manifest: RoundManifest, position: Position) 
 
 async def _receive_mean(stream: Stream, kept: KeptStep, plan: Plan) -> torch.Tensor:
     mean_N = empty_vector(plan.numel, plan.dtype)
-    chunks = [] if kept.is_again else _chunks_of(kept.stops, plan.numel)
+    chunks = _chunks_of(kept.stops, plan.numel)
     sizes = [[plan.num_bytes(chunk.start, chunk.stop) for chunk in of_piece] for of_piece in chunks]
-    pieces = across_ballots(mean_N).pieces if kept.is_again else [empty_vector(sum(of), torch.uint8) for of in sizes]
+    pieces = [empty_vector(sum(of), torch.uint8) for of in sizes]
     for piece in pieces:
         if piece.numel():
             await _receive_into(stream, bytes_of(piece))
 
     def decode() -> None:
-        if digest_of_all(list(map(digest_of, pieces)), spans_ballots=kept.is_again) != kept.manifest.digest:
+        if digest_of_all(list(map(digest_of, pieces))) != kept.manifest.digest:
             raise ProtocolViolation(stream.remote, "sent means that are not what was committed")
-        for piece, of_piece, chunks_of_piece in zip(pieces, sizes, chunks, strict=False):  # none if these are plain
+        for piece, of_piece, chunks_of_piece in zip(pieces, sizes, chunks, strict=True):
             for encoded, chunk in zip(torch.split(piece, of_piece), chunks_of_piece, strict=True):
                 plan.decode(encoded, chunk.start, mean_N[chunk])
 

@@ -1,0 +1,1 @@
+"""One round in a formed group: exchanges of values, and a vote after each, until all members know one verdict."""

@@ -1,0 +1,193 @@
+"""How the leader of a group decides its round: votes go in, a decision comes out. Pure.
+
+Only the leader counts votes, so only one peer can decide, once for each exchange (:mod:`.machine`):
+
+==========================================================  ========================================================
+votes of the exchange                                       decision
+==========================================================  ========================================================
+more than half of the group hold the same result            commit that result
+with the members that may still vote, this can become so    none yet
+more than half of the group hear each other, and fewer      exchange again, among those that hear each other
+than have taken part
+anything else                                               abort
+==========================================================  ========================================================
+
+So a lost member that only sent values costs nothing, as what it had delivered is in the mean of all. One whose means
+the others lack costs one more exchange.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Again, Group, RoundManifest, Verdict, Vote
+
+MAX_EXCHANGES = 4
+"""Of a round: a death costs one, and if members keep dying another group does better."""
+SHOWN_REASONS = 3
+"""More members in a reason would make a log line unreadable."""
+DIFFERENT = "the members hold different results"
+
+
+class Count:
+    """The leader's count of the votes in one round.
+
+    Attributes:
+        exchange: whose votes are counted now.
+        again: the order that led to it; None for the first one.
+        members: ranks that take part in it.
+        votes: by rank; the first vote of a member counts.
+        lost: members that cannot vote any more, by rank, with the reason.
+        faults: what members did wrong, by rank.
+    """
+
+    def __init__(self, group: Group) -> None:
+        leader = group.rank_of(group.leader)
+        assert leader is not None
+        self.group = group
+        self.leader = leader
+        self.exchange = 0
+        self.again: Again | None = None
+        self.members = frozenset(range(len(group.members)))
+        self.votes: dict[int, Vote] = {}
+        self.lost: dict[int, str] = {}
+        self.faults: dict[int, str] = {}
+        self._is_closed = False
+
+    def add(self, rank: int, vote: Vote) -> None:
+        """Count a vote; those on other exchanges, and of members that were left out, are ignored."""
+        if rank in self.members and vote.exchange == self.exchange:
+            self.lost.pop(rank, None)
+            vote.accusations = [said for said in vote.accusations if said.accused < len(self.group.members)]
+            self.votes.setdefault(rank, vote)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Expect no further vote from a member; the vote that it has cast stays."""
+        self.lost.setdefault(rank, reason)
+
+    def close(self, reason: str) -> None:
+        """The time is over: members without a vote are lost, and the next decision is the verdict."""
+        self._is_closed = True
+        for rank in self.missing():
+            self.lose(rank, f"{self.group.members[rank].peer_id}: {reason}")
+
+    def give_up(self, reason: str) -> None:
+        """The leader ends its round early: the next decision is the verdict, and only the leader is lost."""
+        self._is_closed = True
+        self.lose(self.leader, f"{self.group.leader}: {reason}")
+
+    def missing(self) -> set[int]:
+        """Members that may still vote on this exchange."""
+        return self._live() - self.votes.keys()
+
+    def suspects(self) -> set[int]:
+        """Members that others accuse, and that have not voted."""
+        return {said.accused for said in self._said()} & self.missing()
+
+    def only_stalled(self) -> set[int]:
+        """The members without a vote, if all of them answer but sent the others nothing."""
+        missing = self.missing()
+        return missing if missing <= {said.accused for said in self._said() if said.is_stalled} else set()
+
+    def decide(self) -> Verdict | Again | None:
+        """Decide by the votes, or return None while more are needed; after ``Again`` the next exchange is counted."""
+        by_result = self._by_result()
+        most = max(by_result.values(), key=len, default=[])
+        if self._is_majority(len(most)):
+            return self._commit(most)
+        num_open = 0 if self._is_closed else len(self.missing())
+        if num_open and self._is_majority(len(self._live())):
+            return None
+        here = self._members_that_hear_each_other()
+        can_average = self._is_majority(len(here)) and includes_values(self.group, here)
+        is_split = sum(not here.isdisjoint(ranks) for ranks in by_result.values()) > 1
+        if is_split and can_average:
+            return self._abort(DIFFERENT)
+        if can_average and here < self.members and self.exchange + 1 < MAX_EXCHANGES and not self._is_closed:
+            return self._exchange_again(here)
+        return self._abort()
+
+    def _by_result(self) -> dict[bytes, list[int]]:
+        by_result: dict[bytes, list[int]] = defaultdict(list)
+        for rank, vote in sorted(self.votes.items()):
+            if vote.digest:
+                by_result[vote.digest + msgspec.msgpack.encode(vote.parts)].append(rank)
+        return by_result
+
+    def _said(self) -> list[Accusation]:
+        return [said for vote in self.votes.values() for said in vote.accusations]
+
+    def _live(self) -> set[int]:
+        return set(self.members - self.lost.keys())
+
+    def _members_that_hear_each_other(self) -> set[int]:
+        here = self._live() & self.votes.keys()
+        said = [(rank, one) for rank in here for one in self.votes[rank].accusations if one.accused in here]
+        gone = dropped(said, self.leader)
+        self.faults |= gone
+        return here - gone.keys()
+
+    def _is_majority(self, num_members: int) -> bool:
+        return 2 * num_members > len(self.group.members)
+
+    # decisions
+
+    def _exchange_again(self, here: Iterable[int]) -> Again:
+        self._note_faults(lambda said: said.accused in self.lost and (said.is_stalled or said.is_violation))
+        self.again = Again(self.exchange + 1, sorted(here))
+        self.exchange, self.votes, self.members = self.again.exchange, {}, frozenset(self.again.members)
+        return self.again
+
+    def _note_faults(self, counts: Callable[[Accusation], bool]) -> None:
+        for said in filter(counts, self._said()):
+            self.faults.setdefault(said.accused, said.reason)
+
+    def _commit(self, ranks: Sequence[int]) -> Verdict:
+        self._members_that_hear_each_other()  # notes who is at fault
+        self._note_faults(lambda said: said.accused not in self.votes or said.is_violation)
+        vote = self.votes[ranks[0]]
+        return self._verdict(self.group.manifest(vote.digest, vote.parts), [])
+
+    def _abort(self, why: str = "") -> Verdict:
+        said = sorted({vote.reason for vote in self.votes.values() if vote.reason})
+        return self._verdict(None, [why] if why else said)
+
+    def _verdict(self, manifest: RoundManifest | None, said: Sequence[str]) -> Verdict:
+        faults = {**self.lost, **self.faults}  # what a member did says more than that it is gone
+        reasons = list(dict.fromkeys([*said, *(faults[rank] for rank in sorted(faults))]))
+        if manifest is None and not reasons:
+            reasons = [DIFFERENT]
+        reason = "; ".join(reasons[:SHOWN_REASONS])[: SHOWN_REASONS * MAX_REASON_LENGTH]
+        return Verdict(True, manifest, reason, sorted(self.group.members[rank].peer_id for rank in faults))
+
+
+def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[int, str]:
+    """Choose the members to leave out, so that of each accuser and accused at most one stays; returns the reasons.
+
+    The member with the most quarrels goes first. Of two, it is the one that sent something forbidden, then the one that
+    sent nothing, then the one that does not lead, then the higher rank. A member that accuses itself goes.
+    """
+    pairs = {(accuser, said.accused): said for accuser, said in accusations}
+    gone: dict[int, str] = {}
+    while pairs:
+        score, violations, stalls = Counter[int](), Counter[int](), Counter[int]()
+        for (accuser, accused), said in pairs.items():
+            for rank in {accuser, accused}:
+                score[rank] += len(pairs) + 1 if accuser == accused else 1
+            violations[accused] += said.is_violation
+            stalls[accused] += said.is_stalled
+        worst = max(score, key=lambda rank: (score[rank], violations[rank], stalls[rank], rank != leader, rank))
+        against = [said for (_, accused), said in pairs.items() if accused == worst]
+        most = max(against, key=lambda said: (said.is_violation, said.is_stalled), default=None)
+        gone[worst] = most.reason if most is not None else "it does not reach the others"
+        pairs = {pair: said for pair, said in pairs.items() if worst not in pair}
+    return gone
+
+
+def includes_values(group: Group, ranks: Iterable[int]) -> bool:
+    """Whether some members include a reducer and one with values."""
+    members = [group.members[rank] for rank in ranks]
+    return any(not member.is_client for member in members) and any(member.weight > 0 for member in members)

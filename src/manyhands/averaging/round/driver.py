@@ -1,0 +1,296 @@
+"""Carries out what :mod:`.machine` decides in one round: calls, streams, timers. It decides nothing itself.
+
+::
+
+    member                                        leader
+    ------                                        ------
+    ASK_VERDICT, once, open for the whole round ──>
+    exchange, then VOTE ─────────────────────────>  counts
+                       <── news for this member ──  committed, aborted, again, members lost
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from manyhands.averaging.allreduce.straggler_monitor import answer_time_s
+from manyhands.averaging.allreduce.streams import PartnerStreams
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import (
+    ASK_MOVED,
+    ASK_VERDICT,
+    VOTE,
+    MovedQuery,
+    Verdict,
+    VerdictQuery,
+    Vote,
+    readable_addresses,
+)
+from manyhands.averaging.round import machine
+from manyhands.averaging.round.exchange import Contribution, Exchange
+from manyhands.averaging.round.machine import Action, Event, Round
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.errors import PeerError, Timeout, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Method
+from manyhands.runtime import TaskOwner
+from manyhands.runtime.waker import Waker
+
+logger = logging.getLogger(__name__)
+
+LOOK_PERIOD_S = 0.3
+"""How often the machine learns that time has passed; also the pause before a leader that has no news is asked again."""
+VOTING_S = 1.0
+"""The least time for the votes of the others, or for the verdict, after the round's time is over."""
+VERDICT_S = 2.0
+"""What a verdict may take to arrive."""
+CALLS_TO_LEADER = 3
+"""After this many failed calls in a row a leader counts as lost, although it can be reached."""
+
+
+class RoundDriver:
+    """One round of this peer, until it is over.
+
+    Args:
+        deadline: loop time at which this peer's time for the round is over.
+        ends_at: the same of the whole group, if that is earlier.
+        impatient: ranks of members for which nobody waits long.
+
+    Attributes:
+        exchanges: all that were begun, with what travelled.
+        exchanging_s, voting_s: the time that they took, and the rest.
+    """
+
+    def __init__(
+        self,
+        endpoint: RunEndpoint,
+        config: AveragingConfig,
+        partners: PartnerStreams,
+        contribution: Contribution,
+        *,
+        deadline: float,
+        ends_at: float,
+        impatient: set[int],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._endpoint = endpoint
+        self._config = config
+        self._partners = partners
+        self._contribution = contribution
+        self._deadline = deadline
+        self._ends_at = ends_at
+        self._impatient = impatient
+        self.group = contribution.group
+        self.machine = Round(self.group, contribution.rank, impatient)
+        self.exchanges: list[Exchange] = []
+        self.exchanging_s = self.voting_s = 0.0
+        self._exchanging: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._since = self._loop.time()
+        self._news = Waker()
+        self._over: asyncio.Future[Verdict] = self._loop.create_future()
+        self._tasks = TaskOwner("a round", self._fail)
+
+    async def run(self) -> Verdict:
+        """Take part until the round is over for this member.
+
+        Raises:
+            Exception: what the refill raised.
+        """
+        for member in self.group.members:
+            self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
+        self._endpoint.on_lost.append(self._on_lost)
+        try:
+            self._carry_out(self.machine.begin())
+            self._tasks.spawn(self._look(), name="looking after the others")
+            if self.machine.count is None:
+                self._tasks.spawn(self._ask_leader(), name="asking the leader how it ends")
+            await asyncio.wait([self._over])
+            verdict = self._over.result()
+            if verdict.manifest is not None and self._exchanging is not None:  # this member is a little late
+                await asyncio.wait([self._exchanging], timeout=self.exchanges[-1].late_s())
+                self._count_time()
+            return verdict
+        finally:
+            self.give_up("the leader gave the round up")
+            self._endpoint.on_lost.remove(self._on_lost)
+            if self._timer is not None:
+                self._timer.cancel()
+            await self._tasks.close()
+
+    def give_up(self, reason: str) -> None:
+        """End the round for this member; a leader decides at once, by the votes that are there."""
+        self._on(machine.GaveUp(reason))
+
+    # what the others ask
+
+    async def answer(self, rank: int, query: VerdictQuery) -> Verdict:
+        """The answer to a member that asks how the round goes on, as soon as there is one. Unbounded: use a timeout."""
+        await self._news.wait_until(lambda: self.machine.answer(rank, query) is not None or self._over.done())
+        return self.machine.answer(rank, query) or Verdict(False, None, "the asked peer does not know how it ended")
+
+    def vote(self, rank: int, vote: Vote) -> None:
+        """Count the vote of another member, as the leader."""
+        if not vote.digest and vote.exchange == self.machine.exchange:
+            self._partners.give_up(self.group.members[rank].peer_id)  # it sends no values any more
+        self._on(machine.Voted(rank, vote))
+
+    def moved(self) -> int:
+        """How far this member's exchange is."""
+        return self.exchanges[-1].moved() if self._exchanging is not None else 0
+
+    # the machine
+
+    def _on(self, event: Event) -> None:
+        self._carry_out(self.machine.on(event, self._loop.time()))
+        self._news.wake()
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case machine.BeginExchange(number, members):
+                    self._stop_exchange()
+                    exchange = Exchange(
+                        self._endpoint, self._config, self._partners, self._contribution, number, members,
+                        self._ends_at, self._deadline, self._impatient,
+                    )  # fmt: skip
+                    self.exchanges.append(exchange)
+                    self._exchanging = self._tasks.spawn(self._exchange(exchange), name=f"exchange {number}")
+                case machine.StopExchange():
+                    self._stop_exchange()
+                    self._wait_for_others()
+                case machine.SendVote(vote):
+                    self._tasks.spawn(self._send(vote), name="voting")
+                case machine.Ask(rank):
+                    self._tasks.spawn(self._ask(rank), name="asking a member whether it is there")
+                case machine.AskOthers():
+                    self._tasks.spawn(self._ask_others(), name="asking the others how it ended")
+                case machine.Forget(ranks):
+                    for rank in ranks:
+                        self._partners.lose(self.group.members[rank].peer_id)
+                case machine.Finish(verdict):
+                    self._count_time()
+                    if not self._over.done():
+                        self._over.set_result(verdict)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        rank = self.group.rank_of(peer_id)
+        if rank is not None and self.machine.count is not None:
+            self._on(machine.Lost(rank, f"{peer_id} was lost before it voted"))
+
+    def _count_time(self) -> None:
+        """Add the time since the last change to that of the exchange, or of the vote."""
+        now = self._loop.time()
+        if self._exchanging is not None:
+            self.exchanging_s += now - self._since
+        else:
+            self.voting_s += now - self._since
+        self._since = now
+
+    # exchanges
+
+    async def _exchange(self, exchange: Exchange) -> None:
+        try:
+            vote = await exchange.run()
+        except Exception as error:  # noqa: BLE001 (of the user's code, which wrote the values again)
+            self._fail(error)
+            return
+        self._count_time()
+        self._exchanging = None
+        self._wait_for_others()
+        self._on(machine.Exchanged(vote))
+
+    def _stop_exchange(self) -> None:
+        self._count_time()
+        if self._exchanging is not None:
+            self._tasks.cancel(self._exchanging)
+            self._exchanging = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait_for_others(self) -> None:
+        """Limit the wait for the votes, or for the verdict of a leader that may have begun later."""
+        if self.machine.count is not None:
+            seconds, what = max(self._deadline - self._loop.time(), VOTING_S), "vote"
+        else:
+            seconds, what = self._config.averaging_timeout_s + VOTING_S + VERDICT_S, "answer"
+        over = machine.TimeOver(f"no {what} within {seconds:.3g} s")
+        self._timer = self._loop.call_later(seconds, self._on, over)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_PERIOD_S)
+            self._on(machine.Looked())
+
+    # calls of others
+
+    async def _ask_leader(self) -> None:
+        """Keep one question to the leader open for as long as the round goes on."""
+        state = self.machine
+        while not self._over.done():
+            query = VerdictQuery(self.group.group_id, state.exchange, len(state.lost))
+            before = query.exchange, query.num_lost
+            if (answer := await self._call_leader(ASK_VERDICT, query, self._config.averaging_timeout_s)) is None:
+                return
+            self._on(machine.Told(state.leader, answer))
+            if (state.exchange, len(state.lost)) == before:  # it has not come to the round yet
+                await asyncio.sleep(LOOK_PERIOD_S)
+
+    async def _send(self, vote: Vote) -> None:
+        timeout_s = max(self._deadline - self._loop.time(), VOTING_S) + VERDICT_S
+        await self._call_leader(VOTE, vote, timeout_s)
+
+    async def _call_leader(self, method: Method[Any, Any], request: object, timeout_s: float) -> Any:
+        """Call the leader, again if a connection breaks; None once it is lost, which the machine then knows."""
+        leader, reason = self.group.leader, ""
+        for _ in range(CALLS_TO_LEADER):
+            try:
+                return await self._endpoint.call(leader, method, request, timeout_s)
+            except (Unavailable, PeerError) as error:
+                reason = reason or str(error)
+                if isinstance(error, Timeout):
+                    break
+            await asyncio.sleep(LOOK_PERIOD_S)
+            try:
+                await self._endpoint.ping(leader, answer_time_s(self.group, self.machine.rank, self.machine.leader))
+            except (Unavailable, PeerError):
+                break
+        self._on(machine.Lost(self.machine.leader, reason))
+        return None
+
+    async def _ask(self, rank: int) -> None:
+        """Ask a member whether it is in this round, or still waits for the leader's answer."""
+        peer_id, query = self.group.members[rank].peer_id, MovedQuery(self.group.group_id, self.group.leader)
+        try:
+            rate = self.exchanges[-1].rate_of(rank)
+            timeout_s = answer_time_s(self.group, self.machine.rank, rank, rate)
+            moved = await self._endpoint.call(peer_id, ASK_MOVED, query, timeout_s)
+        except (Unavailable, PeerError) as error:
+            self._on(machine.Lost(rank, f"{peer_id} cannot be asked: {error}"))
+            return
+        if moved.is_gone:
+            self._on(machine.Lost(rank, f"{peer_id} is in another round, or in none"))
+
+    async def _ask_others(self) -> None:
+        """In doubt: each other member answers when it knows the verdict, or has lost the leader too."""
+        logger.info("the leader is lost: asking the other members whether the round committed")
+        others = set(range(len(self.group.members))) - {self.machine.rank, self.machine.leader}
+        asking = [self._tasks.spawn(self._ask_how_it_ended(rank), name="asking how it ended") for rank in others]
+        if asking:
+            await asyncio.wait(asking, timeout=self._config.in_doubt_timeout_s)
+        self._on(machine.NobodyKnows())
+
+    async def _ask_how_it_ended(self, rank: int) -> None:
+        peer_id, query = self.group.members[rank].peer_id, VerdictQuery(self.group.group_id, self.machine.exchange)
+        try:
+            answer = await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.in_doubt_timeout_s)
+        except (Unavailable, PeerError) as error:
+            logger.debug("peer %s does not say how the round ended: %s", peer_id, error)
+        else:
+            self._on(machine.Told(rank, answer))
