@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.commit.votes import MAX_BALLOTS, VoteCount, dropped
-from manyhands.averaging.messages import Accusation, Order, SpanResult, Verdict, Vote
+from manyhands.averaging.messages import Accusation, Again, SpanResult, Verdict, Vote
+from manyhands.averaging.round.count import MAX_EXCHANGES, Count, dropped
 from tests.unit.averaging.groups import group_of, peer
 
 LOST = "lost"
@@ -22,56 +22,47 @@ def elections(draw: st.DrawFn) -> tuple[int, list[tuple[int, bytes | str]]]:
     return num_members, draw(st.lists(st.tuples(st.integers(0, num_members - 1), EVENTS), max_size=14))
 
 
-def vote_of(digest: bytes, **more: object) -> Vote:
-    return Vote(b"group", digest, numel=NUMEL, **more)  # type: ignore[arg-type]
+def vote_of(digest: bytes, exchange: int = 0, **more: object) -> Vote:
+    return Vote(b"group", exchange, digest, **more)  # type: ignore[arg-type]
 
 
-def lacking(start: int, stop: int, *accused: int, ballot: int = 0) -> Vote:
+def lacking(*accused: int, exchange: int = 0) -> Vote:
     accusations = [Accusation(rank, f"{rank} was lost") for rank in accused]
-    reason = "somebody was lost"
-    return Vote(b"group", b"", reason, ballot, missing=(start, stop), accusations=accusations, numel=NUMEL)
+    return Vote(b"group", exchange, reason="somebody was lost", accusations=accusations)
 
 
 @given(elections())
-def test_a_verdict_never_changes_and_follows_the_majority(election: tuple[int, list[tuple[int, bytes | str]]]) -> None:
+def test_a_verdict_follows_the_majority(election: tuple[int, list[tuple[int, bytes | str]]]) -> None:
     num_members, events = election
-    count = VoteCount(group_of(num_members))
+    count = Count(group_of(num_members))
     first: dict[int, bytes] = {}
-    verdict: Verdict | None = None
     for member, event in events:
         if isinstance(event, bytes):
             count.add(member, vote_of(event))
             first.setdefault(member, event)
         else:
             count.lose(member, f"{member} was lost")
+        decision = count.decide()
+        assert not isinstance(decision, Again), "nobody accuses anybody"
         most = max(Counter(first.values()).values(), default=0)
-        before, decision = verdict, count.decide()
-        assert not isinstance(decision, Order), "nobody lacks anything"
-        verdict = decision
-        if before is not None:
-            assert verdict == before, "two verdicts in one round"
+        assert (decision is not None and decision.manifest is not None) == (2 * most > num_members)
+        if decision is not None:
+            assert decision.manifest is not None or decision.reason
             return
-        if verdict is not None and verdict.manifest is not None:
-            held = [digest for digest in first.values() if digest == verdict.manifest.digest]
-            assert 2 * len(held) > num_members
-        elif verdict is not None:
-            assert 2 * most <= num_members
-            assert verdict.reason
 
 
-def test_what_a_lost_reducer_owned_is_ordered_from_the_others() -> None:
-    count = VoteCount(group_of(4))
+def test_after_the_loss_of_a_reducer_the_others_exchange_again() -> None:
+    count = Count(group_of(4))
     count.add(0, vote_of(b"digest"))
-    count.add(1, lacking(50, 75, 2))
+    count.add(1, lacking(2))
     count.lose(2, "killed")
     assert count.decide() is None, "one has not voted yet"
-    count.add(3, lacking(50, 75, 2))
-    order = count.decide()
-    assert order == Order(1, [0, 1, 3], 50, 75)
+    count.add(3, lacking(2))
+    assert count.decide() == Again(1, [0, 1, 3])
     for rank in (0, 1, 3):
         assert count.decide() is None
-        count.add(rank, lacking(0, 1))
-        count.add(rank, vote_of(b"repaired", ballot=1, parts=[SpanResult(0, NUMEL, 0, [2])]))
+        count.add(rank, lacking())  # late, on the first exchange
+        count.add(rank, vote_of(b"again", 1, parts=[SpanResult(0, 100, 0, [2])]))
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
     assert verdict.manifest is not None
@@ -80,19 +71,37 @@ def test_what_a_lost_reducer_owned_is_ordered_from_the_others() -> None:
     assert "killed" in verdict.reason
 
 
-def test_votes_of_other_ballots_and_of_those_who_were_left_out_count_nothing() -> None:
-    count = VoteCount(group_of(3))
+def test_what_most_hold_is_committed_at_once_though_others_lack_something() -> None:
+    count = Count(group_of(4))
+    count.add(3, lacking(2))
     count.lose(2, "killed")
-    count.add(0, lacking(0, 10, 2))
-    count.add(1, lacking(0, 10, 2))
-    assert isinstance(count.decide(), Order)
-    count.add(2, vote_of(b"digest", ballot=1))
+    for rank in (0, 1):
+        count.add(rank, vote_of(b"digest"))
+    assert count.decide() is not None, "two of four are no majority, and none can come"
+    count = Count(group_of(5))
+    count.add(3, lacking(2))
+    for rank in (0, 1, 4):
+        assert count.decide() is None
+        count.add(rank, vote_of(b"digest"))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is not None
+    assert verdict.blamed == [peer(2)]
+
+
+def test_votes_on_other_exchanges_and_of_those_who_were_left_out_count_nothing() -> None:
+    count = Count(group_of(3))
+    count.lose(2, "killed")
+    count.add(0, lacking(2))
+    count.add(1, lacking(2))
+    assert isinstance(count.decide(), Again)
+    count.add(2, vote_of(b"digest", 1))
     count.add(0, vote_of(b"digest"))
     assert count.votes == {}
 
 
 def test_half_is_not_enough() -> None:
-    count = VoteCount(group_of(4))
+    count = Count(group_of(4))
     for member in range(2):
         count.add(member, vote_of(b"digest"))
         count.add(2 + member, vote_of(b"another"))
@@ -103,9 +112,9 @@ def test_half_is_not_enough() -> None:
 
 
 def test_half_of_a_group_cannot_go_on_alone() -> None:
-    count = VoteCount(group_of(4))
-    count.add(0, lacking(0, 50, 2, 3))
-    count.add(1, lacking(0, 50, 2, 3))
+    count = Count(group_of(4))
+    count.add(0, lacking(2, 3))
+    count.add(1, lacking(2, 3))
     for rank in (2, 3):
         count.lose(rank, "cut off")
     verdict = count.decide()
@@ -116,10 +125,10 @@ def test_half_of_a_group_cannot_go_on_alone() -> None:
 
 
 def test_a_leader_whose_time_is_over_decides() -> None:
-    """Something is missing, and there is no time to reduce it again."""
-    count = VoteCount(group_of(3))
+    """Something is missing, and there is no time to exchange it again."""
+    count = Count(group_of(3))
     for rank in (0, 1):
-        count.add(rank, lacking(0, 40))
+        count.add(rank, lacking(2))
     assert count.decide() is None, "the third may still vote"
     count.close("no vote in time")
     verdict = count.decide()
@@ -131,7 +140,7 @@ def test_a_leader_whose_time_is_over_decides() -> None:
 @pytest.mark.parametrize("voted", [[], [0], [1, 2]])
 def test_a_leader_that_gives_its_round_up_is_the_only_one_to_blame(voted: list[int]) -> None:
     """The others may still vote; they lack a verdict, not the will."""
-    count = VoteCount(group_of(5))
+    count = Count(group_of(5))
     for rank in voted:
         count.add(rank, vote_of(b"digest"))
     count.give_up("the leader leaves the run")
@@ -142,26 +151,43 @@ def test_a_leader_that_gives_its_round_up_is_the_only_one_to_blame(voted: list[i
     assert "the leader leaves the run" in verdict.reason
 
 
-@pytest.mark.parametrize("voted", [[0, 1, 2], [1, 2, 3]])
-def test_a_leader_that_gives_its_round_up_commits_what_a_majority_holds(voted: list[int]) -> None:
-    count = VoteCount(group_of(5))
-    for rank in voted:
-        count.add(rank, vote_of(b"digest"))
-    count.lose(4, "killed")
-    assert count.decide() is None, "one may lack what was lost"
-    count.give_up("the leader leaves the run")
+@pytest.mark.parametrize("num_members", [5, 6])
+def test_a_round_ends_though_members_are_lost_in_every_exchange(num_members: int) -> None:
+    """Each time the one with the highest rank, until there is no majority, or it was enough."""
+    count = Count(group_of(num_members))
+    decision: Verdict | Again | None = Again(0, list(range(num_members)))
+    while isinstance(decision, Again):
+        *others, victim = decision.members
+        for rank in others:
+            count.add(rank, lacking(victim, exchange=decision.exchange))
+        count.lose(victim, "killed")
+        decision = count.decide()
+    assert isinstance(decision, Verdict)
+    assert decision.manifest is None
+    assert count.exchange < MAX_EXCHANGES
+
+
+def test_an_exchange_that_failed_for_all_is_not_repeated_among_the_same() -> None:
+    count = Count(group_of(3))
+    for rank in range(3):
+        count.add(rank, lacking())
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
-    assert verdict.manifest is not None
-    assert verdict.blamed == [peer(0), peer(4)]
+    assert verdict.manifest is None
+    assert verdict.reason == "somebody was lost"
 
 
-def test_a_round_ends_though_every_averaging_fails() -> None:
-    count = VoteCount(group_of(3))
-    for ballot in range(MAX_BALLOTS):
-        for rank in range(3):
-            count.add(rank, lacking(0, 10, ballot=ballot))
-        assert isinstance(count.decide(), Order if ballot < MAX_BALLOTS - 1 else Verdict)
+def test_who_is_at_fault_is_named_though_it_has_voted_too() -> None:
+    """It sent the others no values, lost them by that, and accuses them."""
+    count = Count(group_of(4))
+    count.add(3, lacking(0, 1, 2))
+    for rank in range(3):
+        vote = vote_of(b"digest")
+        vote.accusations = [Accusation(3, "it sent nothing", is_stalled=True)]
+        count.add(rank, vote)
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.blamed == [peer(3)]
 
 
 # who must go
@@ -198,15 +224,15 @@ def test_nobody_is_left_who_accuses_somebody_that_is_left(accusations: list[tupl
 
 
 def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_voted() -> None:
-    count = VoteCount(group_of(4))
+    count = Count(group_of(4))
     _, stalled = say(0, 3, is_stalled=True)
     for rank in range(3):
         assert count.only_stalled() == set()
-        vote = lacking(0, 10)
+        vote = lacking()
         vote.accusations = [stalled] if rank == 0 else []
         count.add(rank, vote)
         assert count.decide() is None
     assert count.only_stalled() == {3}
     count.lose(3, "it does not vote")
-    assert count.decide() == Order(1, [0, 1, 2], 0, 10)
+    assert count.decide() == Again(1, [0, 1, 2])
     assert count.faults == {3: "0 of 3"}, "what it did says more than that it is gone"

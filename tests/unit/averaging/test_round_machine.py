@@ -1,0 +1,260 @@
+"""One member's round as a state machine: what it believes of the leader, whom it asks, and when it gives up."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.averaging.messages import Accusation, Again, Group, JoinResponse, SpanResult, Verdict, VerdictQuery, Vote
+from manyhands.averaging.round.machine import (
+    ASK_AGAIN_S,
+    LAST_VOTE_S,
+    Ask,
+    AskOthers,
+    BeginExchange,
+    Exchanged,
+    Finish,
+    Forget,
+    GaveUp,
+    Looked,
+    Lost,
+    NobodyKnows,
+    Round,
+    SendVote,
+    State,
+    StopExchange,
+    TimeOver,
+    Told,
+    Voted,
+)
+from manyhands.base.identity import PeerId
+from tests.unit.averaging.groups import group_of, peer
+
+GROUP = group_of(3, weights=[1.0, 0.0, 2.5])
+OTHERS = [
+    group_of(2),
+    group_of(3),
+    msgspec.structs.replace(GROUP, group_id=b"another"),
+    msgspec.structs.replace(GROUP, members=GROUP.members[::-1]),
+]
+HELD = Vote(b"group", 0, b"digest")
+
+
+def member(group: Group = GROUP, rank: int = 2) -> Round:
+    """A member that has voted, and waits for the leader."""
+    one = Round(group, rank)
+    assert one.begin() == [BeginExchange(0, tuple(range(len(group.members))))]
+    vote = Vote(b"group", 0, b"digest")
+    assert one.on(Exchanged(vote), 0.0) == [SendVote(vote)]
+    return one
+
+
+def outcome_of(one: Round, verdict: Verdict) -> Verdict | None:
+    """What a member makes of a verdict of its leader; None if it does not believe it."""
+    actions = one.on(Told(0, verdict), 1.0)
+    if one.state is State.IN_DOUBT:
+        assert actions == [StopExchange(), AskOthers()]
+        return None
+    (finish,) = actions
+    assert isinstance(finish, Finish)
+    return finish.verdict
+
+
+def test_a_verdict_about_the_group_is_believed() -> None:
+    committed = outcome_of(member(), Verdict(True, GROUP.manifest(b"digest")))
+    assert committed is not None
+    assert committed.manifest == GROUP.manifest(b"digest")
+    assert outcome_of(member(), Verdict(True, None, "lost", [peer(1)])) == Verdict(True, None, "lost", [peer(1)])
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_another_group_committed_is_not_believed(other: Group) -> None:
+    assert outcome_of(member(), Verdict(True, other.manifest(b"digest"))) is None
+
+
+def test_nothing_is_committed_in_doubt() -> None:
+    assert outcome_of(member(), Verdict(False, GROUP.manifest(b"digest"))) is None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [SpanResult(5, 10, 0, [])],
+        [SpanResult(0, 5, 0, [1]), SpanResult(6, 10, 0, [])],
+        [SpanResult(0, 5, 3, [])],
+        [SpanResult(0, 5, 0, [3])],
+        [SpanResult(0, 5, 0, [1, 1])],
+        [SpanResult(0, 0, 0, [1])],
+    ],
+)
+def test_parts_that_cannot_be_are_not_believed(parts: list[SpanResult]) -> None:
+    assert outcome_of(member(), Verdict(True, GROUP.manifest(b"digest", parts))) is None
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        Again(1, []),
+        Again(1, [0, 3]),
+        Again(1, [2, 0]),
+        Again(1, [1, 1, 2]),
+        Again(1, [0, 1]),  # without this member
+        Again(0, [0, 2]),
+        Again(2, [0, 2]),
+    ],
+)
+def test_orders_that_a_member_cannot_follow_are_refused(again: Again) -> None:
+    assert outcome_of(member(), Verdict(False, again=again)) is None
+
+
+def test_only_clients_cannot_exchange_again() -> None:
+    group = group_of(3, clients=[1, 2])
+    assert outcome_of(member(group), Verdict(False, again=Again(1, [1, 2]))) is None
+
+
+def test_a_member_that_has_not_voted_is_not_told_to_exchange_again() -> None:
+    one = Round(GROUP, 2)
+    assert one.on(Told(0, Verdict(False, again=Again(1, [0, 2]))), 0.0) == [StopExchange(), AskOthers()]
+
+
+def test_a_member_exchanges_again_and_votes_on_that() -> None:
+    one = member()
+    assert one.on(Told(0, Verdict(False, again=Again(1, [0, 2]))), 1.0) == [BeginExchange(1, (0, 2))]
+    assert one.on(Exchanged(HELD), 2.0) == [], "the end of the first exchange, which came late"
+    vote = Vote(b"group", 1, b"again")
+    assert one.on(Exchanged(vote), 2.0) == [SendVote(vote)]
+
+
+def test_only_members_are_blamed() -> None:
+    told = outcome_of(member(), Verdict(True, None, "", [PeerId("x"), peer(2)]))
+    assert told is not None
+    assert told.blamed == [peer(2)]
+
+
+@given(st.text(max_size=600))
+def test_the_reason_is_fit_for_a_log_line(reason: str) -> None:
+    told = outcome_of(member(), Verdict(True, None, reason))
+    assert told is not None
+    assert told.reason.isprintable()
+    assert len(told.reason) <= 500
+
+
+def test_each_lost_member_is_forgotten_once() -> None:
+    one = Round(group_of(4), 3)
+    assert one.on(Told(0, Verdict(False, blamed=[peer(1)], is_open=True)), 0.0) == [Forget((1,))]
+    assert one.on(Told(0, Verdict(False, blamed=[peer(1), peer(2)], is_open=True)), 1.0) == [Forget((2,))]
+    assert one.lost == (1, 2)
+    assert one.state is State.EXCHANGING
+
+
+# whom a member asks
+
+
+def test_a_member_that_waits_asks_its_leader_now_and_then() -> None:
+    one = member()
+    assert one.on(Looked(), ASK_AGAIN_S / 2) == []
+    assert one.on(Looked(), ASK_AGAIN_S) == [Ask(0)]
+    assert one.on(Looked(), ASK_AGAIN_S * 1.5) == []
+    assert one.on(Looked(), ASK_AGAIN_S * 2) == [Ask(0)]
+
+
+def test_a_leader_asks_first_whom_others_accuse() -> None:
+    leader = Round(group_of(4), 0)
+    assert leader.on(Looked(), 50.0) == [], "nobody has voted: the exchange goes on"
+    vote = Vote(b"group", 0, accusations=[Accusation(3, "it sent nothing")])
+    assert leader.on(Voted(1, vote), 50.0) == []
+    assert leader.on(Looked(), 50.1) == [Ask(3)]
+    assert leader.on(Looked(), 50.0 + ASK_AGAIN_S) == [Ask(2)]
+
+
+def test_those_that_only_sent_nothing_have_a_last_moment_to_vote() -> None:
+    stalled = Vote(b"group", 0, accusations=[Accusation(2, "it sent nothing", is_stalled=True)])
+    leader, hasty = Round(GROUP, 0), Round(GROUP, 0, impatient={2})
+    for one in (leader, hasty):
+        one.on(Exchanged(stalled), 0.0)
+        one.on(Voted(1, stalled), 0.0)
+    leader.on(Looked(), 0.1)
+    assert not leader.has_lost
+    assert leader.on(Looked(), 0.1 + LAST_VOTE_S) == [BeginExchange(1, (0, 1))]
+    assert hasty.on(Looked(), 0.1) == [BeginExchange(1, (0, 1))]
+
+
+# in doubt
+
+
+@pytest.mark.parametrize("event", [Lost(0, "killed"), TimeOver("no answer")])
+def test_who_loses_its_leader_asks_the_others_and_aborts_alone(event: Lost | TimeOver) -> None:
+    one = member()
+    assert one.answer(1, VerdictQuery(b"group")) is None
+    assert one.on(event, 1.0) == [StopExchange(), AskOthers()]
+    assert one.answer(1, VerdictQuery(b"group")) == Verdict(False, blamed=[peer(0)], is_open=True)
+    (finish,) = one.on(NobodyKnows(), 2.0)
+    assert isinstance(finish, Finish)
+    assert finish.verdict.manifest is None
+    assert finish.verdict.blamed == [peer(0)]
+    assert one.verdict is None, "what it assumed is passed on to nobody"
+
+
+def test_another_member_may_know_the_verdict() -> None:
+    one = member()
+    one.on(Lost(0, "killed"), 1.0)
+    assert one.on(Told(1, Verdict(False, blamed=[peer(0)], is_open=True)), 1.1) == []
+    (finish,) = one.on(Told(1, Verdict(True, GROUP.manifest(b"digest"))), 1.2)
+    assert isinstance(finish, Finish)
+    assert one.verdict is finish.verdict
+    assert one.on(NobodyKnows(), 2.0) == [], "it is over"
+
+
+def test_another_member_cannot_order_anything() -> None:
+    one = member()
+    assert one.on(Told(1, Verdict(False, again=Again(1, [1, 2]))), 0.1) == []
+    assert one.on(Told(1, Verdict(True, OTHERS[2].manifest(b"digest"))), 0.1) == []
+    assert one.state is State.VOTED
+
+
+# a leader
+
+
+def test_a_leader_that_is_left_out_goes_on_counting() -> None:
+    group = group_of(4)
+    leader = Round(group, 0)
+    for rank in (1, 2, 3):
+        vote = Vote(b"group", 0, accusations=[Accusation(0, "it sent nothing", is_stalled=True)])
+        leader.on(Voted(rank, vote), 0.0)
+    assert leader.on(Looked(), 0.0) == []
+    assert leader.on(Looked(), LAST_VOTE_S) == [StopExchange()]
+    assert leader.answer(1, VerdictQuery(b"group", 0)) == Verdict(False, again=Again(1, [1, 2, 3]), is_open=True)
+    assert leader.answer(1, VerdictQuery(b"group", 1, num_lost=1)) is None
+    for rank in (1, 2):
+        leader.on(Voted(rank, Vote(b"group", 1, b"digest")), 1.0)
+    (finish,) = leader.on(Voted(3, Vote(b"group", 1, b"digest")), 1.0)
+    assert isinstance(finish, Finish)
+    assert finish.verdict.manifest is not None
+    assert leader.on(GaveUp("it leaves"), 2.0) == [], "it has decided"
+
+
+def test_who_votes_too_early_is_left_out() -> None:
+    leader = Round(GROUP, 0)
+    leader.on(Voted(1, Vote(b"group", 1, b"digest")), 0.0)
+    assert leader.count is not None
+    assert leader.count.lost == {1: f"{peer(1)} voted in an exchange that has not begun"}
+
+
+MESSAGES = st.one_of(
+    st.builds(Vote, st.binary(max_size=64), st.integers(0, 9), st.binary(max_size=64), reason=st.text(max_size=500)),
+    st.builds(
+        Verdict,
+        st.booleans(),
+        st.none() | st.builds(GROUP.manifest, st.binary(max_size=64)),
+        st.text(max_size=50),
+        st.lists(st.text(max_size=64).map(PeerId), max_size=3),
+    ),
+    st.builds(JoinResponse, st.none() | st.sampled_from(OTHERS), st.text(max_size=64).map(PeerId)),
+)
+
+
+@given(MESSAGES)
+def test_messages_survive_the_wire(message: msgspec.Struct) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
