@@ -220,7 +220,7 @@ class Averager(FromHivemind):
     def wait_for_others(self, timeout_s: float = 10.0) -> bool:
         """Wait until the other members of the last round hold its mean; call it before this peer leaves.
 
-        A member may still need to fetch the mean from this peer, and loses it if this peer leaves.
+        A member may still be receiving the mean from this peer, and loses it if this peer leaves.
 
         Returns:
             Whether all of them hold it, or have left, in time; True if no round has committed.

@@ -202,7 +202,7 @@ class GridSteps:
                 except (RoundAborted, Unavailable) as error:
                     logger.info("an attempt at round %d failed: %s", place.position().step, error)
                     outcome.reason = error.reason if isinstance(error, RoundAborted) else str(error)
-                if refill is not None:  # others may still fetch means from the last attempt
+                if refill is not None:  # the last attempt may have overwritten them
                     mean_N = await run_to_end(refill)
             elif loop.time() >= alone_until or place.is_left_behind():
                 break

@@ -32,7 +32,7 @@ from manyhands.averaging.round import machine
 from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.round.machine import Action, Event, Round
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.base.errors import PeerError, Timeout, Unavailable
+from manyhands.base.errors import PeerError, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
 from manyhands.runtime import TaskOwner
@@ -252,11 +252,14 @@ class RoundDriver:
         for _ in range(CALLS_TO_LEADER):
             try:
                 return await self._endpoint.call(leader, method, request, timeout_s)
+            except Refused as refusal:  # it has not come to the round yet
+                reason = reason or str(refusal)
+                await asyncio.sleep(LOOK_PERIOD_S)
+            except Timeout as error:
+                reason = reason or str(error)
+                break
             except (Unavailable, PeerError) as error:
                 reason = reason or str(error)
-                if isinstance(error, Timeout):
-                    break
-            await asyncio.sleep(LOOK_PERIOD_S)
             try:
                 await self._endpoint.ping(leader, answer_time_s(self.group, self.machine.rank, self.machine.leader))
             except (Unavailable, PeerError):
