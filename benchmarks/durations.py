@@ -1,6 +1,7 @@
 """Counts the constants of the engine that are durations: each is one more time that a reader must keep in mind.
 
-A duration is a constant of a module or a class whose name ends in ``_S``. It is *derived* if it is computed from others.
+A duration is a constant of a module or a class whose name ends in ``_S``, but for rates. It is *derived* if it is computed
+from others.
 
     python benchmarks/durations.py [--list]
 """
@@ -29,7 +30,12 @@ def durations_of(path: Path) -> Iterator[tuple[str, bool]]:
             names = [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
             if value is not None:
                 is_number = not any(isinstance(one, ast.Name) and one.id.endswith("_S") for one in ast.walk(value))
-                yield from ((name, is_number) for name in names if name.isupper() and name.endswith("_S"))
+                yield from ((name, is_number) for name in names if is_duration(name))
+
+
+def is_duration(name: str) -> bool:
+    """Whether a constant of this name is a duration."""
+    return name.isupper() and name.endswith("_S") and not name.endswith(("_PER_S", "MBIT_S"))
 
 
 def main() -> None:

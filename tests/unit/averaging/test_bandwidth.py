@@ -7,9 +7,9 @@ import math
 import pytest
 
 from manyhands.averaging.allreduce.bandwidth import UNTESTED, RoundBandwidth
-from manyhands.averaging.allreduce.straggler_monitor import PROBE_S, answer_time_s
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import BLAMED, MAX_BANDWIDTH
+from manyhands.averaging.timing import ANSWER_S, answer_time_s
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import group_of
 
@@ -112,7 +112,7 @@ def test_after_blame_what_the_user_declared_counts_again() -> None:
 
 def test_blame_says_nothing_about_how_long_an_answer_takes() -> None:
     group = group_of(3, bandwidths=[BLAMED, 10 * MB, 4096])
-    assert answer_time_s(group, 1, 0) == answer_time_s(group, 0, 1) == PROBE_S
+    assert answer_time_s(group, 1, 0) == answer_time_s(group, 0, 1) == ANSWER_S
     assert answer_time_s(group, 2, 0) == 4.0
     assert answer_time_s(group, 1, 0, 4096.0) == 4.0
 

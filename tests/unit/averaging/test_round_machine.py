@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Accusation, Again, Group, JoinResponse, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.machine import (
-    ASK_AGAIN_S,
-    LAST_VOTE_S,
     Ask,
     AskOthers,
     BeginExchange,
@@ -29,6 +27,7 @@ from manyhands.averaging.round.machine import (
     Told,
     Voted,
 )
+from manyhands.averaging.timing import ANSWER_S
 from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import group_of, peer
 
@@ -154,10 +153,10 @@ def test_each_lost_member_is_forgotten_once() -> None:
 
 def test_a_member_that_waits_asks_its_leader_now_and_then() -> None:
     one = member()
-    assert one.on(Looked(), ASK_AGAIN_S / 2) == []
-    assert one.on(Looked(), ASK_AGAIN_S) == [Ask(0)]
-    assert one.on(Looked(), ASK_AGAIN_S * 1.5) == []
-    assert one.on(Looked(), ASK_AGAIN_S * 2) == [Ask(0)]
+    assert one.on(Looked(), ANSWER_S / 2) == []
+    assert one.on(Looked(), ANSWER_S) == [Ask(0)]
+    assert one.on(Looked(), ANSWER_S * 1.5) == []
+    assert one.on(Looked(), ANSWER_S * 2) == [Ask(0)]
 
 
 def test_a_leader_asks_first_whom_others_accuse() -> None:
@@ -166,7 +165,7 @@ def test_a_leader_asks_first_whom_others_accuse() -> None:
     vote = Vote(b"group", 0, accusations=[Accusation(3, "it sent nothing")])
     assert leader.on(Voted(1, vote), 50.0) == []
     assert leader.on(Looked(), 50.1) == [Ask(3)]
-    assert leader.on(Looked(), 50.0 + ASK_AGAIN_S) == [Ask(2)]
+    assert leader.on(Looked(), 50.0 + ANSWER_S) == [Ask(2)]
 
 
 def test_those_that_only_sent_nothing_have_a_last_moment_to_vote() -> None:
@@ -177,7 +176,7 @@ def test_those_that_only_sent_nothing_have_a_last_moment_to_vote() -> None:
         one.on(Voted(1, stalled), 0.0)
     leader.on(Looked(), 0.1)
     assert not leader.has_lost
-    assert leader.on(Looked(), 0.1 + LAST_VOTE_S) == [BeginExchange(1, (0, 1))]
+    assert leader.on(Looked(), 0.1 + ANSWER_S) == [BeginExchange(1, (0, 1))]
     assert hasty.on(Looked(), 0.1) == [BeginExchange(1, (0, 1))]
 
 
@@ -224,7 +223,7 @@ def test_a_leader_that_is_left_out_goes_on_counting() -> None:
         vote = Vote(b"group", 0, accusations=[Accusation(0, "it sent nothing", is_stalled=True)])
         leader.on(Voted(rank, vote), 0.0)
     assert leader.on(Looked(), 0.0) == []
-    assert leader.on(Looked(), LAST_VOTE_S) == [StopExchange()]
+    assert leader.on(Looked(), ANSWER_S) == [StopExchange()]
     assert leader.answer(1, VerdictQuery(b"group", 0)) == Verdict(False, again=Again(1, [1, 2, 3]), is_open=True)
     assert leader.answer(1, VerdictQuery(b"group", 1, num_lost=1)) is None
     for rank in (1, 2):

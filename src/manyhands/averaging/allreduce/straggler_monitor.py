@@ -7,48 +7,26 @@ last bytes counts, not their number: a member on a line twenty times slower than
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Collection, Mapping
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
 from manyhands.averaging.allreduce.streams import dials
-from manyhands.averaging.messages import ASK_MOVED, BLAMED, Group, Moved, MovedQuery
+from manyhands.averaging.messages import ASK_MOVED, Group, Moved, MovedQuery
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, STUCK_WITH_MEANS_S, STUCK_WITH_VALUES_S, answer_time_s
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.transport.api import Stream
 
-PROBE_S = 2.0
-"""A member that does not answer for this long is considered gone."""
-MAX_PROBE_S = 8.0
-"""The same on a slow link. Soon after this time missing heartbeats end the connection anyway."""
-QUEUED_BYTES = 16 * 1024
-"""Bytes of a round that may be queued before an answer."""
-
-LOOK_PERIOD_S = 0.5
-SILENT_S = 1.5
-"""A member that sent nothing for this long is asked for its progress."""
-STILL_S = {Wanted.VALUES: 5.0, Wanted.MEANS: 10.0}
-"""A member that answers but makes no progress in this round for this long is given up. A member that owes means may be
-waiting for another's values, so it gets time to find out that those do not come."""
+STUCK_S = {Wanted.VALUES: STUCK_WITH_VALUES_S, Wanted.MEANS: STUCK_WITH_MEANS_S}
 
 PACE_KNOWN_SHARE = 0.5
-PACE_KNOWN_S = 5.0
-"""After this share of a round's time, and at least so many seconds, the pace of a member that owes values is known. One
-that would miss the end is given up, so that time is left to go on without it."""
+"""After this share of a round's time the pace of a member that owes values is known. One that would miss the end is
+given up, so that time is left to go on without it."""
 LAST_SHARE = 0.65
 """After this share of a round's time a reducer that sends no means is given up, whatever it reports, if another one has
 had all values for some time."""
-LAST_S = 5.0
-"""How long the others wait for a doubted member that is the last, by its pace."""
 MARGIN = 1.5
 """How much longer than another reducer one may take, in proportion to the size of its span, as a factor."""
-
-
-def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0) -> float:
-    """Timeout of an answer during a round, by the lowest known rate: what came, or the bandwidth of one of both."""
-    rates = bytes_per_s, group.members[rank].bandwidth, group.members[other].bandwidth
-    slowest = min((rate for rate in rates if rate not in (0, BLAMED)), default=math.inf)
-    return min(max(PROBE_S, QUEUED_BYTES / slowest), MAX_PROBE_S)
 
 
 class StragglerMonitor:
@@ -89,7 +67,7 @@ class StragglerMonitor:
         last: Wanted | None = None
         was_last = False
         while True:
-            await asyncio.sleep(LOOK_PERIOD_S)
+            await asyncio.sleep(LOOK_S)
             now, wanted = self._loop.time(), self._butterfly.wanted.get(rank)
             passed_s, before = now - before, now
             if wanted is not last:
@@ -104,9 +82,9 @@ class StragglerMonitor:
                 owed_s += passed_s
                 if how := self._too_slow(rank, received, owed_s):
                     return self._lose(rank, f"is too slow for the time that this round has: {how}")
-            elif silent_s >= STILL_S[wanted] and self._is_overdue(rank):
+            elif silent_s >= STUCK_S[wanted] and self._is_overdue(rank):
                 return self._lose(rank, f"answers, but sent no means for {silent_s:.0f} s")
-            if silent_s < SILENT_S:
+            if silent_s < ANSWER_S:
                 continue
             try:
                 moving_s = stream.last_received - began
@@ -120,7 +98,7 @@ class StragglerMonitor:
                 return self._lose(rank, "has given the round up")
             if moved.amount != amount or stream.bytes_received != received:
                 amount, moved_at = moved.amount, self._loop.time()
-            if (still_s := self._loop.time() - moved_at) >= STILL_S[wanted]:
+            if (still_s := self._loop.time() - moved_at) >= STUCK_S[wanted]:
                 how = f"answers, but sends no {wanted.value}, and moved nothing for {still_s:.0f} s"
                 return self._lose(rank, how)
 
@@ -128,7 +106,7 @@ class StragglerMonitor:
         """Wait for a partner's stream, and ask it whether it comes; None once it is lost."""
         member = self._group.members[rank]
         while rank not in self._streams:
-            await asyncio.sleep(LOOK_PERIOD_S)
+            await asyncio.sleep(LOOK_S)
             if rank in self._butterfly.faults:
                 return None
             is_mute = member.is_client and not self._endpoint.is_connected(member.peer_id)  # it may still dial
@@ -142,7 +120,7 @@ class StragglerMonitor:
                 reason = f"no stream to a member: peer {member.peer_id}: {how}"
                 self._butterfly.lose(rank, reason, is_stalled=True)
                 return None
-            await asyncio.sleep(SILENT_S)
+            await asyncio.sleep(ANSWER_S)
         return self._streams[rank]
 
     async def _ask(self, rank: int, bytes_per_s: float = 0.0) -> Moved:
@@ -152,7 +130,7 @@ class StragglerMonitor:
         return await self._endpoint.call(self._group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
 
     def _is_last(self, rank: int, wanted: Wanted, received: int) -> bool:
-        """Whether a doubted member would take longer than ``LAST_S`` when all others have sent what it still has to."""
+        """Whether a doubted member holds up the others, and would do so for long."""
         if rank not in self._doubted:
             return False
         butterfly = self._butterfly
@@ -160,12 +138,12 @@ class StragglerMonitor:
         if any(other not in self._streams or butterfly.wanted.get(other) is wanted for other in others):
             return False
         left, passed_s = butterfly.num_bytes_with(rank) - received, self._loop.time() - self._since
-        return left * passed_s > LAST_S * received
+        return left * passed_s > STUCK_WITH_VALUES_S * received
 
     def _too_slow(self, rank: int, received: int, owed_s: float) -> str:
         """How a member misses the end of the round at its pace; empty if it does not, or the pace is not known yet."""
         passed_s = self._loop.time() - self._since
-        if passed_s < max(PACE_KNOWN_S, PACE_KNOWN_SHARE * self._round_s) or owed_s < passed_s / 2:
+        if passed_s < max(STUCK_WITH_VALUES_S, PACE_KNOWN_SHARE * self._round_s) or owed_s < passed_s / 2:
             return ""
         if received == 0:
             return "it has sent nothing"

@@ -23,6 +23,7 @@ import msgspec
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, StreamHeader, read_header
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import KEPT_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -32,11 +33,8 @@ from manyhands.transport.passing import PassingStream
 
 MAX_KEPT = 16
 """Limit of the kept streams that a peer has dialled; the oldest is closed."""
-KEPT_S = 60.0
-"""A stream that was unused for longer is not used again: a router on the way may have forgotten it."""
-UNNAMED_S = 120.0
 MAX_UNNAMED = 512
-"""Limits of the accepted streams that wait for a name, one for each peer: strangers may open them. A reducer may have
+"""Limit of the accepted streams that wait for a name, one for each peer: strangers may open them. A reducer may have
 hundreds of clients."""
 REMEMBERED_ROUNDS = 16
 
@@ -234,7 +232,7 @@ class PartnerStreams:
         self._unnamed[remote] = stream
         name = bytearray(NAME_BYTES)
         try:
-            async with time_limit(UNNAMED_S, "learning what a stream is for"):
+            async with time_limit(2 * KEPT_S, "learning what a stream is for"):
                 await stream.receive_into(memoryview(name))
             return bytes(name)
         finally:

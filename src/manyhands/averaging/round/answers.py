@@ -18,8 +18,9 @@ from manyhands.averaging.messages import (
     VerdictQuery,
     Vote,
 )
-from manyhands.averaging.round.driver import VERDICT_S, RoundDriver
+from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import ANSWER_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Refused, Timeout
 from manyhands.base.identity import PeerId
@@ -51,7 +52,7 @@ class Answers:
         """Leave the run: a leader first decides its round, and tells the members that wait."""
         for driver in self._rounds.values():
             driver.give_up("the leader leaves the run")
-        left_s = self._decided_at + VERDICT_S - self._loop.time()
+        left_s = self._decided_at + ANSWER_S - self._loop.time()
         with suppress(Timeout):
             async with time_limit(left_s, "telling the verdict"):
                 await self._news.wait_until(lambda: not any(map(self._endpoint.is_connected, self._untold)))

@@ -15,7 +15,6 @@ import asyncio
 import logging
 from typing import Any
 
-from manyhands.averaging.allreduce.straggler_monitor import answer_time_s
 from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
@@ -32,6 +31,7 @@ from manyhands.averaging.round import machine
 from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.round.machine import Action, Event, Round
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import ANSWER_S, LEAST_S, LOOK_S, answer_time_s
 from manyhands.base.errors import PeerError, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
@@ -40,12 +40,6 @@ from manyhands.runtime.waker import Waker
 
 logger = logging.getLogger(__name__)
 
-LOOK_PERIOD_S = 0.3
-"""How often the machine learns that time has passed; also the pause before a leader that has no news is asked again."""
-VOTING_S = 1.0
-"""The least time for the votes of the others, or for the verdict, after the round's time is over."""
-VERDICT_S = 2.0
-"""What a verdict may take to arrive."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be reached."""
 
@@ -217,15 +211,15 @@ class RoundDriver:
     def _wait_for_others(self) -> None:
         """Limit the wait for the votes, or for the verdict of a leader that may have begun later."""
         if self.machine.count is not None:
-            seconds, what = max(self._deadline - self._loop.time(), VOTING_S), "vote"
+            seconds, what = max(self._deadline - self._loop.time(), LEAST_S), "vote"
         else:
-            seconds, what = self._config.averaging_timeout_s + VOTING_S + VERDICT_S, "answer"
+            seconds, what = self._config.averaging_timeout_s + LEAST_S + ANSWER_S, "answer"
         over = machine.TimeOver(f"no {what} within {seconds:.3g} s")
         self._timer = self._loop.call_later(seconds, self._on, over)
 
     async def _look(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_PERIOD_S)
+            await asyncio.sleep(LOOK_S)
             self._on(machine.Looked())
 
     # calls of others
@@ -240,10 +234,10 @@ class RoundDriver:
                 return
             self._on(machine.Told(state.leader, answer))
             if (state.exchange, len(state.lost)) == before:  # it has not come to the round yet
-                await asyncio.sleep(LOOK_PERIOD_S)
+                await asyncio.sleep(LOOK_S)
 
     async def _send(self, vote: Vote) -> None:
-        timeout_s = max(self._deadline - self._loop.time(), VOTING_S) + VERDICT_S
+        timeout_s = max(self._deadline - self._loop.time(), LEAST_S) + ANSWER_S
         await self._call_leader(VOTE, vote, timeout_s)
 
     async def _call_leader(self, method: Method[Any, Any], request: object, timeout_s: float) -> Any:
@@ -254,7 +248,7 @@ class RoundDriver:
                 return await self._endpoint.call(leader, method, request, timeout_s)
             except Refused as refusal:  # it has not come to the round yet
                 reason = reason or str(refusal)
-                await asyncio.sleep(LOOK_PERIOD_S)
+                await asyncio.sleep(LOOK_S)
             except Timeout as error:
                 reason = reason or str(error)
                 break

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
 from manyhands.averaging.allreduce.means import Means
-from manyhands.averaging.allreduce.straggler_monitor import SILENT_S, StragglerMonitor
+from manyhands.averaging.allreduce.straggler_monitor import StragglerMonitor
 from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.config import AveragingConfig
@@ -22,6 +22,7 @@ from manyhands.averaging.memory import Memory, empty_vector
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Vote
 from manyhands.averaging.round.limits import MemberLimits, joined, usual_norm, witnessed
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import ANSWER_S, LEAST_S, hasty_s
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Timeout
 from manyhands.base.identity import PeerId
@@ -32,10 +33,6 @@ from manyhands.runtime.executor import run_to_end
 Refill = Callable[[], torch.Tensor]
 """Returns this member's values again, in memory of their own; may take a while."""
 
-ROUND_TRIPS, LEAST_S, DOUBTED_S = 4, 0.5, 2.0
-"""How long a doubted member may take to open its stream: round trips, and limits in seconds."""
-LEAST_EXCHANGE_S = 1.0
-"""Time for another exchange near the end of a round."""
 OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
 
@@ -174,7 +171,7 @@ class Exchange:
         try:
             if not any(members[rank].weight > 0 for rank in self.members):
                 raise RoundAborted(NO_WEIGHT)
-            limit_s = max(self.deadline - self._loop.time(), LEAST_EXCHANGE_S)
+            limit_s = max(self.deadline - self._loop.time(), LEAST_S)
             async with time_limit(limit_s, "averaging"):
                 await self._average(butterfly)
         except RoundAborted as error:
@@ -225,7 +222,7 @@ class Exchange:
             for watcher in watching:
                 self._watchers.cancel(watcher)
             last_received = max((stream.last_received for stream in self.streams.values()), default=-math.inf)
-            self.was_moving = not is_whole and self._loop.time() - last_received < SILENT_S
+            self.was_moving = not is_whole and self._loop.time() - last_received < ANSWER_S
             self.endpoint.on_lost.remove(self._on_lost)
             self.partners.end(name)
             for other, stream in self.streams.items():
@@ -240,8 +237,7 @@ class Exchange:
     async def _connect(self, other: int, name: bytes, num_bytes: int) -> RoundStream:
         group, within_s = self.contribution.group, self.config.stream_timeout_s
         if other in self.doubted:
-            rtts_s = ROUND_TRIPS * self.endpoint.rtt_s(group.members[other].peer_id)
-            within_s = min(max(rtts_s, LEAST_S), DOUBTED_S)
+            within_s = hasty_s(self.endpoint.rtt_s(group.members[other].peer_id))
         stream = await self.partners.connect(group, self.contribution.rank, other, num_bytes, name, within_s)
         self.streams[other] = stream
         if self._share is not None:

@@ -12,7 +12,7 @@ exchanging, voted    told: again, with this member                  exchanging  
 exchanging, voted,   told: committed, or aborted                    over        finish; a member that lacks the means
 in doubt                                                                        gets them as one that missed a step does
 exchanging, voted    told: members are lost                         the same    do not wait for their streams
-voted                the leader says nothing for ``ASK_AGAIN_S``    voted       ask it whether it is in the round
+voted                the leader says nothing for ``ANSWER_S``       voted       ask it whether it is in the round
 exchanging, voted    the leader is lost, or says what it must not   in doubt    stop; ask all others how it ended
 in doubt             none of them knows it, or the time is over     over        abort, for this member alone
 ===================  =============================================  ==========  ========================================
@@ -23,7 +23,7 @@ The leader of the group is a member like the others, and also counts the votes (
 the leader, until    a vote, or a member is lost                    by count    decide; tell those that ask
 it has decided       others have voted: a member that has not, and  the same    ask it whether it is in the round
                      is accused, or says nothing for that time
-                     only members that sent nothing have not voted  by count    they are lost after ``LAST_VOTE_S``
+                     only members that sent nothing have not voted  by count    they are lost after ``ANSWER_S``
                      its time for the others' votes is over, or     by count    decide by the votes that are there
                      this peer ends its round early
 ===================  =============================================  ==========  ========================================
@@ -44,13 +44,8 @@ import msgspec
 
 from manyhands.averaging.messages import Again, Group, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.count import Count, includes_values
+from manyhands.averaging.timing import ANSWER_S
 from manyhands.rpc.frames import readable
-
-ASK_AGAIN_S = 2.0
-"""Whoever is waited for is asked this long after the wait began, and after each answer."""
-LAST_VOTE_S = 3.0
-"""How long a member that answers but sent nothing may take to vote after all others have; one for which nobody waits
-long gets no such time."""
 
 
 class State(enum.Enum):
@@ -368,7 +363,7 @@ class Round:
             self._stalled_since = None
         elif self._stalled_since is None:
             self._stalled_since = now
-        is_over = self._stalled_since is not None and now - self._stalled_since >= LAST_VOTE_S
+        is_over = self._stalled_since is not None and now - self._stalled_since >= ANSWER_S
         given_up = stalled if is_over else stalled & self._impatient
         for rank in given_up:  # perhaps this leader
             self.count.lose(rank, f"{self.group.members[rank].peer_id} answers, but does not vote")
@@ -380,7 +375,7 @@ class Round:
         due = sorted(
             rank
             for rank in waited_for
-            if now - self._asked_at.get(rank, -math.inf if rank in suspects else self._waits_since) >= ASK_AGAIN_S
+            if now - self._asked_at.get(rank, -math.inf if rank in suspects else self._waits_since) >= ANSWER_S
         )
         self._asked_at.update(dict.fromkeys(due, now))
         return [Ask(rank) for rank in due]
