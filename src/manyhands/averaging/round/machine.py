@@ -231,8 +231,7 @@ class Round:
             case TimeOver(reason) if self.count is None:
                 return self._doubt(reason)
             case GaveUp() if self.count is None:
-                self.state = State.OVER
-                return []
+                return []  # the others notice that it is gone
             case _:
                 return self._counted(event, now)
 
