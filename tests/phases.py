@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from manyhands.averaging.messages import Group
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.messages import Group, Vote
 from manyhands.averaging.round.driver import RoundDriver
+from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.round.machine import Action
 from manyhands.averaging.rounds import RoundRunner
 
@@ -32,6 +34,61 @@ def on_driver(runner: RoundRunner, change: Callable[[RoundDriver], None]) -> Non
     runner._answers.begin = begin_changed  # type: ignore[method-assign]
 
 
+def before_voting(runner: RoundRunner, wait: Callable[[], Awaitable[object]]) -> None:
+    """Await ``wait`` after each exchange of a peer, before it votes."""
+
+    def change(driver: RoundDriver) -> None:
+        take_part = driver._exchange
+
+        async def take_part_and_wait(exchange: Exchange) -> None:
+            run = exchange.run
+
+            async def run_and_wait() -> Vote:
+                vote = await run()
+                await wait()
+                return vote
+
+            exchange.run = run_and_wait  # type: ignore[method-assign]
+            await take_part(exchange)
+
+        driver._exchange = take_part_and_wait  # type: ignore[method-assign]
+
+    on_driver(runner, change)
+
+
+def change_butterflies(runner: RoundRunner, change: Callable[[Butterfly], None]) -> None:
+    """Do something to each all-reduce of a peer before it begins."""
+
+    def change_driver(driver: RoundDriver) -> None:
+        butterfly_of = driver._contribution.butterfly
+
+        async def changed(*arguments: Any, **options: Any) -> Butterfly:
+            butterfly = await butterfly_of(*arguments, **options)
+            change(butterfly)
+            return butterfly
+
+        driver._contribution.butterfly = changed  # type: ignore[method-assign]
+
+    on_driver(runner, change_driver)
+
+
+def change_first_vote(runner: RoundRunner, change: Callable[[Contribution, Vote], None]) -> None:
+    """Do something to what a peer holds, and to its vote, after its first exchange."""
+
+    def change_driver(driver: RoundDriver) -> None:
+        contribution, vote_of = driver._contribution, driver._contribution.vote
+
+        def changed(*arguments: Any) -> Vote:
+            vote = vote_of(*arguments)
+            if vote.exchange == 0:
+                change(contribution, vote)
+            return vote
+
+        contribution.vote = changed  # type: ignore[method-assign]
+
+    on_driver(runner, change_driver)
+
+
 def on_phase(runner: RoundRunner, notify: Callable[[Phase], None]) -> None:
     """Call ``notify`` whenever a peer enters a phase of its round."""
     find_group = runner._find_group
@@ -51,7 +108,7 @@ def on_phase(runner: RoundRunner, notify: Callable[[Phase], None]) -> None:
             notify(Phase.VOTING)
             return exchanged(*arguments)
 
-        driver.machine._exchanged = tell  # type: ignore[method-assign]
+        driver.machine._exchanged = tell  # type: ignore[method-assign,assignment]
 
     def note(*arguments: Any, **options: Any) -> None:
         notify(Phase.CONCLUDED)

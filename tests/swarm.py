@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig

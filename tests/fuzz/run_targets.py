@@ -12,10 +12,8 @@ import msgspec
 import torch
 
 from manyhands.averaging.allreduce.partition import owned_spans
-from manyhands.averaging.allreduce.straggler_monitor import ASK_MOVED, Moved, MovedQuery
-from manyhands.averaging.commit.votes import VoteCount
-from manyhands.averaging.commit.votes import checked as checked_verdict
 from manyhands.averaging.messages import (
+    ASK_MOVED,
     ASK_VERDICT,
     INVITE,
     JOIN,
@@ -29,7 +27,10 @@ from manyhands.averaging.messages import (
     LeaveRequest,
     LeaveResponse,
     Member,
+    Moved,
+    MovedQuery,
     Position,
+    Received,
     RoundManifest,
     StreamHeader,
     Verdict,
@@ -38,6 +39,9 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.presence import PRESENCE, PresenceRecord, next_position
+from manyhands.averaging.round.count import Count
+from manyhands.averaging.round.machine import Exchanged, Finish, Round, Told
+from manyhands.averaging.round.machine import State as RoundState
 from manyhands.averaging.state.content import State, empty_content, sealed
 from manyhands.averaging.state.download import check_header, receive_header
 from manyhands.averaging.state.server import StateAnswer, StateRequest
@@ -145,10 +149,10 @@ def _join_response(data: bytes) -> None:
 
 def _vote(data: bytes) -> None:
     vote = decoded(data, Vote)
-    count = VoteCount(GROUP)
-    vote.ballot = 0
+    count = Count(GROUP)
+    vote.exchange = 0
     count.add(1, vote)
-    count.add(0, Vote(GROUP.group_id, b"d" * 32))
+    count.add(0, Vote(GROUP.group_id, 0, b"d" * 32))
     count.lose(2, "gone")
     decision = count.decide()
     assert decision is not None
@@ -158,7 +162,14 @@ def _vote(data: bytes) -> None:
 
 
 def _verdict(data: bytes) -> None:
-    verdict = checked_verdict(GROUP, decoded(data, Verdict))
+    verdict, one = decoded(data, Verdict), Round(GROUP, 1)
+    one.on(Exchanged(Vote(GROUP.group_id, 0, b"d" * 32)), 0.0)
+    actions = one.on(Told(one.leader, verdict), 1.0)
+    if not verdict.is_known or one.state is RoundState.IN_DOUBT:
+        return
+    (finish,) = actions
+    assert isinstance(finish, Finish)
+    verdict = finish.verdict
     assert verdict.reason.isprintable()
     assert set(verdict.blamed) <= set(IDS)
     if verdict.manifest is not None:
@@ -254,7 +265,7 @@ _VIOLATION = (ProtocolViolation,)
 _VERDICTS = _messages(Verdict(True, MANIFEST), Verdict(True, None, "lost", [IDS[1]]), Verdict(False))
 _JOINS = _messages(JoinRequest(b"f" * 32, AT, MEMBERS[1]), JoinRequest(b"", AT, MEMBERS[0], is_early=True))
 _JOINED = _messages(JoinResponse(GROUP), JoinResponse(None, IDS[0], ["/ip4/10.0.0.1/tcp/1"]))
-_VOTES = _messages(Vote(GROUP.group_id, b"d" * 32), Vote(GROUP.group_id, b"", "no result"))
+_VOTES = _messages(Vote(GROUP.group_id, 0, b"d" * 32), Vote(GROUP.group_id, 0, reason="no result"))
 
 TARGETS = [
     Target(name=f"{JOIN.name}.request", seeds=_JOINS, run=_join_request, errors=_VIOLATION),
@@ -264,9 +275,9 @@ TARGETS = [
     _decoder(f"{LEAVE.name}.request", LeaveRequest, LeaveRequest(AT)),
     _decoder(f"{LEAVE.name}.response", LeaveResponse, LeaveResponse(is_too_late=True)),
     Target(name=f"{VOTE.name}.request", seeds=_VOTES, run=_vote, errors=_VIOLATION),
-    Target(name=f"{VOTE.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
+    _decoder(f"{VOTE.name}.response", Received, Received()),
     _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),
-    Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION, weight=0.5),
+    Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
     _decoder(f"{WHERE.name}.request", WhereAreYou, WhereAreYou()),
     _decoder(f"{WHERE.name}.response", HereIAm, HereIAm(ProgressRecord(AT, 8, 1.0, 64, False, [], 30.0))),
     _decoder(f"{TELL.name}.request", HereIAm, HereIAm(ProgressRecord(AT, 8, 1.0, 64, False, [], 30.0))),

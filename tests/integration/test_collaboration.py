@@ -18,9 +18,9 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.commit.recovery import Recovery
-from manyhands.averaging.messages import Group, Order, Position, Vote
+from manyhands.averaging.messages import Accusation, Group, Position, Vote
 from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.round.exchange import Contribution
 from manyhands.averaging.state.content import State
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError, Timeout, Unavailable
 from manyhands.base.identity import PeerId
@@ -28,6 +28,7 @@ from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.run.progress import ProgressRecord, progress_key
 from tests.machine import Machine
+from tests.phases import change_first_vote
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
 
@@ -71,31 +72,19 @@ def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample(is_leader: boo
         assert others[0].optimizer.state_digest() == others[1].optimizer.state_digest()
 
 
-def test_a_member_that_lost_the_result_loads_it_and_its_samples_do_not_count_again() -> None:
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_again(is_noticed: bool) -> None:
+    """It makes the step from the means that the others kept; if these do not know that it lost them, it loads the state."""
     with peers(3) as swarm:
         trainers = [Trainer(peer, "unlucky", 12) for peer in swarm]
         unlucky = max(trainers, key=lambda trainer: trainer.peer.peer_id)
-        make = averager_of(unlucky)._new_recovery
 
-        def make_losing(*arguments: Any) -> Recovery:
-            recovery: Recovery = make(*arguments)
-            average = recovery.average
+        def lose(contribution: Contribution, vote: Vote) -> None:
+            contribution.means = None
+            vote.digest = b"" if is_noticed else b"a memory chip that forgets"
+            vote.accusations = [Accusation(contribution.rank, "its memory chip forgets")] if is_noticed else []
 
-            async def lose(order: Order, timeout_s: float) -> Vote:
-                vote = await average(order, timeout_s)
-                recovery.results.clear()
-                vote.digest = b"a memory chip that forgets"
-                return vote
-
-            recovery.average = lose  # type: ignore[method-assign]
-            averager_of(unlucky)._new_recovery = make
-            return recovery
-
-        async def fetch_in_vain(*_: object) -> None:
-            """It could be had of a member that is still in the round, if there is one just then."""
-
-        averager_of(unlucky)._new_recovery = make_losing
-        averager_of(unlucky)._fetching.fetch = fetch_in_vain  # type: ignore[method-assign]
+        change_first_vote(averager_of(unlucky), lose)
 
         def train(trainer: Trainer) -> None:
             trainer.train_batch()
@@ -103,7 +92,7 @@ def test_a_member_that_lost_the_result_loads_it_and_its_samples_do_not_count_aga
 
         in_threads([lambda t=trainer: train(t) for trainer in trainers])
         counts = unlucky.optimizer.statistics
-        assert counts.states_loaded == 1
+        assert counts.states_loaded == (not is_noticed)
         assert counts.samples_dropped == counts.samples_computed == 4, "the others have made the step with them"
         assert len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
 

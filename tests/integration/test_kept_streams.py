@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,15 +19,12 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, ProtocolViolation, RoundAborted
 from manyhands.rpc import Endpoint
 from tests.network import PATIENCE_S
+from tests.phases import before_voting
 from tests.swarm import RUN_ID, FixedRoster, averagers
 
 CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0, min_span_bytes=4, codec="none")
 NUMEL = 50
 Members = list[tuple[RoundRunner, FixedRoster, Endpoint]]
-
-
-async def never_asked() -> None:
-    raise AssertionError
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -105,25 +101,20 @@ async def test_no_stream_is_kept_after_a_round_that_was_aborted() -> None:
     async with averagers(4, config=CONFIG) as members:
         leader = min((runner for runner, _, _ in members), key=lambda runner: runner._endpoint.peer_id)
 
-        async def give_up(*_: Any) -> None:
-            raise asyncio.CancelledError
+        gave_up = asyncio.Event()
 
-        leader._agreement.conclude = give_up  # type: ignore[method-assign]
+        async def give_up() -> None:
+            gave_up.set()
+            leader._answers._rounds.popitem()[1].give_up("it gave up")
+
         for runner, _, _ in members:
-            if runner is not leader:
-                runner._agreement.conclude = partial(vote_after, leader, runner._agreement.conclude)  # type: ignore[method-assign]
+            before_voting(runner, give_up if runner is leader else gave_up.wait)
         vector_N = torch.ones(NUMEL)
         averaging = [runner.average(vector_N, 1.0) for runner, _, _ in members]
         results = await asyncio.gather(*averaging, return_exceptions=True)
         assert sum(isinstance(result, RoundAborted) for result in results) == 3, results
         others = [member for member in members if member[0] is not leader]
         assert num_kept(others)[0] == 0
-
-
-async def vote_after(leader: RoundRunner, conclude: Callable[..., Any], *arguments: Any) -> Any:
-    """Vote once the leader has given its round up."""
-    await until(lambda: leader._agreement._verdicts)
-    return await conclude(*arguments)
 
 
 async def test_one_that_was_unused_for_long_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +194,7 @@ async def test_a_peer_has_one_stream_without_a_name_and_a_newer_one_replaces_it(
             await first.receive_into(memoryview(bytearray(1)))
         name = bytes(range(NAME_BYTES))
         await second.send(name)
-        assert (await runner._streams._await_stream(sender, name, 10.0, never_asked)).remote == one.peer_id
+        assert (await runner._streams._await_stream(sender, name, 10.0)).remote == one.peer_id
         assert not runner._streams._unnamed
         for stream in (first, second):
             one.release(stream)
@@ -236,7 +227,7 @@ async def test_a_stream_that_comes_as_its_sender_is_given_up_breaks_no_rule() ->
         await until(lambda: runner._streams._unnamed)
         (stream,) = runner._streams._unnamed.values()
         header = msgspec.msgpack.encode(StreamHeader(name))
-        taking = asyncio.ensure_future(runner._streams._await_stream(sender, name, 10.0, never_asked))
+        taking = asyncio.ensure_future(runner._streams._await_stream(sender, name, 10.0))
         await asyncio.sleep(0)
         runner._streams._on_lost(one.peer_id)
         with pytest.raises(PeerLost, match="after it was given up"):

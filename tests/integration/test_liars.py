@@ -16,17 +16,19 @@ from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
 from manyhands.averaging.allreduce.streams import RoundStream
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import bytes_of
-from manyhands.averaging.messages import VOTE, Group, Vote
+from manyhands.averaging.messages import VOTE, Group, Received, Vote
+from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import NothingToAverage, Refused
+from manyhands.base.errors import NothingToAverage
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from manyhands.transport.passing import PassingStream
 from tests.network import PATIENCE_S
-from tests.swarm import RUN_ID, FixedRoster, averagers
+from tests.phases import change_butterflies, on_driver
+from tests.swarm import RUN_ID, FixedRoster, averagers, identity_of
 from tests.sweeps import few_of
 
 CONFIG = AveragingConfig(
@@ -51,16 +53,6 @@ def shapes_of(vector_N: torch.Tensor) -> list[tuple[int, int]]:
     return [(vector_N.numel() // 100, 100)]
 
 
-def with_butterfly(runner: RoundRunner, change: Callable[[Butterfly], None]) -> None:
-    exchange = runner._exchange
-
-    async def changed(group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
-        change(butterfly)
-        return await exchange(group, rank, butterfly, stream_id)
-
-    runner._exchange = changed  # type: ignore[method-assign]
-
-
 def send_unchecked(butterfly: Butterfly) -> None:
     """Have a member send its values, unencoded, without a look at them."""
 
@@ -79,7 +71,7 @@ def spoil(value: float) -> Lie:
         def be_blind(butterfly: Butterfly) -> None:
             send_unchecked(butterfly)
 
-        with_butterfly(runner, be_blind)
+        change_butterflies(runner, be_blind)
         values_N = values_of(7)
         values_N[::100] = value
         return values_N
@@ -108,7 +100,7 @@ def another_size(factor: float) -> Lie:
 
             butterfly._values = values  # type: ignore[method-assign]
 
-        with_butterfly(runner, resize)
+        change_butterflies(runner, resize)
         return values_of(7)
 
     return lie
@@ -177,27 +169,28 @@ async def test_who_sends_what_it_must_not_is_left_out(lie: Lie, reason: str, ran
 
 
 async def test_one_value_that_is_not_finite_spoils_what_comes_after_it() -> None:
-    """Chunks that the same member had delivered before are good, and count; the manifest says which."""
+    """Chunks that the same client had delivered before are good, and count; the manifest says which."""
 
     def lie(runner: RoundRunner) -> torch.Tensor:
         values_N = spoil(float("nan"))(runner)
-        values_N[:7500] = 1.0
+        values_N[:8000] = 1.0
         return values_N
 
-    async with averagers(4, kind="tls", config=CONFIG) as members:
+    client = sorted(range(4), key=lambda number: identity_of(number).peer_id)[3]
+    async with averagers(4, kind="tls", config=CONFIG, clients=(client,)) as members:
         peers = by_id(members)
-        vectors = [lie(peers[0][0]), *map(values_of, range(1, 4))]
+        vectors = [*map(values_of, range(3)), lie(peers[3][0])]
         rounds = [
             asyncio.ensure_future(runner.average(vector_N, 1.0, shapes=shapes_of(vector_N)))
             for (runner, _, _), vector_N in zip(peers, vectors, strict=True)
         ]
         async with time_limit(PATIENCE_S, "waiting for the honest ones"):
             results = await asyncio.gather(*rounds)
-        for result in results[1:]:
+        for result in results[:3]:
             assert result.averaged_N is not None
-            assert result.blamed == (peers[0][2].peer_id,)
-            counted = [(part.start, part.stop) for part in result.manifest.parts if 0 not in part.absent]
-            assert counted == [(5000, 7048)], "two chunks of 1024 values, of the span of another member"
+            assert result.blamed == (peers[3][2].peer_id,)
+            counted = [(part.start, part.stop) for part in result.manifest.parts if 3 not in part.absent]
+            assert counted == [(0, 6667), (6667, 7691)], "a span, and a chunk of the next one"
             for part in result.manifest.parts:
                 ranks = [rank for rank in range(4) if rank not in part.absent]
                 mean = torch.stack([vectors[rank][part.start : part.stop].double() for rank in ranks]).mean(dim=0)
@@ -208,8 +201,8 @@ async def test_one_value_that_is_not_finite_spoils_what_comes_after_it() -> None
 @pytest.mark.parametrize("rank", RANKS)
 async def test_who_opens_its_streams_for_another_round_is_left_out(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it should be dialled it takes no stream of this round: it is stuck, to those who have dialled it."""
-    monkeypatch.setattr(straggler_monitor, "SILENT_S", 0.2)
-    monkeypatch.setattr(straggler_monitor, "STILL_S", {Wanted.VALUES: 0.5, Wanted.MEANS: 2.0})
+    monkeypatch.setattr(straggler_monitor, "ANSWER_S", 0.2)
+    monkeypatch.setattr(straggler_monitor, "STUCK_S", {Wanted.VALUES: 0.5, Wanted.MEANS: 2.0})
     async with averagers(4, kind="tls", config=CONFIG) as members:
         liar, results = await round_with(by_id(members), rank, another_round)
         for result in results:
@@ -219,34 +212,28 @@ async def test_who_opens_its_streams_for_another_round_is_left_out(rank: int, mo
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-async def test_who_votes_too_early_is_refused_and_left_out(rank: int) -> None:
-    """It votes in a ballot that has not begun."""
+async def test_who_votes_too_early_is_blamed(rank: int) -> None:
+    """It votes on an exchange that has not begun."""
 
-    def lie(runner: RoundRunner) -> torch.Tensor:
-        conclude = runner._agreement.conclude
+    def vote_early(driver: RoundDriver) -> None:
+        send = driver._send
 
-        async def vote_early(group: Group, vote: Vote, voting_s: float) -> Any:
-            return await conclude(group, msgspec.structs.replace(vote, ballot=vote.ballot + 1), voting_s)
+        async def send_early(vote: Vote) -> None:
+            await send(msgspec.structs.replace(vote, exchange=vote.exchange + 1))
 
-        runner._agreement.conclude = vote_early  # type: ignore[method-assign]
-        return values_of(7)
+        driver._send = send_early  # type: ignore[method-assign]
 
     async with averagers(4, kind="tls", config=CONFIG) as members:
         peers = by_id(members)
-        vectors = [lie(runner) if number == rank else values_of(number) for number, (runner, _, _) in enumerate(peers)]
-        has_voted, refusals = asyncio.Event(), list[str]()
-        serve = peers[0][0]._agreement._on_vote
+        vectors = [values_of(7) if number == rank else values_of(number) for number in range(4)]
+        on_driver(peers[rank][0], vote_early)
+        has_voted, serve = asyncio.Event(), peers[0][0]._answers._on_vote
 
-        async def note(remote: PeerId, vote: Vote) -> Any:
+        async def note(remote: PeerId, vote: Vote) -> Received:
             if remote != peers[rank][2].peer_id:
                 await has_voted.wait()  # else the others have committed before
-            try:
-                return await serve(remote, vote)
-            except Refused as refusal:
-                refusals.append(refusal.code)
-                raise
-            finally:
-                has_voted.set()
+            has_voted.set()
+            return serve(remote, vote)
 
         counting = RunEndpoint(peers[0][2], RUN_ID)
         counting.unhandle(VOTE)
@@ -257,13 +244,12 @@ async def test_who_votes_too_early_is_refused_and_left_out(rank: int) -> None:
         ]
         async with time_limit(PATIENCE_S, "waiting for the rounds"):
             results = await asyncio.gather(*rounds)
-        assert refusals[0] == "too_early"
         mean = torch.stack([vector_N.double() for vector_N in vectors]).mean(dim=0)
         for result in results:
             assert result.averaged_N is not None, "its values were good, and count"
             torch.testing.assert_close(result.averaged_N.double(), mean, rtol=0, atol=1e-6)
             assert result.blamed == (peers[rank][2].peer_id,)
-            assert f"{peers[rank][2].peer_id} voted in a ballot that has not begun" in result.reason
+            assert f"{peers[rank][2].peer_id} voted in an exchange that has not begun" in result.reason
 
 
 class Spy(PassingStream):

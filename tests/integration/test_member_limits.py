@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.deadline import time_limit
 from tests.network import PATIENCE_S

@@ -32,9 +32,7 @@ def make(peer: manyhands.Peer, **options: Any) -> manyhands.Optimizer:
 
 def parts(optimizer: manyhands.Optimizer) -> dict[str, Any]:
     rounds: Any = optimizer._collaboration._rounds
-    return {
-        "rounds": rounds, "matchmaker": rounds.matchmaker, "agreement": rounds._agreement, "streams": rounds._streams,
-    }  # fmt: skip
+    return {"rounds": rounds, "matchmaker": rounds.matchmaker, "streams": rounds._streams}
 
 
 def test_each_field_of_the_configs_differs_from_its_default() -> None:

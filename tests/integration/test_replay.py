@@ -13,7 +13,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.means import across_ballots, digest_of_all
+from manyhands.averaging.allreduce.means import digest_of_all
 from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
@@ -59,16 +59,17 @@ class Donor:
         self.server.state_bytes = PLENTY
         self.keeper = StepKeeper(endpoint, RUN_ID, self.server, lambda: roster.at)
         self.made: list[tuple[RoundManifest, torch.Tensor]] = []
-        runner.on_means.append(self.keeper.add)
 
     def _capture(self) -> State:
         specs = [ParameterSpec("weight", (NUMEL,), "float32")]
         return state_of(StateHeader(self.roster.at, 0, specs, b"", b""), [torch.zeros(NUMEL)])
 
-    async def step(self, seed: int) -> None:
+    async def step(self, seed: int, may_be_lacking: bool) -> None:
         values_N = torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
         committed = await self.runner.average(values_N, 1.0, shapes=SHAPES)
         assert committed.averaged_N is not None
+        assert committed.means is not None
+        await self.keeper.add(committed.manifest, committed.means, may_be_lacking)
         self.made.append((committed.manifest, committed.averaged_N.clone()))
         committed.averaged_N.zero_()  # as an update changes it
         self.roster.at = self.roster.at.after(committed.manifest)
@@ -90,9 +91,9 @@ async def run(codec: str = "int8", chunk_bytes: int = 4096) -> AsyncIterator[tup
                 await donor.server.close()
 
 
-async def make_steps(donors: list[Donor], num_steps: int) -> None:
+async def make_steps(donors: list[Donor], num_steps: int, *, may_be_lacking: bool = False) -> None:
     for number in range(num_steps):
-        await asyncio.gather(*(donor.step(10 * number + rank) for rank, donor in enumerate(donors)))
+        await asyncio.gather(*(donor.step(10 * number + rank, may_be_lacking) for rank, donor in enumerate(donors)))
 
 
 async def fetched(newcomer: Endpoint, donor: Donor, position: Position) -> tuple[MissedStep | None, bool]:
@@ -143,7 +144,7 @@ async def test_kept_steps_take_no_more_than_a_state_and_the_newcomer_sees_the_ga
 def undecodable(kept: KeptStep, pieces: list[bytes]) -> tuple[KeptStep, list[bytes]]:
     """Scales that are not finite, and a digest of them."""
     pieces = [b"\xff" * len(piece) for piece in pieces]
-    digest = digest_of_all([blake3(piece).digest() for piece in pieces], spans_ballots=False)
+    digest = digest_of_all([blake3(piece).digest() for piece in pieces])
     return msgspec.structs.replace(kept, manifest=msgspec.structs.replace(kept.manifest, digest=digest)), pieces
 
 
@@ -218,16 +219,13 @@ async def test_a_donor_that_cuts_a_step_into_many_pieces_gains_no_time(monkeypat
             await fetched(newcomer, donor, START)
 
 
-async def test_a_step_that_was_averaged_again_arrives_too() -> None:
-    """Its pieces are plain, whatever the codec."""
+async def test_a_step_is_kept_for_a_member_that_may_lack_it_until_the_next_one() -> None:
     async with run() as (donors, newcomer):
-        donor, mean_N = donors[0], torch.randn(NUMEL)
-        means = across_ballots(mean_N.clone())
-        digest = digest_of_all(means.digests(), spans_ballots=True)
-        manifest = RoundManifest(b"group", START, [donor.peer_id], [1.0], digest)
-        with donor.server.following(newcomer.peer_id):
-            await donor.keeper.add(manifest, means)
-            means.averaged_N.zero_()
-            step, _ = await fetched(newcomer, donor, START)
+        donor = donors[0]
+        await make_steps(donors, 1, may_be_lacking=True)
+        (manifest, mean_N) = donor.made[0]
+        step, is_current = await fetched(newcomer, donor, START)
         assert step is not None
+        assert is_current
+        assert step.manifest == manifest
         assert torch.equal(step.mean_N, mean_N)

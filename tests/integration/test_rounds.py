@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,26 +13,28 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.commit import agreement
-from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     JOIN,
+    NOBODY,
     STREAM_KIND,
     VOTE,
     Group,
     JoinRequest,
     JoinResponse,
     Member,
-    Order,
     Position,
+    Received,
     RoundManifest,
     StreamHeader,
     Verdict,
     VerdictQuery,
     Vote,
 )
+from manyhands.averaging.round import answers
+from manyhands.averaging.round.driver import RoundDriver
+from manyhands.averaging.round.exchange import Contribution
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
@@ -42,6 +44,7 @@ from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.transport.memory import MemoryStream
 from tests.integration.test_liars import send_unchecked
 from tests.network import PATIENCE_S
+from tests.phases import before_voting, change_butterflies, change_first_vote, on_driver
 from tests.swarm import RUN_ID, FixedRoster, averagers, endpoints, identity_of
 from tests.sweeps import few_of
 
@@ -107,12 +110,14 @@ def stop_before_reducing(peer: Peer) -> asyncio.Event:
     """Have a peer stand still once its group has formed; the event tells that it has."""
     has_formed = asyncio.Event()
 
-    async def stand_still(group: Group, averaging: Coroutine[Any, Any, Vote]) -> Any:
-        averaging.close()
+    async def stand_still() -> Any:
         has_formed.set()
         await asyncio.Event().wait()
 
-    peer.averager._unless_decided = stand_still  # type: ignore[method-assign]
+    def change(driver: RoundDriver) -> None:
+        driver.run = stand_still  # type: ignore[method-assign]
+
+    on_driver(peer.averager, change)
     return has_formed
 
 
@@ -310,29 +315,22 @@ async def test_the_leader_dies_when_the_group_has_formed() -> None:
 
 
 def tell_only(leader: Peer, num_told: int) -> asyncio.Event:
-    """Have a leader tell the verdict to ``num_told`` members that vote; the event tells that they have their answer."""
+    """Have a leader tell the verdict to ``num_told`` members; the event tells that they have their answer."""
     told = asyncio.Event()
     answered: list[PeerId] = []
-    answer_vote, answer_query = leader.averager._agreement._on_vote, leader.averager._agreement._on_ask
+    answer = leader.averager._answers._on_ask
 
-    async def answer_pings(remote: PeerId, query: VerdictQuery) -> Verdict:
-        answer = await answer_query(remote, query)
-        if answer.is_known:
-            await asyncio.Event().wait()
-        return answer
-
-    async def answer_some(remote: PeerId, vote: Vote) -> Verdict:
-        verdict = await answer_vote(remote, vote)
-        if len(answered) >= num_told:
+    async def answer_some(remote: PeerId, query: VerdictQuery) -> Verdict:
+        verdict = await answer(remote, query)
+        if verdict.is_known and len(answered) >= num_told:
             told.set()
             await asyncio.Event().wait()
-        answered.append(remote)
+        if verdict.is_known:
+            answered.append(remote)
         return verdict
 
-    leader.run.unhandle(VOTE)
-    leader.run.handle(VOTE, answer_some)
     leader.run.unhandle(ASK_VERDICT)
-    leader.run.handle(ASK_VERDICT, answer_pings)
+    leader.run.handle(ASK_VERDICT, answer_some)
     return told
 
 
@@ -390,18 +388,11 @@ async def never(*_: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
 async def test_a_leader_that_leaves_right_after_its_round_tells_the_verdict_first(kind: str) -> None:
-    """One member asks for nothing, and votes only after the leader has begun to leave."""
+    """One member votes only after the leader has begun to leave."""
     async with averagers(4, kind=kind, config=PATIENT) as members:
         leader, *others = by_id(members)
         late, may_vote = others[0], asyncio.Event()
-        conclude = late.averager._agreement.conclude
-
-        async def vote_late(*arguments: Any) -> Any:
-            await may_vote.wait()
-            return await conclude(*arguments)
-
-        late.averager._agreement.conclude = vote_late  # type: ignore[method-assign]
-        late.averager._agreement.decided = never  # type: ignore[method-assign]
+        before_voting(late.averager, may_vote.wait)
         (leading,), tasks = start([leader]), start(others)
         result = await leading
         leaving = asyncio.ensure_future(leader.averager.close())
@@ -420,13 +411,7 @@ async def test_a_member_about_to_vote_hears_the_verdict_though_all_others_leave_
     async with averagers(4, kind=kind, config=PATIENT) as members:
         late, may_vote = by_id(members)[1], asyncio.Event()
         others = [peer for peer in by_id(members) if peer.peer_id != late.peer_id]
-        conclude = late.averager._agreement.conclude
-
-        async def vote_late(*arguments: Any) -> Any:
-            await may_vote.wait()
-            return await conclude(*arguments)
-
-        late.averager._agreement.conclude = vote_late  # type: ignore[method-assign]
+        before_voting(late.averager, may_vote.wait)
 
         async def leave(peer: Peer) -> CommittedRound:
             result = await peer.average()
@@ -449,14 +434,18 @@ async def test_a_leader_that_leaves_does_not_wait_for_a_member_that_dies_meanwhi
     async with averagers(4, config=PATIENT) as members:
         leader, *others = by_id(members)
         victim = others[0]
-        victim.averager._agreement.conclude = never  # type: ignore[method-assign]
-        victim.averager._agreement.decided = never  # type: ignore[method-assign]
+        before_voting(victim.averager, never)
+
+        def ask_nothing(driver: RoundDriver) -> None:
+            driver._ask_leader = never  # type: ignore[method-assign]
+
+        on_driver(victim.averager, ask_nothing)
         (leading,), tasks = start([leader]), start(others)
         await leading
         await outcomes(tasks[1:])
-        monkeypatch.setattr(agreement, "LATENCY_S", 1e6)
+        monkeypatch.setattr(answers, "ANSWER_S", 1e6)
         leaving = asyncio.ensure_future(leader.averager.close())
-        await until(lambda: leader.averager._agreement._last_led.news._tasks)  # type: ignore[union-attr]
+        await until(lambda: leader.averager._answers._news._tasks)
         await victim.kill()
         async with time_limit(PATIENCE_S, "waiting for the leader to leave"):
             await leaving
@@ -472,8 +461,8 @@ async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:
             peer.roster.missing = [asking.peer_id]
         tell_only(leader, 0)
         dying, tasks = start([leader]), start([doubting])
-        await until(lambda: leader.averager._agreement._verdicts)
-        group_id = next(iter(leader.averager._agreement._verdicts))
+        await until(lambda: leader.averager._answers._verdicts)
+        group_id = next(iter(leader.averager._answers._verdicts))
         await leader.kill()
         assert all(isinstance(result, RoundAborted) for result in await outcomes(tasks, 5.0))
         answer = await asking.run.call(doubting.peer_id, ASK_VERDICT, VerdictQuery(group_id), 2.0)
@@ -486,11 +475,11 @@ async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
         *others, victim = by_id(members)
         has_result = asyncio.Event()
 
-        async def never_vote(*_: Any) -> Any:
+        async def never_vote() -> None:
             has_result.set()
             await asyncio.Event().wait()
 
-        victim.averager._agreement.conclude = never_vote  # type: ignore[method-assign]
+        before_voting(victim.averager, never_vote)
         dying, tasks = start([victim]), start(others)
         await has_result.wait()
         await victim.kill()
@@ -499,35 +488,15 @@ async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
         await end(dying)
 
 
-def change_first_result(peer: Peer, change: Callable[[Recovery, Vote], None]) -> None:
-    """Do something to what a peer holds, and to its vote, after it has averaged for the first time."""
-    make = peer.averager._new_recovery
-
-    def make_changed(*arguments: Any) -> Recovery:
-        recovery = make(*arguments)
-        average = recovery.average
-
-        async def average_changed(order: Order, timeout_s: float) -> Vote:
-            vote = await average(order, timeout_s)
-            if order.ballot == 0:
-                change(recovery, vote)
-            return vote
-
-        recovery.average = average_changed  # type: ignore[method-assign]
-        return recovery
-
-    peer.averager._new_recovery = make_changed  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("has_another_result", [False, True])
 async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_another_result: bool) -> None:
-    def lose(recovery: Recovery, vote: Vote) -> None:
-        recovery.results.clear()
+    def lose(contribution: Contribution, vote: Vote) -> None:
+        contribution.means = None
         vote.digest = b"a memory chip that forgets" if has_another_result else b""
 
     async with averagers(3, config=PATIENT) as members:
         *others, unlucky = by_id(members)
-        change_first_result(unlucky, lose)
+        change_first_vote(unlucky.averager, lose)
         results = await outcomes(start([*others, unlucky]))
         assert results[2].averaged_N is None
         assert results[2].manifest == results[0].manifest
@@ -540,13 +509,7 @@ async def test_a_member_waits_for_a_leader_that_came_later_than_itself() -> None
     async with averagers(2, config=config) as members:
         leader, member = by_id(members)
         leader.averager._config = PATIENT
-        vote = leader.averager._agreement.conclude
-
-        async def vote_late(*arguments: Any) -> Verdict:
-            await asyncio.sleep(1.3)
-            return await vote(*arguments)
-
-        leader.averager._agreement.conclude = vote_late  # type: ignore[method-assign]
+        before_voting(leader.averager, lambda: asyncio.sleep(1.3))
         await committed([leader, member])
 
 
@@ -603,8 +566,8 @@ async def test_failed_rounds_leave_nothing_behind() -> None:
         for peer in peers:
             averager = peer.averager
             assert averager._streams._awaited == {}
-            assert averager._agreement._rounds == {}
-            assert len(averager._agreement._verdicts) <= 16
+            assert averager._answers._rounds == {}
+            assert len(averager._answers._verdicts) <= 16
             assert averager.matchmaker._group_leader.pending is None
             assert len(peer.endpoint.on_lost) == num_listeners
             assert len(averager._tasks) == len(averager.matchmaker._tasks) == 0
@@ -697,10 +660,12 @@ async def test_a_member_that_freezes_is_noticed_by_whoever_waits_for_it(ice: Ice
 
         victim.averager._streams.connect = connect_and_freeze  # type: ignore[method-assign]
         tasks = start(peers)
-        await until(lambda: leader.averager._agreement._rounds)
-        (this,) = leader.averager._agreement._rounds.values()
-        await until(lambda: this.rank in this.count.votes)
-        assert this.count.votes[this.rank].digest, "it holds the result, and could commit with one more vote"
+        await until(lambda: leader.averager._answers._rounds)
+        (this,) = leader.averager._answers._rounds.values()
+        count = this.machine.count
+        assert count is not None
+        await until(lambda: this.machine.rank in count.votes)
+        assert count.votes[this.machine.rank].digest, "it holds the result, and could commit with one more vote"
         ice.freeze(victim)
         for result in await outcomes(tasks[:2], 5.0):
             assert isinstance(result, CommittedRound), result
@@ -730,15 +695,15 @@ async def test_a_member_that_votes_in_vain_votes_again() -> None:
     """Its connection breaks under the vote; the leader is still there, and needs it."""
     async with averagers(2, config=PATIENT) as members:
         leader, member = by_id(members)
-        count = leader.averager._agreement._on_vote
+        count = leader.averager._answers._on_vote
         num_votes = 0
 
-        async def break_the_first(remote: PeerId, vote: Vote) -> Verdict:
+        async def break_the_first(remote: PeerId, vote: Vote) -> Received:
             nonlocal num_votes
             num_votes += 1
             if num_votes == 1:
                 raise Unavailable("the connection broke")
-            return await count(remote, vote)
+            return count(remote, vote)
 
         leader.run.unhandle(VOTE)
         leader.run.handle(VOTE, break_the_first)
@@ -879,13 +844,7 @@ async def test_who_sends_values_that_are_not_finite_is_left_out(rank: int) -> No
         peers = by_id(members)
         liar = peers[rank]
         liar.values_N = torch.full((NUMEL,), float("nan"))
-        exchange = liar.averager._exchange
-
-        async def send_anyway(group: Group, own_rank: int, butterfly: Any, stream_id: bytes) -> torch.Tensor:
-            send_unchecked(butterfly)
-            return await exchange(group, own_rank, butterfly, stream_id)
-
-        liar.averager._exchange = send_anyway  # type: ignore[method-assign]
+        change_butterflies(liar.averager, send_unchecked)
         honest = [peer for peer in peers if peer is not liar]
         mean = torch.stack([peer.values_N for peer in honest]).mean(dim=0)
         for peer, result in zip(peers, await outcomes(start(peers)), strict=True):
@@ -926,10 +885,10 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
             groups.append(response.group)
             return response
 
-        async def lie(remote: PeerId, vote: Vote) -> Verdict:
-            return Verdict(True, forge(groups[0], vote.digest))
+        async def lie(remote: PeerId, query: VerdictQuery) -> Verdict:
+            return Verdict(False) if query.group_id == NOBODY else Verdict(True, forge(groups[0], b"digest"))
 
-        for method, handler in ((JOIN, remember), (VOTE, lie)):
+        for method, handler in ((JOIN, remember), (ASK_VERDICT, lie)):
             liar.run.unhandle(method)
             liar.run.handle(method, handler)
         lying, tasks = start([liar]), start(others)
@@ -966,18 +925,19 @@ async def test_votes_of_strangers_count_nothing() -> None:
             peer.roster.missing = [stranger.peer_id]
         stop_before_reducing(absent)
         tasks = start([leader, member, absent])
-        await until(lambda: leader.averager._agreement._rounds)
-        ((group_id, this),) = leader.averager._agreement._rounds.items()
+        await until(lambda: leader.averager._answers._rounds)
+        ((group_id, this),) = leader.averager._answers._rounds.items()
         voting = [
-            asyncio.ensure_future(stranger.run.call(leader.peer_id, VOTE, Vote(group_id, b"forged"), 0.2))
+            asyncio.ensure_future(stranger.run.call(leader.peer_id, VOTE, Vote(group_id, 0, b"forged"), 0.2))
             for _ in range(3)
         ]
         for error in await asyncio.gather(*voting, return_exceptions=True):
             assert isinstance(error, Refused)
             assert error.code == "not_a_member"
-        assert b"forged" not in [vote.digest for vote in this.count.votes.values()]
+        assert this.machine.count is not None
+        assert b"forged" not in [vote.digest for vote in this.machine.count.votes.values()]
         with pytest.raises(Refused, match="unknown_group"):
-            await stranger.run.call(leader.peer_id, VOTE, Vote(b"no such group", b"forged"), 1.0)
+            await stranger.run.call(leader.peer_id, VOTE, Vote(b"no such group", 0, b"forged"), 1.0)
         await end(tasks)
 
 

@@ -24,7 +24,7 @@ from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
-from tests.phases import Phase, on_driver, on_phase
+from tests.phases import Phase, change_butterflies, on_driver, on_phase
 from tests.swarm import FixedRoster
 
 NUMEL = 60_000
@@ -289,22 +289,18 @@ def get_stuck(runner: RoundRunner, what: str) -> None:
     async def stand_still(*_: object) -> None:
         await asyncio.Event().wait()
 
-    def change(driver: RoundDriver) -> None:
-        if what == "claim":
-            driver.moved = itertools.count().__next__  # type: ignore[method-assign]
-        butterfly_of = driver._contribution.butterfly
+    def claim(driver: RoundDriver) -> None:
+        driver.moved = itertools.count().__next__  # type: ignore[method-assign]
 
-        async def stuck_butterfly(*arguments: Any, **options: Any) -> Butterfly:
-            butterfly = await butterfly_of(*arguments, **options)
-            if what == "send":
-                butterfly._send_to = stand_still  # type: ignore[method-assign]
-            else:
-                butterfly._reducer.run = stand_still  # type: ignore[assignment,method-assign]
-            return butterfly
+    def change(butterfly: Butterfly) -> None:
+        if what == "send":
+            butterfly._send_to = stand_still  # type: ignore[method-assign]
+        else:
+            butterfly._reducer.run = stand_still  # type: ignore[assignment,method-assign]
 
-        driver._contribution.butterfly = stuck_butterfly  # type: ignore[method-assign]
-
-    on_driver(runner, change)
+    change_butterflies(runner, change)
+    if what == "claim":
+        on_driver(runner, claim)
 
 
 def random_death(seed: int) -> RoundWorld:

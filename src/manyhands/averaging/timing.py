@@ -17,6 +17,7 @@ stuck with values      2 x ``ANSWER_S``          it answers and moves nothing: i
 stuck with means       4 x ``ANSWER_S``          it may wait for values of a stuck member, and must find that out
 too slow               half of the round         then its pace is known, and there is time to go on without it
 last vote, verdict     ``ANSWER_S``              what a message may take that is on its way
+no name for a stream   2 x ``KEPT_S``            the side that dialled it does not use it again after ``KEPT_S``
 after the round's end  ``ANSWER_S`` / 2          the least time for an exchange or for votes that are just due
 =====================  ========================  ==================================================================
 
@@ -38,6 +39,7 @@ KEPT_S = 60.0
 STUCK_WITH_VALUES_S = 2 * ANSWER_S
 STUCK_WITH_MEANS_S = 4 * ANSWER_S
 LEAST_S = ANSWER_S / 2
+UNNAMED_S = 2 * KEPT_S
 
 QUEUED_BYTES = 16 * 1024
 """Bytes of a round that may be queued before an answer."""

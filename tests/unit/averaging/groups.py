@@ -47,9 +47,9 @@ def plan_in(codec: Codec, numel: int) -> Plan:
 
 
 def butterfly_of(group: Group, rank: int, flat_N: torch.Tensor, plan: Plan) -> Butterfly:
-    """A member's part in an all-reduce of all members, of the whole vector."""
+    """A member's part in an all-reduce of all members."""
     return Butterfly(
         group, rank, flat_N, plan,
-        members=range(len(group.members)), region=slice(0, flat_N.numel()), averaged_N=torch.empty_like(flat_N),
+        members=range(len(group.members)), averaged_N=torch.empty_like(flat_N),
         memory=Memory(), feedbacks=None, is_measured=False,
     )  # fmt: skip

@@ -97,7 +97,7 @@ def test_a_member_of_an_older_version_has_an_unknown_bandwidth() -> None:
         *((Member(peer(0), [], False, 1.0, bandwidth), Member) for bandwidth in (math.nan, math.inf, 0.5, "1")),
         (Member(peer(0), ["x"] * 9, False, 1.0), Member),
         (Member(peer(0), ["x" * 401], False, 1.0), Member),
-        (Vote(b"group", b"", "x" * 501), Vote),
+        (Vote(b"group", 0, reason="x" * 501), Vote),
         (Member(PeerId("x" * 65), [], False, 1.0), Member),
         (JoinResponse(None, PeerId("x" * 65)), JoinResponse),
         (JoinResponse(None, peer(0), ["x" * 401]), JoinResponse),

@@ -23,7 +23,7 @@ import msgspec
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, StreamHeader, read_header
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import KEPT_S
+from manyhands.averaging.timing import KEPT_S, UNNAMED_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -232,7 +232,7 @@ class PartnerStreams:
         self._unnamed[remote] = stream
         name = bytearray(NAME_BYTES)
         try:
-            async with time_limit(2 * KEPT_S, "learning what a stream is for"):
+            async with time_limit(UNNAMED_S, "learning what a stream is for"):
                 await stream.receive_into(memoryview(name))
             return bytes(name)
         finally:

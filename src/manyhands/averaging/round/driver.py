@@ -213,9 +213,14 @@ class RoundDriver:
         if self.machine.count is not None:
             seconds, what = max(self._deadline - self._loop.time(), LEAST_S), "vote"
         else:
-            seconds, what = self._config.averaging_timeout_s + LEAST_S + ANSWER_S, "answer"
+            seconds, what = self._verdict_s, "answer"
         over = machine.TimeOver(f"no {what} within {seconds:.3g} s")
         self._timer = self._loop.call_later(seconds, self._on, over)
+
+    @property
+    def _verdict_s(self) -> float:
+        """The longest wait of a member that has voted."""
+        return self._config.averaging_timeout_s + LEAST_S + ANSWER_S
 
     async def _look(self) -> None:
         while True:
@@ -230,7 +235,8 @@ class RoundDriver:
         while not self._over.done():
             query = VerdictQuery(self.group.group_id, state.exchange, len(state.lost))
             before = query.exchange, query.num_lost
-            if (answer := await self._call_leader(ASK_VERDICT, query, self._config.averaging_timeout_s)) is None:
+            longest_s = self._config.averaging_timeout_s + self._verdict_s  # of an exchange, then of the wait
+            if (answer := await self._call_leader(ASK_VERDICT, query, longest_s)) is None:
                 return
             self._on(machine.Told(state.leader, answer))
             if (state.exchange, len(state.lost)) == before:  # it has not come to the round yet

@@ -559,8 +559,8 @@ class Collaboration:
 
         They do for a peer that has just loaded a state, and where a member of the round may lack the means.
         """
-        if self.step_rounds.holders:
-            self._state_donors = self.step_rounds.holders
+        if holders := self.step_rounds.holders():
+            self._state_donors = holders
         elif not self._num_vain_loads:
             return None
         if self._has_parted or not self.local.can_replay:

@@ -167,9 +167,6 @@ class StepRounds:
     Args:
         assignment: the roster of the rounds.
         keeper: keeps steps for peers that lack them; None if these cannot make them on their own.
-
-    Attributes:
-        holders: peers that hold the means of the last round, if that committed and this peer lacks them.
     """
 
     own_id: PeerId
@@ -181,7 +178,7 @@ class StepRounds:
     local: LocalState
     config: AveragingConfig
     keeper: StepKeeper | None
-    holders: tuple[PeerId, ...] = ()
+    _lacking: tuple[Position, list[PeerId]] | None = None  # where this peer lacks means, and peers that hold them
     _attempt: asyncio.Task[object] | None = None
     _is_closed: bool = False
 
@@ -191,6 +188,10 @@ class StepRounds:
         self.look_ahead.stop()
         if self._attempt is not None:
             self._attempt.cancel()
+
+    def holders(self) -> list[PeerId]:
+        """Peers that hold the means of a round that committed from here, which this peer lacks."""
+        return self._lacking[1] if self._lacking is not None and self._lacking[0] == self.local.position else []
 
     def plan(self) -> None:
         """Take a seat in the grid early enough for the others to read it, and schedule the search for a group.
@@ -215,7 +216,6 @@ class StepRounds:
         position, tracker, self._attempt = self.local.position, self.tracker, asyncio.current_task()
         tracker.is_called = tracker.is_moving = False  # a peer that begins another round calls again
         tracker.is_busy = True
-        self.holders = ()
         try:
             async with time_limit(longest_attempt_s(self.config), "averaging with the others"):
                 await self.look_ahead.end()
@@ -251,7 +251,7 @@ class StepRounds:
     def _averaged_in_one_group(self, committed: CommittedRound, position: Position, weight: float) -> Averaged:
         if committed.averaged_N is None:
             lost = {self.own_id, *committed.blamed}
-            self.holders = tuple(peer_id for peer_id in committed.manifest.members if peer_id not in lost)
+            self._lacking = position, [peer_id for peer_id in committed.manifest.members if peer_id not in lost]
             why = f": {committed.reason}" if self.own_id in committed.blamed else ""
             raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")
         manifest, shares = committed.manifest, committed.manifest.contributors()
