@@ -10,8 +10,8 @@ from _roster import Everybody
 
 from manyhands import Peer
 from manyhands.averaging.codecs import prepare_kernels
-from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId

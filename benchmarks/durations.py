@@ -1,7 +1,7 @@
 """Counts the constants of the engine that are durations: each is one more time that a reader must keep in mind.
 
-A duration is a constant of a module or a class whose name ends in ``_S``, but for rates. It is *derived* if it is computed
-from others.
+A duration is a constant of a module or a class whose name ends in ``_S``, but for rates. It is *derived* if it is
+computed from others.
 
     python benchmarks/durations.py [--list]
 """

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from manyhands.averaging.commit import limits
 from manyhands.averaging.matchmaking.candidates import GOOD_ROUNDS, STRIKES
+from manyhands.averaging.round import limits
 
 NUM_CLASSES = 10
 NUM_INPUTS = 32

@@ -84,7 +84,7 @@ def change_first_vote(runner: RoundRunner, change: Callable[[Contribution, Vote]
                 change(contribution, vote)
             return vote
 
-        contribution.vote = changed  # type: ignore[method-assign]
+        contribution.vote = changed  # type: ignore[method-assign,assignment]
 
     on_driver(runner, change_driver)
 

@@ -13,6 +13,7 @@ import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from tests.averagers import close_all, join, sim_peers, step, step_all, weighted_mean
+from tests.phases import change_butterflies
 from tests.trainers import AVERAGING, in_threads, peers
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -104,14 +105,7 @@ async def test_a_tensor_that_is_freed_or_resized_in_mid_round_is_not_written(cha
     lists = [[torch.ones(300, device="cuda"), torch.full((5,), float(i), device="cuda")] for i in range(2)]
     async with sim_peers(2) as peers:
         averagers = [await join(peer, tensors) for peer, tensors in zip(peers, lists, strict=True)]
-        runner = averagers[0]._averager_loop.rounds
-        exchange = runner._exchange
-
-        async def change_and_exchange(*arguments: Any, **options: Any) -> Any:
-            change(lists[0][0])
-            return await exchange(*arguments, **options)
-
-        runner._exchange = change_and_exchange  # type: ignore[method-assign]
+        change_butterflies(averagers[0]._averager_loop.rounds, lambda _: change(lists[0][0]))
         first, second = await asyncio.gather(*map(step, averagers), return_exceptions=True)
         await close_all(averagers)
     assert isinstance(first, ConfigError)

@@ -12,11 +12,14 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
+from manyhands.averaging.messages import Verdict
 from manyhands.averaging.presence import presence_key
+from manyhands.averaging.round.driver import RoundDriver
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.averagers import RUN, close_all, join, sim_peers, step, step_all, weighted_mean
 from tests.network import PATIENCE_S, until
+from tests.phases import on_driver
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6, torch.float64: 1e-14}
@@ -423,18 +426,21 @@ async def test_a_tensor_that_is_resized_or_freed_in_mid_round_is_not_written(
 ) -> None:
     lists = [[torch.ones(300), torch.full((5,), float(i))] for i in range(2)]
     averagers = [await join(peer, lists[i]) for i, peer in enumerate(pair)]
-    runner = averagers[0]._averager_loop.rounds
-    reduce = runner._unless_decided
 
-    async def change_then_reduce(*args: object) -> object:
-        if is_before:
-            change(lists[0][1])
-        outcome = await reduce(*args)  # type: ignore[arg-type]
-        if not is_before:
-            change(lists[0][1])
-        return outcome
+    def change_in(driver: RoundDriver) -> None:
+        run = driver.run
 
-    runner._unless_decided = change_then_reduce  # type: ignore[assignment, method-assign]
+        async def change_and_run() -> Verdict:
+            if is_before:
+                change(lists[0][1])
+            verdict = await run()
+            if not is_before:
+                change(lists[0][1])
+            return verdict
+
+        driver.run = change_and_run  # type: ignore[method-assign]
+
+    on_driver(averagers[0]._averager_loop.rounds, change_in)
     lists[1][0].fill_(3.0)
     outcomes = await asyncio.gather(*(step(averager) for averager in averagers), return_exceptions=True)
     assert isinstance(outcomes[0], manyhands.ManyhandsError), outcomes

@@ -16,8 +16,8 @@ import torch
 
 import manyhands
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.round.machine import Round
 from manyhands.optim import ProgressConfig
 from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.step.replica import Replica
@@ -32,7 +32,7 @@ PHASES: dict[str, tuple[type, str]] = {
     "deciding": (Collaboration, "decide"),
     "looking for a group": (Matchmaker, "find_group"),
     "averaging": (Butterfly, "run"),
-    "voting": (Agreement, "conclude"),
+    "voting": (Round, "_exchanged"),
     "updating": (Replica, "advance"),
     "telling": (Collaboration, "move"),
 }

@@ -13,15 +13,15 @@ import torch
 
 from manyhands.averaging import AveragingConfig, messages
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.allreduce.straggler_monitor import ASK_MOVED, Moved
 from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
 from manyhands.averaging.messages import (
+    ASK_MOVED,
     INVITE,
     JOIN,
-    Group,
     InviteRequest,
     JoinRequest,
     JoinResponse,
+    Moved,
     Position,
 )
 from manyhands.averaging.rounds import RoundRunner
@@ -36,6 +36,7 @@ from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
 from manyhands.transport.api import Stream
+from tests.phases import change_butterflies
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.worlds import join
 from tests.sweeps import few_of
@@ -409,9 +410,7 @@ def steps_beside_a_trickling_member(slow_s: float, end_s: float) -> list[tuple[f
     clock = swarm.world.loop
 
     def trickle(rounds: RoundRunner) -> None:
-        exchange = rounds._exchange
-
-        async def slowly(group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
+        def slow_down(butterfly: Butterfly) -> None:
             async def send_to(other: int, stream: Stream) -> None:
                 for piece in butterfly._outgoing(other):
                     if isinstance(piece, memoryview):
@@ -424,9 +423,8 @@ def steps_beside_a_trickling_member(slow_s: float, end_s: float) -> list[tuple[f
 
             if QUIET_S <= clock.time() < slow_until:
                 butterfly._send_to = send_to  # type: ignore[method-assign]
-            return await exchange(group, rank, butterfly, stream_id)
 
-        rounds._exchange = slowly  # type: ignore[method-assign]
+        change_butterflies(rounds, slow_down)
 
     def train(member: Member) -> None:
         together(len(names), member)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.commit.recovery import Recovery
+from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.optim.step.global_step import GlobalStep
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
@@ -40,16 +40,16 @@ def test_a_failed_round_keeps_no_vector_until_the_collector_comes(
 
         monkeypatch.setattr(owner, "__init__", init)
 
-    for owner in (Butterfly, Recovery, GlobalStep):
+    for owner in (Butterfly, Contribution, Exchange, GlobalStep):
         noted(owner)
-    average: Any = Recovery.average
+    run: Any = Exchange.run
     network = swarm.world.network
 
     def heal() -> None:
         network.unblock("p0", "p1")
         network.unblock("p1", "p0")
 
-    async def cut_off(self: Any, order: Any, timeout_s: float) -> Any:
+    async def cut_off(self: Any) -> Any:
         """The network is cut as the values of a step go out."""
         step = swarm.members["p0"].optimizer.global_step
         if step == 3 and not cuts:
@@ -57,9 +57,9 @@ def test_a_failed_round_keeps_no_vector_until_the_collector_comes(
             network.block("p0", "p1")
             network.block("p1", "p0")
             swarm.world.loop.call_outside(swarm.world.loop.time() + CUT_S, heal)
-        return await average(self, order, timeout_s)
+        return await run(self)
 
-    monkeypatch.setattr(Recovery, "average", cut_off)
+    monkeypatch.setattr(Exchange, "run", cut_off)
 
     def train(member: Member) -> None:
         together(2, member)

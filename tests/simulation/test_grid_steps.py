@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.round.machine import Round
 from manyhands.base.errors import ManifestMismatch
 from manyhands.optim.run.step_rounds import PARAMETERS_EVERY
 from manyhands.optim.step.replica import Replica
@@ -135,7 +135,7 @@ def test_sixty_four_peers_in_groups_of_eight_make_the_steps_of_one_process() -> 
 PHASES: dict[str, tuple[type, str]] = {
     "looking for a group": (Matchmaker, "find_group"),
     "averaging": (Butterfly, "run"),
-    "voting": (Agreement, "conclude"),
+    "voting": (Round, "_exchanged"),
     "updating": (Replica, "advance"),
 }
 LAST_STEP = 11
@@ -175,10 +175,12 @@ def test_a_peer_killed_in_the_midst_of_a_step(
         if member is not None and victim not in swarm.done and member.optimizer.global_step == 3:
             collaboration: Any = member.optimizer._collaboration
             rounds, assignment = collaboration._rounds, collaboration.step_rounds.assignment
-            parts = [rounds.matchmaker, rounds._agreement, member.optimizer._replica]
+            parts = [rounds.matchmaker, member.optimizer._replica]
             is_its = any(self is part for part in parts)
             if isinstance(self, Butterfly):
                 is_its = self._members[self._rank].peer_id == member.peer.peer_id
+            if isinstance(self, Round):
+                is_its = self.group.members[self.rank].peer_id == member.peer.peer_id
             if is_its and (assignment._number % 2 == number or phase == "updating"):
                 swarm.done.add(victim)
                 swarm.world.loop.call_soon(swarm.world.kill, victim)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position
+from manyhands.averaging.round.machine import Round
 from manyhands.optim.health import Statistics
 from manyhands.testing import Fault, at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
@@ -122,7 +122,7 @@ def start(marked: Marked, until_s: float, **options: Any) -> None:
 PHASES: dict[str, tuple[type, str]] = {
     "looking for a group": (Matchmaker, "find_group"),
     "averaging": (Butterfly, "run"),
-    "voting": (Agreement, "conclude"),
+    "voting": (Round, "_exchanged"),
 }
 FROZEN_S = 14.0
 
@@ -180,8 +180,10 @@ def test_a_peer_that_froze_in_a_phase_of_a_step(phase: str, rank: int, monkeypat
     def is_of(part: Any, member: Member) -> bool:
         if isinstance(part, Butterfly):
             return part._flat_N is not None and part._rank == rank
+        if isinstance(part, Round):
+            return part.rank == rank
         rounds: Any = member.optimizer._collaboration._rounds
-        return part is rounds.matchmaker or part is rounds._agreement
+        return part is rounds.matchmaker
 
     monkeypatch.setattr(owner, method, freezing)
     start(marked, 100.0)

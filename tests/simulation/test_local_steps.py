@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.commit.recovery import Recovery
+from manyhands.averaging.round.exchange import Exchange
 from manyhands.base.errors import ManifestMismatch
 from manyhands.optim import local_steps
 from manyhands.optim.local_steps import KEPT_SHARE, LocalReplica, LocalSteps, nesterov
@@ -483,14 +483,14 @@ def test_a_failed_round_changes_neither_the_agreed_nor_the_own_parameters(monkey
                 assert torch.equal(values(replica), after_inner[replica])
             member.check_samples()
 
-    average: Any = Recovery.average
+    run: Any = Exchange.run
     network, is_cut = swarm.world.network, False
 
     def heal() -> None:
         network.unblock("peer0", "peer1")
         network.unblock("peer1", "peer0")
 
-    async def cut_off(self: Any, order: Any, timeout_s: float) -> Any:
+    async def cut_off(self: Any) -> Any:
         """The network is cut as the values of a step go out."""
         nonlocal is_cut
         if swarm.members["peer0"].optimizer.global_step == 3 and not is_cut:
@@ -498,9 +498,9 @@ def test_a_failed_round_changes_neither_the_agreed_nor_the_own_parameters(monkey
             network.block("peer0", "peer1")
             network.block("peer1", "peer0")
             swarm.world.loop.call_outside(swarm.world.loop.time() + 20.0, heal)
-        return await average(self, order, timeout_s)
+        return await run(self)
 
-    monkeypatch.setattr(Recovery, "average", cut_off)
+    monkeypatch.setattr(Exchange, "run", cut_off)
     start_all(swarm, ["peer0", "peer1"], train)
     swarm.run()
     assert num_failed >= 2

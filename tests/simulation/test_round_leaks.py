@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.commit.agreement import VotingState
-from manyhands.averaging.commit.recovery import Recovery
+from manyhands.averaging.round.exchange import Contribution, Exchange
+from manyhands.averaging.round.machine import Round
 from manyhands.testing import World
 from tests.simulation.rounds import NUMEL, start_rounds
 from tests.sweeps import few_of
 
 NAMES = ["p0", "p1", "p2", "p3"]
 NUM_LOOKS = 12
-KINDS = (VotingState, Butterfly, Recovery, torch.Tensor)
+KINDS = (Round, Butterfly, Contribution, Exchange, torch.Tensor)
 
 
 def kept(world: World) -> dict[str, int]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.round.machine import Round
 from manyhands.optim.local_steps import LocalSteps, nesterov
 from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.step.replica import Replica
@@ -28,7 +28,7 @@ PHASES: dict[str, tuple[type, str]] = {
     "deciding": (Collaboration, "decide"),
     "looking for a group": (Matchmaker, "find_group"),
     "averaging": (Butterfly, "run"),
-    "voting": (Agreement, "conclude"),
+    "voting": (Round, "_exchanged"),
     "updating": (Replica, "advance"),
     "telling": (Collaboration, "move"),
 }
@@ -102,9 +102,11 @@ def test_a_peer_killed_in_any_phase(phase: str, rank: int, mode: str, monkeypatc
     def is_of(part: Any, member: Member) -> bool:
         collaboration: Any = member.optimizer._collaboration
         rounds, replica = collaboration._rounds, member.optimizer._replica
-        parts = [collaboration, rounds.matchmaker, rounds._agreement, replica]
+        parts = [collaboration, rounds.matchmaker, replica]
         if isinstance(part, Butterfly):
             return part._flat_N is not None and part._rank == rank
+        if isinstance(part, Round):
+            return part.rank == rank
         return any(part is one for one in parts)
 
     monkeypatch.setattr(owner, method, deadly)

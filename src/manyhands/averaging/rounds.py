@@ -197,7 +197,7 @@ class RoundRunner:
             self._streams.drop_idle(member.peer_id for member in group.members)
             seconds, available_s = self._loop.time() - formed_at, self._ends_at - formed_at
             num_sent = self._meter.num_bytes_sent - sent_before
-            was_moving = driver.exchanges[-1].was_moving
+            was_moving = driver.was_moving
             if was_moving and seconds >= PACE_KNOWN_SHARE * available_s and not contribution.plan.passes_on:
                 num_received = self._meter.num_bytes_received - received_before
                 rate = self._bandwidth.end_slow_round(min(num_sent, num_received), seconds)
@@ -213,7 +213,7 @@ class RoundRunner:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
             num_sent = self._meter.num_bytes_sent - sent_before
-            self._bandwidth.end_round(num_sent, committed.averaging_s, driver.exchanges[-1].rate)
+            self._bandwidth.end_round(num_sent, committed.averaging_s, driver.rate)
         return committed
 
     def _slow_round(self, group: Group, flat_N: torch.Tensor, shapes: Shapes, rate: float, available_s: float) -> str:
@@ -259,8 +259,8 @@ class RoundRunner:
             self._answers.end(driver)
             self._meter.averaging_s += driver.exchanging_s
             self._meter.vote_s += driver.voting_s
-            self._meter.num_bytes_sent += sum(exchange.num_bytes_sent for exchange in driver.exchanges)
-            self._meter.num_bytes_received += sum(exchange.num_bytes_received for exchange in driver.exchanges)
+            self._meter.num_bytes_sent += driver.num_bytes_sent
+            self._meter.num_bytes_received += driver.num_bytes_received
         others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
         struck = {group.members[number].peer_id for number in contribution.struck} & set(verdict.blamed)
         manifest = verdict.manifest

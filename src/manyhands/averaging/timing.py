@@ -16,6 +16,7 @@ gone                   no answer                 within :func:`answer_time_s`
 stuck with values      2 x ``ANSWER_S``          it answers and moves nothing: it had time for a second answer
 stuck with means       4 x ``ANSWER_S``          it may wait for values of a stuck member, and must find that out
 too slow               half of the round         then its pace is known, and there is time to go on without it
+left                   2 x ``ANSWER_S``          whoever waits for a leader that stands still has asked it, and left
 last vote, verdict     ``ANSWER_S``              what a message may take that is on its way
 no name for a stream   2 x ``KEPT_S``            the side that dialled it does not use it again after ``KEPT_S``
 after the round's end  ``ANSWER_S`` / 2          the least time for an exchange or for votes that are just due
@@ -38,6 +39,7 @@ KEPT_S = 60.0
 
 STUCK_WITH_VALUES_S = 2 * ANSWER_S
 STUCK_WITH_MEANS_S = 4 * ANSWER_S
+LEFT_S = 2 * ANSWER_S
 LEAST_S = ANSWER_S / 2
 UNNAMED_S = 2 * KEPT_S
 

@@ -31,7 +31,7 @@ from manyhands.averaging.round.machine import (
 from tests.unit.averaging.groups import group_of
 
 LEADER = 0
-LATER_S = 10.0
+LATER_S = 3.0
 
 
 @dataclass(frozen=True)

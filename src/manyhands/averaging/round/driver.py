@@ -53,8 +53,9 @@ class RoundDriver:
         impatient: ranks of members for which nobody waits long.
 
     Attributes:
-        exchanges: all that were begun, with what travelled.
+        num_bytes_sent, num_bytes_received: in all exchanges that have ended.
         exchanging_s, voting_s: the time that they took, and the rest.
+        rate, was_moving: of the last exchange, see :class:`.exchange.Exchange`.
     """
 
     def __init__(
@@ -78,14 +79,18 @@ class RoundDriver:
         self._impatient = impatient
         self.group = contribution.group
         self.machine = Round(self.group, contribution.rank, impatient)
-        self.exchanges: list[Exchange] = []
+        self.num_bytes_sent = self.num_bytes_received = 0
         self.exchanging_s = self.voting_s = 0.0
+        self.rate: float | None = None
+        self.was_moving = False
+        self._current: Exchange | None = None
+        self._rates: dict[int, float] = {}  # bytes per second that came from each member
         self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._since = self._loop.time()
         self._news = Waker()
         self._over: asyncio.Future[Verdict] = self._loop.create_future()
-        self._tasks = TaskOwner("a round", self._fail)
+        self._tasks = TaskOwner("a round")
 
     async def run(self) -> Verdict:
         """Take part until the round is over for this member.
@@ -104,7 +109,8 @@ class RoundDriver:
             await asyncio.wait([self._over])
             verdict = self._over.result()
             if verdict.manifest is not None and self._exchanging is not None:  # this member is a little late
-                await asyncio.wait([self._exchanging], timeout=self.exchanges[-1].late_s())
+                late_s = max(self._deadline - self._loop.time(), self._config.stream_timeout_s)
+                await asyncio.wait([self._exchanging], timeout=late_s)
                 self._count_time()
             return verdict
         finally:
@@ -113,6 +119,7 @@ class RoundDriver:
             if self._timer is not None:
                 self._timer.cancel()
             await self._tasks.close()
+            del self._contribution  # its vectors; an error that went through here may live on
 
     def give_up(self, reason: str) -> None:
         """End the round for this member; a leader decides at once, by the votes that are there."""
@@ -133,7 +140,7 @@ class RoundDriver:
 
     def moved(self) -> int:
         """How far this member's exchange is."""
-        return self.exchanges[-1].moved() if self._exchanging is not None else 0
+        return self._current.moved() if self._current is not None else 0
 
     # the machine
 
@@ -150,7 +157,6 @@ class RoundDriver:
                         self._endpoint, self._config, self._partners, self._contribution, number, members,
                         self._ends_at, self._deadline, self._impatient,
                     )  # fmt: skip
-                    self.exchanges.append(exchange)
                     self._exchanging = self._tasks.spawn(self._exchange(exchange), name=f"exchange {number}")
                 case machine.StopExchange():
                     self._stop_exchange()
@@ -169,10 +175,6 @@ class RoundDriver:
                     if not self._over.done():
                         self._over.set_result(verdict)
 
-    def _fail(self, error: BaseException) -> None:
-        if not self._over.done():
-            self._over.set_exception(error)
-
     def _on_lost(self, peer_id: PeerId) -> None:
         rank = self.group.rank_of(peer_id)
         if rank is not None and self.machine.count is not None:
@@ -190,11 +192,19 @@ class RoundDriver:
     # exchanges
 
     async def _exchange(self, exchange: Exchange) -> None:
+        self._current = exchange
         try:
             vote = await exchange.run()
         except Exception as error:  # noqa: BLE001 (of the user's code, which wrote the values again)
-            self._fail(error)
+            if not self._over.done():
+                self._over.set_exception(error)
             return
+        finally:
+            self.num_bytes_sent += exchange.num_bytes_sent
+            self.num_bytes_received += exchange.num_bytes_received
+            self.rate, self.was_moving = exchange.rate, exchange.was_moving
+            self._rates = {rank: exchange.rate_of(rank) for rank in exchange.streams}
+            self._current = None
         self._count_time()
         self._exchanging = None
         self._wait_for_others()
@@ -271,8 +281,7 @@ class RoundDriver:
         """Ask a member whether it is in this round, or still waits for the leader's answer."""
         peer_id, query = self.group.members[rank].peer_id, MovedQuery(self.group.group_id, self.group.leader)
         try:
-            rate = self.exchanges[-1].rate_of(rank)
-            timeout_s = answer_time_s(self.group, self.machine.rank, rank, rate)
+            timeout_s = answer_time_s(self.group, self.machine.rank, rank, self._rates.get(rank, 0.0))
             moved = await self._endpoint.call(peer_id, ASK_MOVED, query, timeout_s)
         except (Unavailable, PeerError) as error:
             self._on(machine.Lost(rank, f"{peer_id} cannot be asked: {error}"))

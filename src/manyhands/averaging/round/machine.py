@@ -26,6 +26,7 @@ it has decided       others have voted: a member that has not, and  the same    
                      only members that sent nothing have not voted  by count    they are lost after ``ANSWER_S``
                      its time for the others' votes is over, or     by count    decide by the votes that are there
                      this peer ends its round early
+                     this process stood still for ``LEFT_S``        by count    the same: the others may have left
 ===================  =============================================  ==========  ========================================
 
 Only the leader decides. A member that aborts in doubt while others committed is behind: the lineage in the progress
@@ -44,7 +45,7 @@ import msgspec
 
 from manyhands.averaging.messages import Again, Group, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.count import Count, includes_values
-from manyhands.averaging.timing import ANSWER_S
+from manyhands.averaging.timing import ANSWER_S, LEFT_S
 from manyhands.rpc.frames import readable
 
 
@@ -112,7 +113,7 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Looked:
-    """Time has passed."""
+    """A little time has passed; comes several times a second."""
 
 
 Event: TypeAlias = Exchanged | Voted | Lost | Told | NobodyKnows | TimeOver | GaveUp | Looked
@@ -196,6 +197,7 @@ class Round:
         self.lost: tuple[int, ...] = ()
         self._impatient = frozenset(impatient)
         self._reason = ""  # why this member lacks the result
+        self._last_event_at = math.inf
         self._waits_since = math.inf  # for another member
         self._asked_at: dict[int, float] = {}
         self._stalled_since: float | None = None  # only members that sent nothing have not voted
@@ -217,6 +219,9 @@ class Round:
         """
         if self.state is State.OVER:
             return []
+        stood_still_s, self._last_event_at = now - self._last_event_at, now
+        if self.count is not None and stood_still_s > LEFT_S:
+            event = GaveUp(f"its process stood still for {stood_still_s:.0f} s")
         match event:
             case Exchanged(vote):
                 return self._exchanged(vote, now)

@@ -16,7 +16,6 @@ from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
-from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round.limits import OPEN_LIMITS, MemberLimits
@@ -159,10 +158,8 @@ class Collaboration:
                     "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
                 ) from error
             parts.push_async_callback(self._server.close)
-            keeper = None
-            if self.local.can_replay:
-                keeper = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self.local.position)
-                parts.callback(keeper.close)
+            keeper = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self.local.position)
+            parts.callback(keeper.close)
             self.step_rounds = StepRounds(
                 presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self.local,
                 self.averaging, keeper,
@@ -555,21 +552,16 @@ class Collaboration:
             self.tracker.branches.seen_step = max(self.tracker.branches.seen_step, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
-        """Fetch the step that the others have made from here, if they kept it.
-
-        They do for a peer that has just loaded a state, and where a member of the round may lack the means.
-        """
-        if holders := self.step_rounds.holders():
-            self._state_donors = holders
-        elif not self._num_vain_loads:
-            return None
-        if self._has_parted or not self.local.can_replay:
+        """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""
+        if not self._num_vain_loads or self._has_parted or not self.local.can_replay:
             return None
         position, believed = self.local.position, self.tracker.branches.believed.values()
         last_step = max((record.position.step for record in believed), default=0)  # a donor may know of one more
         for donor in self._state_donors if position.step <= last_step else ():
             try:
-                step, is_current = await fetch_step(self.presence.endpoint, self.run_id, donor, position, self._plan_of)
+                step, is_current = await fetch_step(
+                    self.presence.endpoint, self.run_id, donor, position, self.step_rounds.plan_of_code
+                )
             except (PeerError, Unavailable) as error:
                 logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
                 if isinstance(error, ProtocolViolation):
@@ -578,6 +570,3 @@ class Collaboration:
             if step is not None or (is_current and position.step == last_step):  # else it lies, or lags
                 return step
         return None
-
-    def _plan_of(self, code: int) -> Plan:
-        return plan_of(self.local.shapes, codec_of_code(code, self.averaging.codec))

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.matchmaking.follower import Matchmaker
@@ -166,7 +167,7 @@ class StepRounds:
 
     Args:
         assignment: the roster of the rounds.
-        keeper: keeps steps for peers that lack them; None if these cannot make them on their own.
+        keeper: hands steps to peers that lack them, and fetches those that this one lacks.
     """
 
     own_id: PeerId
@@ -177,8 +178,7 @@ class StepRounds:
     look_ahead: LookAhead
     local: LocalState
     config: AveragingConfig
-    keeper: StepKeeper | None
-    _lacking: tuple[Position, list[PeerId]] | None = None  # where this peer lacks means, and peers that hold them
+    keeper: StepKeeper
     _attempt: asyncio.Task[object] | None = None
     _is_closed: bool = False
 
@@ -188,10 +188,6 @@ class StepRounds:
         self.look_ahead.stop()
         if self._attempt is not None:
             self._attempt.cancel()
-
-    def holders(self) -> list[PeerId]:
-        """Peers that hold the means of a round that committed from here, which this peer lacks."""
-        return self._lacking[1] if self._lacking is not None and self._lacking[0] == self.local.position else []
 
     def plan(self) -> None:
         """Take a seat in the grid early enough for the others to read it, and schedule the search for a group.
@@ -229,9 +225,12 @@ class StepRounds:
                     committed = await self.rounds.average(
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
-                    if self.keeper is not None and committed.means is not None:
+                    if committed.means is not None:
                         await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking)
-                    averaged = self._averaged_in_one_group(committed, position, weight)
+                        mean_N = committed.means.averaged_N
+                    else:
+                        mean_N = await self._fetch(committed)
+                    averaged = self._averaged_in_one_group(committed, mean_N, position, weight)
         except BaseException as error:
             self.look_ahead.resume()
             self.assignment.end_step()
@@ -248,15 +247,27 @@ class StepRounds:
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
         return averaged
 
-    def _averaged_in_one_group(self, committed: CommittedRound, position: Position, weight: float) -> Averaged:
-        if committed.averaged_N is None:
-            lost = {self.own_id, *committed.blamed}
-            self._lacking = position, [peer_id for peer_id in committed.manifest.members if peer_id not in lost]
-            why = f": {committed.reason}" if self.own_id in committed.blamed else ""
-            raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")
+    def plan_of_code(self, code: int) -> Plan:
+        """The encoding of the vector of the next step with the codec of a code."""
+        return plan_of(self.local.shapes, codec_of_code(code, self.config.codec))
+
+    async def _fetch(self, committed: CommittedRound) -> torch.Tensor:
+        """The means that this peer lacks, from another member of the round."""
+        members, lost = committed.manifest.members, {self.own_id, *committed.blamed}
+        number = members.index(self.own_id)
+        others = [*members[number:], *members[:number]]  # not all members ask the same one first
+        holders = [peer_id for peer_id in others if peer_id not in lost]
+        if (mean_N := await self.keeper.fetch(committed.manifest, holders, self.plan_of_code)) is not None:
+            return mean_N
+        why = f": {committed.reason}" if self.own_id in committed.blamed else ""
+        raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")
+
+    def _averaged_in_one_group(
+        self, committed: CommittedRound, mean_N: torch.Tensor, position: Position, weight: float
+    ) -> Averaged:
         manifest, shares = committed.manifest, committed.manifest.contributors()
         return Averaged(
-            committed.averaged_N,
+            mean_N,
             position.after(manifest).lineage,
             sum_of_samples(manifest.weights),
             manifest,

@@ -10,8 +10,10 @@ all that was committed on the way (docs/explanation/state.md).
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +38,9 @@ from manyhands.averaging.state.server import (
     receive_framed,
     send_moving,
 )
+from manyhands.averaging.timing import LOOK_S
 from manyhands.base.deadline import time_limit, while_moving
-from manyhands.base.errors import ProtocolViolation
+from manyhands.base.errors import PeerError, ProtocolViolation, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
@@ -45,11 +48,15 @@ from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
+logger = logging.getLogger(__name__)
+
 STREAM_KIND = "replay/1"
 ANSWER_TIMEOUT_S = 2.0
 """Time for a donor to answer before the next one is asked."""
 KEPT_S = 10.0
 """Steps are kept for so long after the last download has ended, and until the next one: one more may be missed."""
+FETCH_ATTEMPTS, MAX_HOLDERS = 3, 4
+"""How often a member asks others of its round for means that it lacks, and how many of them."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_CHUNKS = 1 << 15
 
@@ -125,6 +132,22 @@ class StepKeeper:
         self._steps.append((KeptStep(manifest, means.codec, stops), lasting.pieces))
         while len(self._steps) > 1 and self._num_bytes() > self.server.state_bytes:
             self._steps.popleft()
+
+    async def fetch(
+        self, manifest: RoundManifest, holders: Sequence[PeerId], plan_of_code: Callable[[int], Plan]
+    ) -> torch.Tensor | None:
+        """The means of a round in which this peer took part and which it lacks; None if no member sends them."""
+        for _ in range(FETCH_ATTEMPTS):
+            for holder in holders[:MAX_HOLDERS]:
+                try:
+                    step, _ = await fetch_step(self.endpoint, self.run_id, holder, manifest.position, plan_of_code)
+                except (PeerError, Unavailable) as error:
+                    logger.info("peer %s does not send the means that this one lacks: %s", holder, error)
+                    continue
+                if step is not None and step.manifest == manifest:
+                    return step.mean_N
+            await asyncio.sleep(LOOK_S)  # they are about to keep them
+        return None
 
     def _num_bytes(self) -> int:
         return sum(piece.numel() for _, pieces in self._steps for piece in pieces)
