@@ -3,63 +3,27 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from manyhands.base.errors import ConfigError
-from manyhands.optim.local_steps import LocalSteps
 from tests.schedule_free import ScheduleFreeAdamW
+from tests.simulation import small_model
+from tests.simulation.small_model import MODES, Weights, assert_has, copied, in_each_mode, loss_of, new_model
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODES: dict[str, dict[str, Any]] = {
-    "here": {},
-    "offload": {"offload": True},
-    "delayed gradients": {"delay": "gradients"},
-    "local": {"local_steps": LocalSteps()},
-    "local, offload": {"local_steps": LocalSteps(), "offload": True},
-}
-in_each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-Weights = dict[str, torch.Tensor]
-
-
-def new_model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
-
-
-def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    inputs, targets = (torch.randn(4, size, generator=generator) for size in (4, 2))
-    return torch.nn.functional.mse_loss(model(inputs), targets)
 
 
 def schedule_free(model: torch.nn.Module) -> ScheduleFreeAdamW:
     return ScheduleFreeAdamW(model.parameters())
 
 
-def alone(train: Callable[[Member], None], **options: Any) -> Member:
-    """Run one peer's program."""
-    logging.getLogger("manyhands").setLevel(logging.ERROR)
-    swarm = Swarm()
-    settings = {"target_batch_size": 4, "batch_size_per_step": 4, **options}
-    swarm.start("p0", new_model, schedule_free, train, **settings)
-    swarm.run()
-    return swarm.members["p0"]
-
-
-def copied(model: torch.nn.Module) -> Weights:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_has(has: torch.nn.Module, weights: Weights, within: float = 0.0) -> None:
-    for name, value in has.state_dict().items():
-        torch.testing.assert_close(value, weights[name], rtol=0, atol=within)
+alone = functools.partial(small_model.alone, make_optimizer=schedule_free)
 
 
 def plain(numbers: range) -> tuple[Weights, Weights]:

@@ -10,38 +10,12 @@ import pytest
 import torch
 
 from manyhands.base.errors import ConfigError, RunNotFound
-from manyhands.optim.local_steps import LocalSteps
 from manyhands.optim.optimizer import Optimizer
 from manyhands.testing.blocking import SimPeer
+from tests.simulation.small_model import adam, alone, half_model, in_each_mode, loss_of, new_model
 from tests.simulation.swarm_of_trainers import BATCH_S, PLAIN, Member, Swarm, assert_equal_parameters, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODES: dict[str, dict[str, Any]] = {
-    "here": {},
-    "offload": {"offload": True},
-    "delayed step": {"delay": "optimizer"},
-    "delayed gradients": {"delay": "gradients"},
-    "local": {"local_steps": LocalSteps()},
-    "local, offload": {"local_steps": LocalSteps(), "offload": True},
-}
-in_each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-
-
-def new_model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
-
-
-def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    inputs, targets = (torch.randn(4, size, generator=generator) for size in (4, 2))
-    dtype = next(model.parameters()).dtype
-    return torch.nn.functional.mse_loss(model(inputs.to(dtype)), targets.to(dtype))
-
-
-def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 def warm_up(inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -54,17 +28,14 @@ def wrapped(inner: Any, peer: SimPeer, **options: Any) -> Optimizer:
     return Optimizer(inner, peer=peer, **given | options)
 
 
-def alone(program: Callable[[SimPeer], None]) -> None:
+def with_peer(program: Callable[[SimPeer], None]) -> None:
     """Run one peer's program, which makes its own optimizers."""
-    logging.getLogger("manyhands").setLevel(logging.ERROR)
-    swarm = Swarm()
 
     def train(member: Member) -> None:
         member.optimizer.close()
         program(member.peer)
 
-    swarm.start("p0", new_model, adam, train, target_batch_size=4)
-    swarm.run()
+    alone(train)
 
 
 def step(optimizer: Optimizer, model: torch.nn.Module, number: int) -> None:
@@ -109,7 +80,7 @@ def test_after_a_constructor_that_raised_the_next_one_trains_the_model(options: 
             step(optimizer, model, number)
         optimizer.settle()
 
-    alone(program)
+    with_peer(program)
     if "delay" not in options:
         plain_steps(expected, plain, range(2, 7), warm_up)
         assert_equal_parameters(model, expected)
@@ -153,7 +124,7 @@ def test_after_close_the_optimizer_is_one_of_plain_torch_again(options: dict[str
         else:
             peer.run(peer.presence.stop(), 30.0, "closing")
 
-    alone(program)
+    with_peer(program)
     assert [*inner.param_groups[0]["params"]] == [*model.parameters()]
     assert set(inner.state) == set(model.parameters())
     if "delay" not in options:  # else the last step may have been made, or not
@@ -169,7 +140,7 @@ def test_after_close_the_optimizer_is_one_of_plain_torch_again(options: dict[str
 
 
 def test_in_half_precision_the_optimizer_steps_again_after_close() -> None:
-    model = new_model().to(torch.bfloat16)
+    model = half_model()
     inner = adam(model)
 
     def program(peer: SimPeer) -> None:
@@ -178,7 +149,7 @@ def test_in_half_precision_the_optimizer_steps_again_after_close() -> None:
             step(optimizer, model, number)
         optimizer.close()
 
-    alone(program)
+    with_peer(program)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     plain_steps(model, inner, range(3, 4))
     assert all(not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
@@ -198,11 +169,11 @@ def test_after_close_the_same_optimizer_is_wrapped_again_and_trains(options: dic
             assert optimizer.statistics.samples_used >= 16
             optimizer.close()
 
-    alone(program)
+    with_peer(program)
     if "delay" not in options:
         for _ in range(2):  # each schedule from its beginning
             plain.param_groups[0].pop("initial_lr", None)
-            plain.param_groups[0]["lr"] = 0.05
+            plain.param_groups[0]["lr"] = 0.01
             plain_steps(expected, plain, range(5), warm_up)
         assert_equal_parameters(model, expected)
 
@@ -219,7 +190,7 @@ def test_a_schedule_that_was_given_goes_on_in_the_next_wrapper() -> None:
                 step(optimizer, model, number)
             optimizer.close()
 
-    alone(program)
+    with_peer(program)
     plain_steps(expected, plain, range(6), warm_up)
     assert_equal_parameters(model, expected)
 
@@ -240,7 +211,7 @@ def test_a_checkpoint_after_close_is_that_before_it() -> None:
             assert all(torch.equal(value, after["state"][index][name]) for name, value in values.items())
         assert optimizer.state_digest() == digest
 
-    alone(program)
+    with_peer(program)
 
 
 @in_each_mode
@@ -254,7 +225,7 @@ def test_weights_that_were_loaded_before_close_stay(options: dict[str, Any]) -> 
         model.load_state_dict(best)
         optimizer.close()
 
-    alone(program)
+    with_peer(program)
     assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
 
 
@@ -282,7 +253,7 @@ def test_wrapping_what_is_wrapped_is_refused(options: dict[str, Any]) -> None:
             wrapped(optimizer, peer)
         wrapped(named, peer)
 
-    alone(program)
+    with_peer(program)
 
 
 def test_a_member_that_was_wrapped_again_counts_in_full() -> None:
