@@ -519,16 +519,18 @@ class HostCopy:
     def remove(self) -> None:
         """Have the optimizer work on the model's parameters again, with its statistics beside them."""
         originals = dict(zip(self._copies, self._model_parameters, strict=True))
+        state, device, on_device = self._optimizer.state, self._model_parameters[0].device, set[torch.Tensor]()
         for group in self._optimizer.param_groups:
-            is_on_device = bool(group.get("capturable") or group.get("fused"))
-            for copy in group["params"]:
-                statistics = self._optimizer.state.pop(copy, {})
-                for name in statistics.keys() - (set() if is_on_device else {"step"}):
-                    move = functools.partial(_statistic_beside, originals[copy], copy, name)
-                    statistics[name] = with_tensors(statistics[name], move)
-                if statistics:
-                    self._optimizer.state[originals[copy]] = statistics
+            if group.get("capturable") or group.get("fused"):
+                on_device.update(group["params"])
             group["params"] = [originals[copy] for copy in group["params"]]
+        for owner, statistics in list(state.items()):
+            del state[owner]
+            if owner in originals:
+                moved = _beside(originals[owner], owner, statistics, has_steps_there=owner in on_device)
+                state[originals[owner]] = moved
+            else:  # of all parameters, under a text
+                state[owner] = with_tensors(statistics, lambda value: value.to(device) if value.dim() else value)
 
     def _show_options(self) -> None:
         for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
@@ -558,10 +560,20 @@ def _statistic_on_host(owner: Any, value: torch.Tensor) -> torch.Tensor:
     return _on_host(value) if is_alike else value.to(HOST)
 
 
-def _statistic_beside(parameter: torch.Tensor, copy: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-    """A statistic on the device of its parameter; as precise as that, if it was as precise as the copy."""
-    is_alike = value.dtype == copy.dtype and name != "step"
-    return value.to(parameter.device, parameter.dtype if is_alike else value.dtype)
+def _beside(parameter: torch.Tensor, copy: torch.Tensor, statistics: Any, *, has_steps_there: bool) -> Any:
+    """The statistics of a copy, on the device of its parameter; as precise as that, if they were as the copy.
+
+    Args:
+        has_steps_there: also the number of steps, which is as precise as it was.
+    """
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        return value.to(parameter.device, parameter.dtype if value.dtype == copy.dtype else value.dtype)
+
+    beside = with_tensors(statistics, moved)
+    if isinstance(statistics, dict) and isinstance(step := statistics.get("step"), torch.Tensor):
+        beside["step"] = step.to(parameter.device) if has_steps_there else step
+    return beside
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:
