@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from manyhands.base.errors import ConfigError, RunNotFound
+from manyhands.optim.local_steps import LocalSteps
 from manyhands.optim.optimizer import Optimizer
 from manyhands.testing.blocking import SimPeer
-from tests.simulation.small_model import adam, alone, half_model, in_each_mode, loss_of, new_model
+from tests.simulation.small_model import adam, alone, assert_has, copied, half_model, in_each_mode, loss_of, new_model
 from tests.simulation.swarm_of_trainers import BATCH_S, PLAIN, Member, Swarm, assert_equal_parameters, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,6 +108,30 @@ def test_a_run_that_is_not_there_leaves_the_optimizer_as_it_was() -> None:
     swarm.run()
     plain_steps(expected, plain, range(3))
     assert_equal_parameters(model, expected, 0.0)
+
+
+def test_a_newcomer_for_which_the_target_is_too_small_keeps_its_weights() -> None:
+    """It knows the number of peers before it downloads the state of the run."""
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    swarm, newcomer = Swarm(), new_model()
+    before = copied(newcomer)
+
+    def old(member: Member) -> None:
+        for number in range(10):
+            member.step(loss_of(member.model, number))
+        assert member.optimizer.global_step > 0
+
+    def new(member: Member) -> None:
+        member.optimizer.close()
+        inner = adam(newcomer)
+        with pytest.raises(ConfigError, match="target_batch_size=4 is below one batch of 4 samples for each of the 2"):
+            wrapped(inner, member.peer, local_steps=LocalSteps())
+        assert not inner.state
+        assert_has(newcomer, before)
+
+    swarm.start("p0", new_model, adam, old, target_batch_size=4, batch_size_per_step=4, local_steps=LocalSteps())
+    swarm.start("p1", new_model, adam, new, run_id="another", target_batch_size=4, begins_s=20.0)
+    swarm.run()
 
 
 @in_each_mode
