@@ -26,16 +26,21 @@ def schedule_free(model: torch.nn.Module) -> ScheduleFreeAdamW:
 alone = functools.partial(small_model.alone, make_optimizer=schedule_free)
 
 
-def plain(numbers: range) -> tuple[Weights, Weights]:
-    """The parameters to train and to evaluate after some steps, and an evaluation before each."""
-    model = new_model()
-    inner = schedule_free(model)
+def plain_steps(model: torch.nn.Module, inner: ScheduleFreeAdamW, numbers: range) -> None:
+    """With an evaluation before each."""
     for number in numbers:
         inner.eval()
         inner.train()
         loss_of(model, number).backward()
         inner.step()
         inner.zero_grad()
+
+
+def plain(numbers: range) -> tuple[Weights, Weights]:
+    """The parameters to train and to evaluate after some steps."""
+    model = new_model()
+    inner = schedule_free(model)
+    plain_steps(model, inner, numbers)
     trained = copied(model)
     inner.eval()
     return trained, copied(model)
@@ -84,6 +89,34 @@ def test_a_batch_in_eval_mode_is_refused_and_counts_nothing() -> None:
         assert optimizer.statistics.samples_used == 4
 
     alone(train)
+
+
+@in_each_mode
+def test_a_batch_is_refused_too_once_the_state_was_loaded_in_eval_mode(options: dict[str, Any]) -> None:
+    """As ``accelerate.prepare`` does it, and a checkpoint that was saved at the same step."""
+
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        optimizer.train()
+        for number in range(3):
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+        trained, in_train_mode = copied(member.model), copy.deepcopy(optimizer.state_dict())
+        optimizer.eval()
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(ConfigError, match=r"in eval mode: call optimizer.train\(\) before the next batch"):
+            member.step(loss_of(member.model, 3))
+        optimizer.zero_grad()
+        optimizer.train()
+        assert_has(member.model, trained)
+        optimizer.eval()
+        member.model.load_state_dict(trained)
+        optimizer.load_state_dict(in_train_mode)
+        member.step(loss_of(member.model, 3))
+        optimizer.settle()
+        assert_has(member.model, plain(range(4))[0], 1e-5)
+
+    alone(train, **options)
 
 
 @in_each_mode
@@ -182,6 +215,28 @@ def test_a_checkpoint_of_either_mode_goes_on_where_it_was_taken(
 
     alone(first, **options)
     alone(second, **options)
+
+
+@in_each_mode
+@pytest.mark.parametrize("saved_in", ["train", "eval"])
+def test_a_checkpoint_of_the_plain_optimizer_goes_on_in_either_mode(options: dict[str, Any], saved_in: str) -> None:
+    model = new_model()
+    inner = schedule_free(model)
+    plain_steps(model, inner, range(3))
+    getattr(inner, saved_in)()
+
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        member.model.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(inner.state_dict())
+        optimizer.train()
+        assert_has(member.model, plain(range(3))[0], 1e-6)
+        for number in range(3, 5):
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+        assert_has(member.model, plain(range(5))[0], 1e-5)
+
+    alone(train, **options)
 
 
 @in_each_mode
