@@ -239,6 +239,60 @@ def test_a_checkpoint_after_close_is_that_before_it() -> None:
     with_peer(program)
 
 
+@pytest.mark.parametrize("ends", ["the optimizer", "its peer"])
+def test_a_checkpoint_can_be_saved_after_close_has_broken_off_a_step(ends: str) -> None:
+    """One in the background, in which this peer waits for the other."""
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    swarm = Swarm()
+
+    def train(member: Member) -> None:
+        together(2, member)
+        if member.name == "p1":
+            member.peer.sleep(20.0)
+            return
+        optimizer = member.optimizer
+        step(optimizer, member.model, 0)
+        assert optimizer.is_stepping
+        if ends == "the optimizer":
+            optimizer.close()
+        else:
+            member.peer.run(member.peer.presence.stop(), 30.0, "closing")
+        optimizer.settle()
+        assert optimizer.state_dict()["manyhands"]["step"] == 0
+        member.check_samples()
+        with pytest.raises(ConfigError):
+            step(optimizer, member.model, 1)
+
+    for name in ("p0", "p1"):
+        swarm.start(name, new_model, adam, train, target_batch_size=4, batch_size_per_step=4, delay="gradients")
+    swarm.run()
+
+
+def test_a_checkpoint_can_be_saved_after_close_during_an_update_that_fails() -> None:
+    """It takes a second, in the background."""
+    logging.getLogger("manyhands").setLevel(logging.CRITICAL)
+    swarm = Swarm(executor_cost_s=lambda job: 1.0 if "advance" in repr(job) else 0.001)
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ArithmeticError("this update fails")
+
+    def train(member: Member) -> None:
+        optimizer = member.optimizer
+        step(optimizer, member.model, 0)
+        assert optimizer.is_stepping
+        optimizer.close()
+        optimizer.settle()
+        assert optimizer.state_dict()["manyhands"]["step"] == 0
+        member.check_samples()
+        with pytest.raises(ConfigError, match="this peer left the run"):
+            step(optimizer, member.model, 1)
+
+    settings = {"target_batch_size": 4, "batch_size_per_step": 4, "delay": "optimizer"}
+    swarm.start("p0", new_model, lambda model: Failing(model.parameters(), lr=0.1), train, **settings)
+    swarm.run()
+
+
 @in_each_mode
 def test_weights_that_were_loaded_before_close_stay(options: dict[str, Any]) -> None:
     model, best = new_model(), {name: value + 1 for name, value in new_model().state_dict().items()}

@@ -524,9 +524,10 @@ class Optimizer(OptimizerWrapper):
             keeps_model: unless something else has written to the model since the step began, a checkpoint perhaps.
         """
         error = step.error
-        if error is not None and not step.has_moved:
+        if not step.has_moved:
             self._give_up(step)
-            self._note_failure(error)
+            if error is not None:
+                self._note_failure(error)
             return
         self._current, self._num_failures = None, 0
         self._samples.count(step)
