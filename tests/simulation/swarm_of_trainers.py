@@ -104,7 +104,9 @@ class Swarm:
 
         def live(peer: SimPeer) -> None:
             model = make_model()
-            optimizer = Optimizer(make_optimizer(model), peer=peer, run_id="swarm", **{"averaging": PLAIN, **options})
+            optimizer = Optimizer(
+                make_optimizer(model), peer=peer, **{"run_id": "swarm", "averaging": PLAIN, **options}
+            )
             member = self.members[name] = Member(peer, name, model, optimizer)
             train(member)
             self.done.add(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 import torch
 
 from manyhands.optim.local_steps import LocalSteps, nesterov
+from tests.simulation import small_model
+from tests.simulation.small_model import Weights, adam, assert_has, copied, half_model, loss_of, new_model
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
-
-Weights = dict[str, torch.Tensor]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,36 +28,17 @@ MODES: dict[str, dict[str, Any]] = {
     "local, offload": {"local_steps": LocalSteps(nesterov), "offload": True},
 }
 in_each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-SYNCHRONOUS = [options for options in MODES.values() if "delay" not in options and "local_steps" not in options]
-
-
-def new_model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
-
-
-def half_model() -> torch.nn.Module:
-    return new_model().to(torch.bfloat16)
-
-
-def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    inputs, targets = (torch.randn(4, size, generator=generator) for size in (4, 2))
-    dtype = next(model.parameters()).dtype
-    return torch.nn.functional.mse_loss(model(inputs.to(dtype)), targets.to(dtype))
-
-
-def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def alone(train: Callable[[Member], None], make: Callable[[], torch.nn.Module] = new_model, **options: Any) -> Member:
-    """Run one peer's program."""
-    logging.getLogger("manyhands").setLevel(logging.ERROR)
-    swarm = Swarm()
-    swarm.start("p0", make, adam, train, **{"target_batch_size": 8, "batch_size_per_step": 4, **options})
-    swarm.run()
-    return swarm.members["p0"]
+MODELS = {"float32": new_model, "bfloat16": half_model}
+in_each_mode_and_precision = pytest.mark.parametrize(
+    ("options", "make"),
+    [
+        pytest.param(options, make, id=f"{dtype}-{mode}")
+        for dtype, make in MODELS.items()
+        for mode, options in MODES.items()
+        if (mode, dtype) != ("here", "bfloat16")  # AdamW in half precision
+    ],
+)
+alone = functools.partial(small_model.alone, target_batch_size=8)
 
 
 def prepare(member: Member) -> None:
@@ -64,17 +46,8 @@ def prepare(member: Member) -> None:
     member.optimizer.load_state_dict(member.optimizer.state_dict())
 
 
-def copied(model: torch.nn.Module) -> Weights:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def other_weights(model: torch.nn.Module) -> Weights:
     return {name: value * 2 + 1 for name, value in model.state_dict().items()}
-
-
-def assert_has(has: torch.nn.Module | Weights, weights: Weights, within: float = 0.0) -> None:
-    for name, value in (has.state_dict() if isinstance(has, torch.nn.Module) else has).items():
-        torch.testing.assert_close(value, weights[name], rtol=0, atol=within)
 
 
 def agreed_by(member: Member) -> tuple[Weights, str]:
@@ -112,12 +85,9 @@ def test_weights_loaded_into_the_model_are_those_that_are_trained(
     alone(train, **options)
 
 
-@in_each_mode
-@pytest.mark.parametrize("make", [new_model, half_model], ids=["float32", "bfloat16"])
+@in_each_mode_and_precision
 def test_prepare_changes_nothing(options: dict[str, Any], make: Callable[[], torch.nn.Module]) -> None:
     """Neither parameters nor what waits for the next step."""
-    if make is half_model and options in SYNCHRONOUS[:1]:
-        pytest.skip("AdamW in half precision")
 
     def train(member: Member, *, prepares: bool) -> None:
         for number in range(6):
@@ -146,12 +116,9 @@ RESUMES = [
 ]
 
 
-@in_each_mode
-@pytest.mark.parametrize("make", [new_model, half_model], ids=["float32", "bfloat16"])
+@in_each_mode_and_precision
 def test_a_checkpoint_resumes_in_any_order(options: dict[str, Any], make: Callable[[], torch.nn.Module]) -> None:
     """In a new process, and in one that has trained already; as a new one that loads the model, and then the state."""
-    if make is half_model and options in SYNCHRONOUS[:1]:
-        pytest.skip("AdamW in half precision")
     saved: dict[str, Any] = {}
 
     def first(member: Member) -> None:
@@ -188,14 +155,15 @@ def test_a_checkpoint_resumes_in_any_order(options: dict[str, Any], make: Callab
         assert ends[order, num_before][1] == ends["load resume", 0][1], order
 
 
-@pytest.mark.parametrize("options", SYNCHRONOUS, ids=["here", "offload"])
-@pytest.mark.parametrize("make", [new_model, half_model], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("options", "make"),
+    [(MODES["here"], new_model), (MODES["offload"], new_model), (MODES["offload"], half_model)],
+    ids=["here", "offload", "offload, bfloat16"],
+)
 def test_what_a_loop_does_to_its_weights_is_trained_on(
     options: dict[str, Any], make: Callable[[], torch.nn.Module]
 ) -> None:
     """Weights that are clipped after each step; those that the bounds leave alone keep their precision."""
-    if make is half_model and not options:
-        pytest.skip("AdamW in half precision")
 
     def clip(model: torch.nn.Module) -> None:
         with torch.no_grad():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,19 +24,92 @@ from manyhands.testing import Host, World, links, stream
 from tests.swarm import FixedRoster
 
 NUM_PEERS = 8
-NUMEL = 500_000
+NUMEL = 250_000
 VECTOR_MBIT = 4 * NUMEL * 8 / 1e6
-CONFIG = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, codec="none")
 PERIOD_S = 45.0
 SLOW = "p3"
 
+Result = CommittedRound | RoundAborted
+
 
 @dataclass
-class Rounds:
-    """What came of the rounds of each peer, and how long each took it."""
+class Lines:
+    """Peers that average once in ``PERIOD_S``; nobody knows its own bandwidth before.
 
-    results: dict[str, list[CommittedRound | RoundAborted]] = field(default_factory=dict)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    Attributes:
+        up_mbit_s: what each peer sends a second.
+        down_mbit_s: what each receives.
+        doubted: a peer that all others doubt in the first round, as if it had been to blame in rounds before.
+        results: what came of the rounds of each peer.
+        seconds: how long each took it.
+    """
+
+    up_mbit_s: dict[str, float]
+    down_mbit_s: float
+    latency_s: float
+    config: AveragingConfig
+    numel: int = NUMEL
+    doubted: str = ""
+    results: dict[str, list[Result]] = field(default_factory=lambda: defaultdict(list))
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        logging.getLogger("manyhands").setLevel(logging.ERROR)
+        self._world = World(1)
+        self.ids = {name: self._world.identity(name).peer_id for name in self.up_mbit_s}
+        self._addresses: dict[PeerId, list[Address]] = {}
+        self._latest = Position(0, b"start")
+
+    def run(self, num_rounds: int) -> None:
+        world = self._world
+        world.network.default_link.latency_s = self.latency_s
+        for name, up_mbit_s in self.up_mbit_s.items():
+            world.host(name)
+            world.network.set_bandwidth(name, up_mbit_s=up_mbit_s, down_mbit_s=self.down_mbit_s)
+            world.start(name, self._peer)
+        world.run(num_rounds * PERIOD_S + 1.0)
+
+    async def _peer(self, host: Host) -> None:
+        world, name = self._world, host.name
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {name}"))
+        roster = FixedRoster({peer_id: False for other, peer_id in self.ids.items() if other != name})
+        runner = RoundRunner(endpoint, "run", b"", roster, self.config, world.rng(f"rounds of {name}"))
+        if self.doubted not in ("", name):
+            runner.matchmaker.candidates._doubted.add(self.ids[self.doubted])
+        await endpoint.listen([Address.of(host.ip, 0)])
+        self._addresses[endpoint.peer_id] = endpoint.addresses
+        try:
+            for number in itertools.count():
+                await asyncio.sleep(number * PERIOD_S + 1.0 - world.loop.time())
+                for other, where in self._addresses.items():
+                    endpoint.learn(other, where)
+                roster.at = self._latest
+                roster.missing.clear()
+                await self._take_part(name, runner)
+        finally:
+            await runner.close()
+            await endpoint.close()
+
+    async def _take_part(self, name: str, runner: RoundRunner) -> None:
+        values_N = torch.full((self.numel,), float(name[1:]))
+        result: Result
+        began = self._world.loop.time()
+        try:
+            result = await runner.average(values_N, 1.0, shapes=[(self.numel // 1000, 1000)])
+            self._latest = max(self._latest, result.manifest.position.after(result.manifest), key=lambda at: at.step)
+        except RoundAborted as error:
+            result = error
+        self.results[name].append(result)
+        self.seconds[name].append(self._world.loop.time() - began)
+
+
+def rounds_with_one_slow_peer(up_mbit_s: float, num_rounds: int, *, is_doubted: bool = False) -> tuple[Lines, PeerId]:
+    """One of ``NUM_PEERS`` sends so much a second, the others have 50 Mbit/s."""
+    up = {f"p{number}": 50.0 for number in range(NUM_PEERS)} | {SLOW: up_mbit_s}
+    config = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, codec="none")
+    lines = Lines(up, 50.0, 0.005, config, doubted=SLOW if is_doubted else "")
+    lines.run(num_rounds)
+    return lines, lines.ids[SLOW]
 
 
 def rounds_of_slow_peers(mbit_s: float, numel: int, num_rounds: int, **settings: Any) -> list[list[str]]:
@@ -43,107 +118,19 @@ def rounds_of_slow_peers(mbit_s: float, numel: int, num_rounds: int, **settings:
     Args:
         settings: of the rounds.
     """
-    logging.getLogger("manyhands").setLevel(logging.ERROR)
-    world = World(1)
-    world.network.default_link.latency_s = 0.0005
     config = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=20.0, **settings)
-    names = [f"p{number}" for number in range(4)]
-    ids = {name: world.identity(name).peer_id for name in names}
-    addresses: dict[PeerId, list[Address]] = {}
-    latest = [Position(0, b"start")]
-    outcomes: list[list[str]] = [[] for _ in range(num_rounds)]
-
-    async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
-        roster = FixedRoster({peer_id: False for name, peer_id in ids.items() if name != host.name})
-        runner = RoundRunner(endpoint, "run", b"", roster, config, world.rng(f"rounds of {host.name}"))
-        await endpoint.listen([Address.of(host.ip, 0)])
-        addresses[endpoint.peer_id] = endpoint.addresses
-        try:
-            for number in range(num_rounds):
-                await asyncio.sleep(number * PERIOD_S + 1.0 - world.loop.time())
-                for other, where in addresses.items():
-                    endpoint.learn(other, where)
-                roster.at = max(latest, key=lambda at: at.step)
-                roster.missing.clear()
-                outcomes[number].append(await take_part(runner))
-        finally:
-            await runner.close()
-            await endpoint.close()
-
-    async def take_part(runner: RoundRunner) -> str:
-        try:
-            result = await runner.average(torch.ones(numel), 1.0, shapes=[(numel // 1000, 1000)])
-        except TooSlow as error:
-            return error.reason
-        latest.append(result.manifest.position.after(result.manifest))
-        assert result.averaged_N is not None
-        assert result.averaged_N[0] == pytest.approx(1.0, rel=0.01)
-        return "committed"
-
-    for name in names:
-        world.host(name)
-        world.network.set_bandwidth(name, up_mbit_s=mbit_s, down_mbit_s=mbit_s)
-        world.start(name, peer)
-    world.run(num_rounds * PERIOD_S + 1.0)
-    return outcomes
+    lines = Lines({f"p{number}": mbit_s for number in range(4)}, mbit_s, 0.0005, config, numel)
+    lines.run(num_rounds)
+    return [[in_words(result) for result in results] for results in zip(*lines.results.values(), strict=True)]
 
 
-def rounds_with_one_slow_peer(
-    up_mbit_s: float, num_rounds: int, num_peers: int = NUM_PEERS, *, is_doubted: bool = False
-) -> tuple[Rounds, PeerId]:
-    """One peer sends so much a second, the others have 100 Mbit/s; nobody knows its own bandwidth before.
-
-    Args:
-        is_doubted: by all others in the first round, as if it had been to blame in rounds before.
-    """
-    logging.getLogger("manyhands").setLevel(logging.ERROR)
-    world, rounds = World(1), Rounds()
-    world.network.default_link.latency_s = 0.005
-    names = [f"p{number}" for number in range(num_peers)]
-    slow = names[min(3, num_peers - 1)]
-    ids = {name: world.identity(name).peer_id for name in names}
-    addresses: dict[PeerId, list[Address]] = {}
-    latest = [Position(0, b"start")]
-
-    async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
-        roster = FixedRoster({peer_id: False for name, peer_id in ids.items() if name != host.name})
-        runner = RoundRunner(endpoint, "run", b"", roster, CONFIG, world.rng(f"rounds of {host.name}"))
-        if is_doubted and host.name != slow:
-            runner.matchmaker.candidates._doubted.add(ids[slow])
-        await endpoint.listen([Address.of(host.ip, 0)])
-        addresses[endpoint.peer_id] = endpoint.addresses
-        try:
-            for number in range(num_rounds):
-                await asyncio.sleep(number * PERIOD_S + 1.0 - world.loop.time())
-                for other, where in addresses.items():
-                    endpoint.learn(other, where)
-                roster.at = max(latest, key=lambda at: at.step)
-                roster.missing.clear()
-                await take_part(host.name, runner)
-            await asyncio.sleep(PERIOD_S)
-        finally:
-            await runner.close()
-            await endpoint.close()
-
-    async def take_part(name: str, runner: RoundRunner) -> None:
-        result: CommittedRound | RoundAborted
-        began = world.loop.time()
-        try:
-            result = await runner.average(torch.full((NUMEL,), float(names.index(name))), 1.0)
-            latest.append(result.manifest.position.after(result.manifest))
-        except RoundAborted as error:
-            result = error
-        rounds.results.setdefault(name, []).append(result)
-        rounds.seconds.setdefault(name, []).append(world.loop.time() - began)
-
-    for name in names:
-        world.host(name)
-        world.network.set_bandwidth(name, up_mbit_s=up_mbit_s if name == slow else 100.0, down_mbit_s=100.0)
-        world.start(name, peer)
-    world.run(num_rounds * PERIOD_S + 1.0)
-    return rounds, ids[slow]
+def in_words(result: Result) -> str:
+    if isinstance(result, RoundAborted):
+        assert isinstance(result, TooSlow)
+        return result.reason
+    assert result.averaged_N is not None
+    assert result.averaged_N[0] == pytest.approx(1.5, rel=0.01)
+    return "committed"
 
 
 @pytest.fixture(autouse=True)
@@ -197,16 +184,16 @@ def test_one_that_was_to_blame_is_not_waited_for_where_it_is_far_slower_than_the
         assert second.blamed == (), "it is doubted no more, and reduces nothing"
 
 
-NUMEL_OF_SLOW = 3_000_000
-"""Of a vector that takes four peers 24 s at 6 Mbit/s, of the 20 s that a round has; 6 s with 8 bits."""
+NUMEL_OF_SLOW = 750_000
+"""Of a vector that takes four peers 24 s at 1.5 Mbit/s, of the 20 s that a round has; 6 s with 8 bits."""
 
 
 def test_a_round_that_was_too_slow_for_the_lines_makes_the_next_one_take_8_bits() -> None:
     """On short links nobody knew before how slow they are."""
-    first, *others = rounds_of_slow_peers(6.0, NUMEL_OF_SLOW, 3)
+    first, *others = rounds_of_slow_peers(1.5, NUMEL_OF_SLOW, 3)
     assert first, "nobody knows the lines yet"
     for said in first:
-        assert re.search(r"12 MB among 4 peers with codec 'none' takes 2\d s at the [56]\.?\d* Mbit/s", said), said
+        assert re.search(r"3 MB among 4 peers with codec 'none' takes 2\d s at the 1\.[345]\d* Mbit/s", said), said
         assert "the next one takes codec 'int8': about 6 s" in said or "about 7 s" in said
     assert others == [["committed"] * 4] * 2
 
@@ -219,7 +206,7 @@ def test_a_round_that_cannot_fit_says_the_size_the_rate_the_time_and_what_to_cha
     codec: str, options: list[str]
 ) -> None:
     numel = NUMEL_OF_SLOW if codec == "none" else 4 * NUMEL_OF_SLOW
-    outcomes = rounds_of_slow_peers(6.0, numel, 2, codec=codec)
+    outcomes = rounds_of_slow_peers(1.5, numel, 2, codec=codec)
     for said in outcomes[-1]:
         given = said.partition("give all peers of the run one of these: ")[2]
         assert [option for option in options if option in given] == options, said

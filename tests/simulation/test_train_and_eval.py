@@ -3,75 +3,44 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from manyhands.base.errors import ConfigError
-from manyhands.optim.local_steps import LocalSteps
 from tests.schedule_free import ScheduleFreeAdamW
+from tests.simulation import small_model
+from tests.simulation.small_model import MODES, Weights, assert_has, copied, in_each_mode, loss_of, new_model
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODES: dict[str, dict[str, Any]] = {
-    "here": {},
-    "offload": {"offload": True},
-    "delayed gradients": {"delay": "gradients"},
-    "local": {"local_steps": LocalSteps()},
-    "local, offload": {"local_steps": LocalSteps(), "offload": True},
-}
-in_each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-Weights = dict[str, torch.Tensor]
-
-
-def new_model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
-
-
-def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    inputs, targets = (torch.randn(4, size, generator=generator) for size in (4, 2))
-    return torch.nn.functional.mse_loss(model(inputs), targets)
 
 
 def schedule_free(model: torch.nn.Module) -> ScheduleFreeAdamW:
     return ScheduleFreeAdamW(model.parameters())
 
 
-def alone(train: Callable[[Member], None], **options: Any) -> Member:
-    """Run one peer's program."""
-    logging.getLogger("manyhands").setLevel(logging.ERROR)
-    swarm = Swarm()
-    settings = {"target_batch_size": 4, "batch_size_per_step": 4, **options}
-    swarm.start("p0", new_model, schedule_free, train, **settings)
-    swarm.run()
-    return swarm.members["p0"]
+alone = functools.partial(small_model.alone, make_optimizer=schedule_free)
 
 
-def copied(model: torch.nn.Module) -> Weights:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_has(has: torch.nn.Module, weights: Weights, within: float = 0.0) -> None:
-    for name, value in has.state_dict().items():
-        torch.testing.assert_close(value, weights[name], rtol=0, atol=within)
-
-
-def plain(numbers: range) -> tuple[Weights, Weights]:
-    """The parameters to train and to evaluate after some steps, and an evaluation before each."""
-    model = new_model()
-    inner = schedule_free(model)
+def plain_steps(model: torch.nn.Module, inner: ScheduleFreeAdamW, numbers: range) -> None:
+    """With an evaluation before each."""
     for number in numbers:
         inner.eval()
         inner.train()
         loss_of(model, number).backward()
         inner.step()
         inner.zero_grad()
+
+
+def plain(numbers: range) -> tuple[Weights, Weights]:
+    """The parameters to train and to evaluate after some steps."""
+    model = new_model()
+    inner = schedule_free(model)
+    plain_steps(model, inner, numbers)
     trained = copied(model)
     inner.eval()
     return trained, copied(model)
@@ -120,6 +89,34 @@ def test_a_batch_in_eval_mode_is_refused_and_counts_nothing() -> None:
         assert optimizer.statistics.samples_used == 4
 
     alone(train)
+
+
+@in_each_mode
+def test_a_batch_is_refused_too_once_the_state_was_loaded_in_eval_mode(options: dict[str, Any]) -> None:
+    """As ``accelerate.prepare`` does it, and a checkpoint that was saved at the same step."""
+
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        optimizer.train()
+        for number in range(3):
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+        trained, in_train_mode = copied(member.model), copy.deepcopy(optimizer.state_dict())
+        optimizer.eval()
+        optimizer.load_state_dict(optimizer.state_dict())
+        with pytest.raises(ConfigError, match=r"in eval mode: call optimizer.train\(\) before the next batch"):
+            member.step(loss_of(member.model, 3))
+        optimizer.zero_grad()
+        optimizer.train()
+        assert_has(member.model, trained)
+        optimizer.eval()
+        member.model.load_state_dict(trained)
+        optimizer.load_state_dict(in_train_mode)
+        member.step(loss_of(member.model, 3))
+        optimizer.settle()
+        assert_has(member.model, plain(range(4))[0], 1e-5)
+
+    alone(train, **options)
 
 
 @in_each_mode
@@ -218,6 +215,28 @@ def test_a_checkpoint_of_either_mode_goes_on_where_it_was_taken(
 
     alone(first, **options)
     alone(second, **options)
+
+
+@in_each_mode
+@pytest.mark.parametrize("saved_in", ["train", "eval"])
+def test_a_checkpoint_of_the_plain_optimizer_goes_on_in_either_mode(options: dict[str, Any], saved_in: str) -> None:
+    model = new_model()
+    inner = schedule_free(model)
+    plain_steps(model, inner, range(3))
+    getattr(inner, saved_in)()
+
+    def train(member: Member) -> None:
+        optimizer: Any = member.optimizer
+        member.model.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(inner.state_dict())
+        optimizer.train()
+        assert_has(member.model, plain(range(3))[0], 1e-6)
+        for number in range(3, 5):
+            member.step(loss_of(member.model, number))
+            optimizer.settle()
+        assert_has(member.model, plain(range(5))[0], 1e-5)
+
+    alone(train, **options)
 
 
 @in_each_mode

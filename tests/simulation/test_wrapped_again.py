@@ -13,35 +13,10 @@ from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.optim.local_steps import LocalSteps
 from manyhands.optim.optimizer import Optimizer
 from manyhands.testing.blocking import SimPeer
+from tests.simulation.small_model import adam, alone, assert_has, copied, half_model, in_each_mode, loss_of, new_model
 from tests.simulation.swarm_of_trainers import BATCH_S, PLAIN, Member, Swarm, assert_equal_parameters, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODES: dict[str, dict[str, Any]] = {
-    "here": {},
-    "offload": {"offload": True},
-    "delayed step": {"delay": "optimizer"},
-    "delayed gradients": {"delay": "gradients"},
-    "local": {"local_steps": LocalSteps()},
-    "local, offload": {"local_steps": LocalSteps(), "offload": True},
-}
-in_each_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-
-
-def new_model() -> torch.nn.Module:
-    torch.manual_seed(1)
-    return torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
-
-
-def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    inputs, targets = (torch.randn(4, size, generator=generator) for size in (4, 2))
-    dtype = next(model.parameters()).dtype
-    return torch.nn.functional.mse_loss(model(inputs.to(dtype)), targets.to(dtype))
-
-
-def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
 def warm_up(inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -54,17 +29,14 @@ def wrapped(inner: Any, peer: SimPeer, **options: Any) -> Optimizer:
     return Optimizer(inner, peer=peer, **given | options)
 
 
-def alone(program: Callable[[SimPeer], None]) -> None:
+def with_peer(program: Callable[[SimPeer], None]) -> None:
     """Run one peer's program, which makes its own optimizers."""
-    logging.getLogger("manyhands").setLevel(logging.ERROR)
-    swarm = Swarm()
 
     def train(member: Member) -> None:
         member.optimizer.close()
         program(member.peer)
 
-    swarm.start("p0", new_model, adam, train, target_batch_size=4)
-    swarm.run()
+    alone(train)
 
 
 def step(optimizer: Optimizer, model: torch.nn.Module, number: int) -> None:
@@ -109,7 +81,7 @@ def test_after_a_constructor_that_raised_the_next_one_trains_the_model(options: 
             step(optimizer, model, number)
         optimizer.settle()
 
-    alone(program)
+    with_peer(program)
     if "delay" not in options:
         plain_steps(expected, plain, range(2, 7), warm_up)
         assert_equal_parameters(model, expected)
@@ -138,6 +110,30 @@ def test_a_run_that_is_not_there_leaves_the_optimizer_as_it_was() -> None:
     assert_equal_parameters(model, expected, 0.0)
 
 
+def test_a_newcomer_for_which_the_target_is_too_small_keeps_its_weights() -> None:
+    """It knows the number of peers before it downloads the state of the run."""
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    swarm, newcomer = Swarm(), new_model()
+    before = copied(newcomer)
+
+    def old(member: Member) -> None:
+        for number in range(10):
+            member.step(loss_of(member.model, number))
+        assert member.optimizer.global_step > 0
+
+    def new(member: Member) -> None:
+        member.optimizer.close()
+        inner = adam(newcomer)
+        with pytest.raises(ConfigError, match="target_batch_size=4 is below one batch of 4 samples for each of the 2"):
+            wrapped(inner, member.peer, local_steps=LocalSteps())
+        assert not inner.state
+        assert_has(newcomer, before)
+
+    swarm.start("p0", new_model, adam, old, target_batch_size=4, batch_size_per_step=4, local_steps=LocalSteps())
+    swarm.start("p1", new_model, adam, new, run_id="another", target_batch_size=4, begins_s=20.0)
+    swarm.run()
+
+
 @in_each_mode
 @pytest.mark.parametrize("ends", ["the optimizer", "its peer"])
 def test_after_close_the_optimizer_is_one_of_plain_torch_again(options: dict[str, Any], ends: str) -> None:
@@ -153,7 +149,7 @@ def test_after_close_the_optimizer_is_one_of_plain_torch_again(options: dict[str
         else:
             peer.run(peer.presence.stop(), 30.0, "closing")
 
-    alone(program)
+    with_peer(program)
     assert [*inner.param_groups[0]["params"]] == [*model.parameters()]
     assert set(inner.state) == set(model.parameters())
     if "delay" not in options:  # else the last step may have been made, or not
@@ -169,7 +165,7 @@ def test_after_close_the_optimizer_is_one_of_plain_torch_again(options: dict[str
 
 
 def test_in_half_precision_the_optimizer_steps_again_after_close() -> None:
-    model = new_model().to(torch.bfloat16)
+    model = half_model()
     inner = adam(model)
 
     def program(peer: SimPeer) -> None:
@@ -178,7 +174,7 @@ def test_in_half_precision_the_optimizer_steps_again_after_close() -> None:
             step(optimizer, model, number)
         optimizer.close()
 
-    alone(program)
+    with_peer(program)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     plain_steps(model, inner, range(3, 4))
     assert all(not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
@@ -198,11 +194,11 @@ def test_after_close_the_same_optimizer_is_wrapped_again_and_trains(options: dic
             assert optimizer.statistics.samples_used >= 16
             optimizer.close()
 
-    alone(program)
+    with_peer(program)
     if "delay" not in options:
         for _ in range(2):  # each schedule from its beginning
             plain.param_groups[0].pop("initial_lr", None)
-            plain.param_groups[0]["lr"] = 0.05
+            plain.param_groups[0]["lr"] = 0.01
             plain_steps(expected, plain, range(5), warm_up)
         assert_equal_parameters(model, expected)
 
@@ -219,7 +215,7 @@ def test_a_schedule_that_was_given_goes_on_in_the_next_wrapper() -> None:
                 step(optimizer, model, number)
             optimizer.close()
 
-    alone(program)
+    with_peer(program)
     plain_steps(expected, plain, range(6), warm_up)
     assert_equal_parameters(model, expected)
 
@@ -240,7 +236,61 @@ def test_a_checkpoint_after_close_is_that_before_it() -> None:
             assert all(torch.equal(value, after["state"][index][name]) for name, value in values.items())
         assert optimizer.state_digest() == digest
 
-    alone(program)
+    with_peer(program)
+
+
+@pytest.mark.parametrize("ends", ["the optimizer", "its peer"])
+def test_a_checkpoint_can_be_saved_after_close_has_broken_off_a_step(ends: str) -> None:
+    """One in the background, in which this peer waits for the other."""
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    swarm = Swarm()
+
+    def train(member: Member) -> None:
+        together(2, member)
+        if member.name == "p1":
+            member.peer.sleep(20.0)
+            return
+        optimizer = member.optimizer
+        step(optimizer, member.model, 0)
+        assert optimizer.is_stepping
+        if ends == "the optimizer":
+            optimizer.close()
+        else:
+            member.peer.run(member.peer.presence.stop(), 30.0, "closing")
+        optimizer.settle()
+        assert optimizer.state_dict()["manyhands"]["step"] == 0
+        member.check_samples()
+        with pytest.raises(ConfigError):
+            step(optimizer, member.model, 1)
+
+    for name in ("p0", "p1"):
+        swarm.start(name, new_model, adam, train, target_batch_size=4, batch_size_per_step=4, delay="gradients")
+    swarm.run()
+
+
+def test_a_checkpoint_can_be_saved_after_close_during_an_update_that_fails() -> None:
+    """It takes a second, in the background."""
+    logging.getLogger("manyhands").setLevel(logging.CRITICAL)
+    swarm = Swarm(executor_cost_s=lambda job: 1.0 if "advance" in repr(job) else 0.001)
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ArithmeticError("this update fails")
+
+    def train(member: Member) -> None:
+        optimizer = member.optimizer
+        step(optimizer, member.model, 0)
+        assert optimizer.is_stepping
+        optimizer.close()
+        optimizer.settle()
+        assert optimizer.state_dict()["manyhands"]["step"] == 0
+        member.check_samples()
+        with pytest.raises(ConfigError, match="this peer left the run"):
+            step(optimizer, member.model, 1)
+
+    settings = {"target_batch_size": 4, "batch_size_per_step": 4, "delay": "optimizer"}
+    swarm.start("p0", new_model, lambda model: Failing(model.parameters(), lr=0.1), train, **settings)
+    swarm.run()
 
 
 @in_each_mode
@@ -254,7 +304,7 @@ def test_weights_that_were_loaded_before_close_stay(options: dict[str, Any]) -> 
         model.load_state_dict(best)
         optimizer.close()
 
-    alone(program)
+    with_peer(program)
     assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
 
 
@@ -282,7 +332,7 @@ def test_wrapping_what_is_wrapped_is_refused(options: dict[str, Any]) -> None:
             wrapped(optimizer, peer)
         wrapped(named, peer)
 
-    alone(program)
+    with_peer(program)
 
 
 def test_a_member_that_was_wrapped_again_counts_in_full() -> None:

@@ -48,10 +48,15 @@ class BlockingRunClient:
         self._averaging = collaboration.averaging
         self._report_at = 0.0  # beside a step in the background
 
-    def join(self) -> bool:
-        """Join the run with its state; returns whether that had to be loaded. Raises what the optimizer does."""
+    def join(self, check_peers: Callable[[int], None]) -> bool:
+        """Join the run with its state; returns whether that had to be loaded. Raises what the optimizer does.
+
+        Args:
+            check_peers: raises if so many peers cannot train together; called before the state is loaded.
+        """
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
+            check_peers(self._call("joining the run", self._collaboration.tracker.num_peers))
             has_loaded = self._catch_up()
             if not has_loaded:
                 self.moved_elsewhere()

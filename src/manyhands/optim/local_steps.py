@@ -315,7 +315,9 @@ class LocalReplica(Replica):
         super()._load(outer, place)
         self._load_optimizer(self.inner, state_dict, place)
         if not is_here and self.has_modes:
-            self.inner.train()  # type: ignore[attr-defined]  # its parameters become the agreed ones, which are trained
+            self.inner.train()  # type: ignore[attr-defined]  # the agreed parameters are those to train
+            if place is None:  # else it has those
+                _copy(self.own, self._parameters)
         self.options = options_of(self.inner.param_groups)
 
 

@@ -221,10 +221,7 @@ class Optimizer(OptimizerWrapper):
             batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
         )  # fmt: skip
         self._client = BlockingRunClient(peer, self._collaboration, self._replica)
-        self.statistics.states_loaded += self._client.join()
-        if local_steps is not None and (fault := options.fault_with(self.num_peers)):
-            self._client.leave()
-            raise ConfigError(fault)
+        self.statistics.states_loaded += self._client.join(options.check_peers)
         self._checks = LoopChecks(self._replica.model_parameters)
         self._collaboration.on_leaving = functools.partial(_give_back, self._checks, replica, self._wrapping)
         self._wrapping.begin()
@@ -437,9 +434,8 @@ class Optimizer(OptimizerWrapper):
         if weight is None or weight > 0:
             self._checks.check_has_gradient()
         self._checks.check_kept()
-        is_first = not self.statistics.samples_computed
-        if self._local is not None and is_first and (fault := self._options.fault_with(1, samples)):
-            raise ConfigError(fault)
+        if not self.statistics.samples_computed:
+            self._options.check_peers(1, samples)
         if advice := self._advice.after_batch(samples, self._options.target_batch_size):
             logger.warning("%s", advice)
         self.weighs_by_samples = self.weighs_by_samples is not False and weight in (None, samples)
@@ -528,9 +524,10 @@ class Optimizer(OptimizerWrapper):
             keeps_model: unless something else has written to the model since the step began, a checkpoint perhaps.
         """
         error = step.error
-        if error is not None and not step.has_moved:
+        if not step.has_moved:
             self._give_up(step)
-            self._note_failure(error)
+            if error is not None:
+                self._note_failure(error)
             return
         self._current, self._num_failures = None, 0
         self._samples.count(step)

@@ -78,17 +78,16 @@ class Options:
                 f"target_batch_size={target} is below the number of fragments, {num_fragments}: each is averaged once "
                 f"in the target; for example {100 * num_fragments}"
             )
-        if fault := self.fault_with(1):
-            raise ConfigError(fault)
+        self.check_peers(1)
 
-    def fault_with(self, num_peers: int, batch_size: int | None = None) -> str:
-        """Why so many peers cannot make local steps with this target and batches like these; empty if they can."""
+    def check_peers(self, num_peers: int, batch_size: int | None = None) -> None:
+        """Raises ``ConfigError`` if so many peers cannot make local steps with this target and batches like these."""
         target, batch_size = self.target_batch_size, batch_size or self.batch_size_per_step or 1
-        if target >= num_peers * batch_size:
-            return ""
+        if self.num_fragments is None or target >= num_peers * batch_size:
+            return
         each = f" for each of the {num_peers} peers" if num_peers > 1 else ""
         smaller = f"batches of {target // num_peers} here, or " if target >= num_peers else ""
-        return (
+        raise ConfigError(
             f"target_batch_size={target} is below one batch of {counted(batch_size, 'sample')}{each}: local steps need "
             f"at least one of every peer between two averages; for example {smaller}a run with "
             f"target_batch_size={100 * num_peers * batch_size}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from manyhands.access import AccessConfig, Members, RunGate
+from manyhands.access import Members, RunGate
 from manyhands.access.charters import read_charters
 from manyhands.access.lease import SignedLease
 from manyhands.access.ledger import Ledger
 from manyhands.access.managing import manage
-from manyhands.access.messages import LeaseRequest, RunMethods, leases_key
+from manyhands.access.messages import LeaseRequest, RunMethods
 from manyhands.base.errors import ConfigError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.peer import Presence
@@ -24,19 +25,20 @@ from tests.network import ECHO, PATIENCE_S, Text, serve_echo
 from tests.unit.access.world import (
     CHARTER,
     HOUR_S,
+    LOOKS_OFTEN,
     OWNER,
     PEER,
     RUN,
     SECOND,
     START_S,
-    World,
     charter_of,
     lease_of,
     new_world,
     token_of,
-)  # fmt: skip
+)
+from tests.unit.access.world import members as members_with
 
-CONFIG = AccessConfig(look_period_s=0.05, retry_s=0.2)
+members = functools.partial(members_with, config=LOOKS_OFTEN)
 
 
 class Numbers(msgspec.Struct):
@@ -47,16 +49,6 @@ class Numbers(msgspec.Struct):
 
 async def not_called(*_: object) -> None:
     pytest.fail("it was served")
-
-
-async def members(world: World, *numbers: int, config: AccessConfig = CONFIG) -> list[Presence]:
-    if not world.peers:
-        await (await world.peer(2)).serve_charter(CHARTER)
-    ticket, joined = world.ticket(token_of(100)), []
-    for number in numbers:
-        joined.append(await world.peer(number, config=config))
-        await joined[-1].join_run(ticket)
-    return joined
 
 
 async def echo(caller: Presence, callee: Presence) -> str:
@@ -212,7 +204,7 @@ async def test_banned_peers_pass_no_gate_and_their_records_do_not_count() -> Non
 async def test_a_banned_peer_ends_when_it_is_told_and_does_not_come_back_with_its_kept_lease(tmp_path: Path) -> None:
     async with new_world() as world:
         await members(world)
-        bad = await world.peer(11, folder=tmp_path, config=CONFIG)
+        bad = await world.peer(11, folder=tmp_path, config=LOOKS_OFTEN)
         await bad.join_run(world.ticket(token_of()))
         bad.check_own(RUN)
         owner = await world.peer(1)
@@ -245,24 +237,6 @@ async def test_records_of_a_newcomer_count_at_once() -> None:
         await two.dht.store(f"{RUN}.progress", "progress", 60.0, subkey=two.peer_id)
         await two.dht.store(f"{RUN}.progress", "anonymous", 60.0, subkey="a name")
         assert set(await one.dht.get(f"{RUN}.progress")) == {two.peer_id}
-
-
-async def test_strangers_cannot_make_members_read_all_leases_again_and_again() -> None:
-    async with new_world() as world:
-        (one,) = await members(world, 10)
-        reads: list[str] = []
-        read = one.dht._reader.read
-
-        async def counted(key: str, quickly: bool) -> object:
-            reads.append(key)
-            return await read(key, quickly)
-
-        one.dht._reader.read = counted  # type: ignore[method-assign,assignment]
-        for number in range(20, 24):
-            stranger = await world.peer(number)
-            await stranger.dht.store(f"{RUN}.progress", "progress", 60.0, subkey=stranger.peer_id)
-            assert await one.dht.get(f"{RUN}.progress") == {}
-        assert reads.count(leases_key(RUN)) <= 2
 
 
 async def test_an_open_run_with_a_charter_lets_everybody_pass() -> None:

@@ -21,6 +21,7 @@ RUN = "ours"
 OWNER, COORDINATOR, SECOND, STRANGER, PEER = map(identity_of, range(1, 6))
 HOUR_S = 3600.0
 START_S = 1_700_000_000.0
+LOOKS_OFTEN = AccessConfig(look_period_s=0.05, retry_s=0.2)
 
 
 def charter_of(access: Any = "invite", run_id: str = RUN, created_at: float = 1.0) -> SignedCharter:
@@ -80,6 +81,17 @@ class World:
 
     def ticket(self, token: bytes = b"", charter: SignedCharter = CHARTER) -> Ticket:
         return Ticket(charter.run_id, self.peers[0].endpoint.addresses, b"", charter.digest, token)
+
+
+async def members(world: World, *numbers: int, config: AccessConfig | None = None) -> list[Presence]:
+    """Peers that join the run; the first call begins it, with peer 2 as its coordinator."""
+    if not world.peers:
+        await (await world.peer(2)).serve_charter(CHARTER)
+    ticket, joined = world.ticket(token_of(100)), []
+    for number in numbers:
+        joined.append(await world.peer(number, config=config))
+        await joined[-1].join_run(ticket)
+    return joined
 
 
 @asynccontextmanager

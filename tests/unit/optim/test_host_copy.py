@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from manyhands.optim.run.step_rounds import Averaged
+from manyhands.optim.state.tree import tensors_in
 from manyhands.optim.step.replica import HostCopy, Replica
+from manyhands.optim.wrapping import Wrapping
 
 
 def new_parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
@@ -65,3 +69,39 @@ def test_a_checkpoint_of_the_model_is_taken_over_without_losing_precision() -> N
         parameters[0].fill_(2.0)
     copy.take_over()
     assert own.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_statistics_of_any_form_are_given_back(has_failed: bool) -> None:
+    """Some optimizers keep a tensor or a list for a parameter, and others something for all of them under a text."""
+    parameters = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.state[parameters[0]] = torch.ones(3, dtype=torch.bfloat16)  # type: ignore[assignment]
+    optimizer.state[parameters[1]] = [torch.ones(3, dtype=torch.bfloat16), 7]  # type: ignore[assignment]
+    optimizer.state[parameters[2]] = {"step": torch.tensor(1.0), "sums": [torch.ones(3, dtype=torch.bfloat16)]}
+    optimizer.state["all"] = {"norms": torch.ones(2)}  # type: ignore[index]
+    wrapping = Wrapping(optimizer, [(f"{number}", one) for number, one in enumerate(parameters)], "run", None)
+    before = copy.deepcopy(optimizer.state_dict())
+    host_copy = HostCopy(optimizer)
+    assert {value.dtype for value in tensors_in(dict(optimizer.state))} == {torch.float32}
+    if has_failed:
+        wrapping.undo()
+    else:
+        host_copy.remove()
+        wrapping.end()
+    assert set(optimizer.state) == {*parameters, "all"}
+    assert repr(optimizer.state_dict()) == repr(before)
+
+
+def test_statistics_of_all_parameters_follow_the_model_to_its_device() -> None:
+    """As the others do; a device without values stands for a GPU."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state["all"] = {"norms": torch.ones(2), "count": torch.tensor(1.0)}  # type: ignore[index]
+    host_copy = HostCopy(optimizer)
+    host_copy._model_parameters[:] = [torch.nn.Parameter(torch.ones(3, device="meta"))]
+    host_copy.remove()
+    assert {name: value.device.type for name, value in optimizer.state["all"].items()} == {  # type: ignore[index]
+        "norms": "meta",
+        "count": "cpu",
+    }

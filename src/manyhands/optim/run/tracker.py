@@ -313,6 +313,10 @@ class ProgressTracker(ProgressReader):
 
     # peers at this position, and whether a step is due
 
+    def num_peers(self) -> int:
+        """Number of peers that train, wherever in the run they are, this one included."""
+        return len(self.trainers()) + (not self.own.is_auxiliary)
+
     def num_peers_here(self) -> int:
         """Number of peers that train at this position, this one included, reachable or not."""
         return len(self.view.trainers) + (not self.own.is_auxiliary)

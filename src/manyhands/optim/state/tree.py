@@ -7,6 +7,7 @@ for an integer of more than 64 bits. All values come back as they were, to the l
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,13 +133,15 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same value with other tensors; lists and dicts are changed in place."""
+    """The same value with other tensors, in lists and dicts of their own."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
-        value.update({key: with_tensors(item, change) for key, item in value.items()})
-    elif isinstance(value, list):
-        value[:] = [with_tensors(item, change) for item in value]
-    elif type(value) is tuple:
+        changed = copy.copy(value)  # some are no plain dict
+        changed.update({key: with_tensors(item, change) for key, item in value.items()})
+        return changed
+    if isinstance(value, list):
+        return [with_tensors(item, change) for item in value]
+    if type(value) is tuple:
         return tuple(with_tensors(item, change) for item in value)
     return value

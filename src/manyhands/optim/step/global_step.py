@@ -46,7 +46,7 @@ class GlobalStep:
     Attributes:
         outcome: of the averaging; None before it ends.
         left_from: the position where the step began.
-        error: why there is no step; the contribution counts in the next attempt.
+        error: why there is no step; None also if this peer has left the run meanwhile.
         refusal: why the step left the parameters unchanged; empty if it changed them.
         is_spoiled: the update has begun, and the others made the step with the contribution.
         is_in_background: the step was left to the network thread.
@@ -101,9 +101,7 @@ class GlobalStep:
         self.is_in_background = True
         task.add_done_callback(self._on_done)
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            self.error = ConfigError(LEFT)
+    def _on_done(self, _: asyncio.Task[None]) -> None:
         self.is_done = True
 
     async def _average_and_advance(self, collaboration: Collaboration) -> None:

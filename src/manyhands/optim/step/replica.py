@@ -67,7 +67,7 @@ class Replica:
         origin: the last of these steps; None at the beginning, or if unknown.
         root: the lineage after the first of these steps, which tells two beginnings of one run apart; empty before it.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
-        mode: which of ``MODES`` was called last; empty if none was since a checkpoint was loaded.
+        mode: which of ``MODES`` was called last; empty if none was since a checkpoint changed the options.
         can_replay: whether a newcomer can make past steps from their averaged vectors alone.
         norm_grows: whether the values of a contribution are larger the more samples are behind it.
     """
@@ -362,13 +362,18 @@ class Replica:
         """Load a checkpoint of the optimizer, and move to the position where it was taken."""
         with self._lock:
             self._num_changes += 1
-            self.mode = ""
-            if not self.is_at(place):
-                self._in_train_mode = None
+            is_here, options = self.is_at(place), self.options
+            if not is_here:
                 self.extra.load(self.extra.own)  # the user has loaded them with the model
+            if self.host_copy is not None:
+                self.host_copy.take_over(place.get("parameters") if place is not None else None)
             self._load(state_dict, place)
-        if self.host_copy is not None:
-            self.host_copy.take_over(place.get("parameters") if place is not None else None)
+            if self.host_copy is not None:
+                self.host_copy.show_options()
+            if self.options != options:  # it may be in another mode
+                self.mode = ""
+            if not is_here or self.options != options:
+                self._in_train_mode = None
 
     def is_at(self, place: dict[str, Any] | None) -> bool:
         """Whether a checkpoint is of the position where this peer is: what all peers agree on is there already.
@@ -485,7 +490,7 @@ class HostCopy:
                 "host; tie them by giving the modules one and the same Parameter, or use neither offload nor delay"
             )
         self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
-        self._show_options()
+        self.show_options()
         copies = {parameter: copy_on_host(parameter) for parameter in self._model_parameters}
         for owner, statistics in list(optimizer.state.items()):
             del optimizer.state[owner]
@@ -500,7 +505,7 @@ class HostCopy:
         """Copy the optimizer's parameters to the model, and its options to the shown groups."""
         for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
             parameter.copy_(copy)
-        self._show_options()
+        self.show_options()
 
     def finer(self) -> dict[str, torch.Tensor]:
         """The optimizer's parameters that have more precision than those of the model, by position."""
@@ -514,23 +519,25 @@ class HostCopy:
             if finer is not None and f"{index}" in finer:
                 copy.copy_(finer[f"{index}"])
             take_over(parameter, copy)
-        self._show_options()
 
     def remove(self) -> None:
         """Have the optimizer work on the model's parameters again, with its statistics beside them."""
         originals = dict(zip(self._copies, self._model_parameters, strict=True))
+        state, device, on_device = self._optimizer.state, self._model_parameters[0].device, set[torch.Tensor]()
         for group in self._optimizer.param_groups:
-            is_on_device = bool(group.get("capturable") or group.get("fused"))
-            for copy in group["params"]:
-                statistics = self._optimizer.state.pop(copy, {})
-                for name in statistics.keys() - (set() if is_on_device else {"step"}):
-                    move = functools.partial(_statistic_beside, originals[copy], copy, name)
-                    statistics[name] = with_tensors(statistics[name], move)
-                if statistics:
-                    self._optimizer.state[originals[copy]] = statistics
+            if group.get("capturable") or group.get("fused"):
+                on_device.update(group["params"])
             group["params"] = [originals[copy] for copy in group["params"]]
+        for owner, statistics in list(state.items()):
+            del state[owner]
+            if owner in originals:
+                moved = _beside(originals[owner], owner, statistics, has_steps_there=owner in on_device)
+                state[originals[owner]] = moved
+            else:  # of all parameters, under a text
+                state[owner] = with_tensors(statistics, lambda value: value.to(device) if value.dim() else value)
 
-    def _show_options(self) -> None:
+    def show_options(self) -> None:
+        """Copy the optimizer's options to the shown groups."""
         for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
             options = {name: value for name, value in group.items() if name != "params"}
             shown.update(  # a rate may be a tensor that a background update writes
@@ -558,10 +565,20 @@ def _statistic_on_host(owner: Any, value: torch.Tensor) -> torch.Tensor:
     return _on_host(value) if is_alike else value.to(HOST)
 
 
-def _statistic_beside(parameter: torch.Tensor, copy: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
-    """A statistic on the device of its parameter; as precise as that, if it was as precise as the copy."""
-    is_alike = value.dtype == copy.dtype and name != "step"
-    return value.to(parameter.device, parameter.dtype if is_alike else value.dtype)
+def _beside(parameter: torch.Tensor, copy: torch.Tensor, statistics: Any, *, has_steps_there: bool) -> Any:
+    """The statistics of a copy, on the device of its parameter; as precise as that, if they were as the copy.
+
+    Args:
+        has_steps_there: also the number of steps, which is as precise as it was.
+    """
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        return value.to(parameter.device, parameter.dtype if value.dtype == copy.dtype else value.dtype)
+
+    beside = with_tensors(statistics, moved)
+    if isinstance(statistics, dict) and isinstance(step := statistics.get("step"), torch.Tensor):
+        beside["step"] = step.to(parameter.device) if has_steps_there else step
+    return beside
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def move_statistics(optimizer: torch.optim.Optimizer) -> None:
 
     for parameter, statistics in optimizer.state.items():
         if isinstance(parameter, torch.Tensor):
-            with_tensors(statistics, functools.partial(beside, parameter))
+            optimizer.state[parameter] = with_tensors(statistics, functools.partial(beside, parameter))
 
 
 def global_norm(tensors: Sequence[torch.Tensor]) -> float:
