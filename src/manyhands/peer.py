@@ -101,8 +101,8 @@ class Presence:
         self.reach = Reach(self.endpoint, self.dht, wall_clock)
         self.own_mode = OwnMode(self.endpoint, self.dht)
         self.on_close.append(self.own_mode.close)
-        self.seen_steps: dict[str, int] = {}
-        """The highest global step that this peer has seen of each run whose state it does not have."""
+        self.seen_steps: dict[str, dict[PeerId, int]] = {}
+        """The highest global step at which this peer has seen each other one, of each run whose state it lacks."""
         self._tasks = TaskOwner("presence")
 
     async def start(

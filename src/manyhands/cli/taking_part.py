@@ -480,7 +480,7 @@ def _note_peers(peer: Peer, run: Run) -> None:
         for peer_id, record in others.items():
             peer.endpoint.learn(peer_id, readable_addresses(record.addresses))
         # they may be gone when this peer has its data
-        steps = [record.position.step for record in others.values()]
-        peer.presence.seen_steps[run.run_id] = max([peer.presence.seen_steps.get(run.run_id, 0), *steps])
+        seen = {peer_id: record.position.step for peer_id, record in others.items() if record.position.step}
+        peer.presence.seen_steps.setdefault(run.run_id, {}).update(seen)
 
     peer.run(note(), NOTE_TIMEOUT_S, "noting the peers of the run")

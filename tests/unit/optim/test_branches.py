@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from manyhands.averaging.messages import Position
@@ -24,7 +25,7 @@ from manyhands.optim.run.branches import (
     vote_from,
     voter_of,
 )
-from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress import Claim, ProgressRecord
 
 ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave", "eve"))
 
@@ -301,3 +302,64 @@ def test_a_newcomer_with_its_first_members_is_not_kept_from_the_vouched_peers() 
     others = HONEST | SYBILS
     assert newcomer.other_majority(at(60, b"eve"), others, 0.0) is None
     assert newcomer.other_majority(at(60, b"eve"), others, VOUCHED_PATIENCE_S) == at(10).position
+
+
+# what a peer at step 0 has seen of the run
+
+
+def beginner(claim: Claim = Claim.JOINED) -> tuple[BranchChoice, ProgressRecord]:
+    own = msgspec.structs.replace(at(0), claim=claim)
+    choice = BranchChoice(EVE, own, lambda _: True)
+    choice.belief.poll = poll_of_claims
+    return choice, own
+
+
+def test_one_that_refused_a_state_forgets_what_that_peer_claimed_and_nothing_else() -> None:
+    choice, own = beginner()
+    choice.look(own, {ANN: at(50), BOB: at(50)}, 0.0)
+    assert choice.seen_step == 50
+    choice.shun(ANN, 1.0, "it cannot be used")
+    choice.look(own, {}, 2.0)
+    assert choice.seen_step == 50, "the run was there, though nobody is now"
+    choice.shun(BOB, 3.0, "it cannot be used")
+    choice.look(own, {}, 4.0)
+    assert choice.seen_step == 0
+
+
+def test_a_newcomer_that_refused_the_only_state_begins_no_branch_when_its_record_is_gone() -> None:
+    choice, own = beginner()
+    choice.look(own, {ANN: at(50)}, 0.0)
+    choice.shun(ANN, 1.0, "it cannot be used")
+    for records in ({ANN: at(50)}, {}):
+        choice.look(own, records, 2.0)
+        assert choice.refusal() == "it cannot be used"
+
+
+def test_a_liar_with_a_bad_state_does_not_end_the_loop_of_the_peer_that_began_the_run() -> None:
+    for claim in (Claim.BEGAN, Claim.TOLD):
+        choice, own = beginner(claim)
+        choice.look(own, {ANN: at(5)}, 0.0)
+        choice.shun(ANN, 1.0, "it cannot be used")
+        choice.look(own, {ANN: at(5)}, 2.0)
+        assert choice.refusal() == ""
+        assert choice.seen_step == 0, "it does not wait for the liar either"
+
+
+def test_a_peer_at_step_0_sees_how_far_the_others_go_on_also_when_it_trains() -> None:
+    """It computes its first batch while they make 50 steps and are gone."""
+    choice, own = beginner()
+    training = msgspec.structs.replace(own, samples=16)
+    choice.look(training, {ANN: at(1), BOB: at(50)}, 0.0)
+    choice.look(training, {}, 60.0)
+    assert choice.seen_step == 50
+
+
+def test_who_is_told_to_begin_the_run_waits_for_nobody_that_it_cannot_reach() -> None:
+    """A stranger with a dead address would have it wait for ever."""
+    for claim, seen in ((Claim.JOINED, 60), (Claim.TOLD, 0)):
+        choice, own = beginner(claim)
+        choice.belief.poll = lambda _: Poll({}, num_open=1)
+        choice.look(own, {ANN: at(60)}, 0.0)
+        choice.belief.poll = lambda _: Poll({}, num_open=0)
+        choice.look(own, {}, 60.0)
+        assert choice.seen_step == seen

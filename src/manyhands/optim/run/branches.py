@@ -28,7 +28,7 @@ from typing import NamedTuple
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
-from manyhands.optim.run.progress import ProgressRecord, branch_order
+from manyhands.optim.run.progress import Claim, ProgressRecord, branch_order
 
 logger = logging.getLogger(__name__)
 
@@ -329,6 +329,7 @@ def vote_from(host: str, name: str) -> str:
 class _Shunned(NamedTuple):
     until: float
     reason: str
+    is_beyond_start: bool  # it claimed to be beyond step 0
 
 
 class BranchChoice:
@@ -337,16 +338,14 @@ class BranchChoice:
     Attributes:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, without peers ahead on a branch that this peer does not believe in, or not yet.
-        is_joining: this peer does not train yet.
-        seen_step: the highest global step of the run that this peer has seen, at step 0 itself, also if nobody is there
-            any more: by the others' records when it joined, or by a state that it began to download.
+        seen: the highest global step that each other peer was at, as this one has seen at step 0 itself, also if it is
+            gone: by the record of a peer that it believes, or by a state that it began to download.
     """
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
         self.belief = Belief(own_id)
         self.believed: Records = {}
-        self.is_joining = True
-        self.seen_step = 0
+        self.seen: dict[PeerId, int] = {}
         self._own_id = own_id
         self._own = own
         self._is_connected = is_connected
@@ -373,25 +372,41 @@ class BranchChoice:
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in still_open}
-        if self.is_joining and own.position.step == 0:
-            seen = self._plausible if self._is_new else self.believed
-            self.seen_step = max([self.seen_step, *(record.position.step for record in seen.values())])
+        if own.position.step == 0:
+            # one whose user says that it begins the run waits for nobody that it has not reached
+            seen = self._plausible if self._is_new and own.claim is not Claim.TOLD else self.believed
+            for peer_id, record in seen.items():
+                if record.position.step:
+                    self.note(peer_id, record.position.step)
+
+    @property
+    def seen_step(self) -> int:
+        """The highest global step of the run that this peer has seen, while it was at step 0; 0 if none."""
+        return max(self.seen.values(), default=0)
+
+    def note(self, peer_id: PeerId, step: int) -> None:
+        """Remember that another peer was at a global step."""
+        if peer_id in self.seen or len(self.seen) < MAX_MET:
+            self.seen[peer_id] = max(step, self.seen.get(peer_id, 0))
 
     def shun(self, peer_id: PeerId, now: float, reason: str) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
-        self._shunned[peer_id] = _Shunned(now + SHUN_S, reason)
-        self.seen_step = 0  # it may have claimed that
+        record = self._records.get(peer_id)
+        self._shunned[peer_id] = _Shunned(now + SHUN_S, reason, record is None or record.position.step > 0)
+        self.seen.pop(peer_id, None)
 
     def refusal(self) -> str:
         """Why this peer must not begin a branch: it refused the state of all that are ahead. Empty if it may.
 
-        A peer that has learnt anything goes on: peers with a bad state must not be able to stop it.
+        A peer that has learnt anything, or has begun the run, goes on: peers with a bad state must not be able to stop
+        it.
         """
         here = self._own.position
-        if here.step or self.best().position != here or any(one.position == here for one in self.believed.values()):
+        if here.step or self._own.claim >= Claim.BEGAN or self.best().position != here:
             return ""
-        ahead = (one for one in self._shunned if one in self._records and is_ahead(self._records[one], self._own))
-        return next((self._shunned[one].reason for one in ahead), "")
+        if any(one.position == here for one in self.believed.values()):
+            return ""
+        return next((shunned.reason for shunned in self._shunned.values() if shunned.is_beyond_start), "")
 
     def can_hand_out(self, peer_id: PeerId) -> bool:
         """Whether this peer could get another one's state; a client must be connected for that."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -173,7 +174,7 @@ class Collaboration:
             self._has_begun = await agreed.agree()
             if self.start_new or self._has_begun:
                 self._claim(Claim.TOLD if self.start_new else Claim.BEGAN)
-            self.tracker.branches.seen_step = presence.seen_steps.get(manifest.run_id, 0)
+            self.tracker.branches.seen.update(presence.seen_steps.get(manifest.run_id, {}))
             parts.push_async_callback(agreed.close)
             parts.push_async_callback(self.tracker.close)
             await self.tracker.refresh()
@@ -234,7 +235,7 @@ class Collaboration:
                 return
             self._lull_until = -math.inf
             is_new = self.tracker.own.position.step == 0  # another attempt to join must know
-            self.presence.seen_steps[self.run_id] = self.tracker.branches.seen_step if is_new else 0
+            self.presence.seen_steps[self.run_id] = dict(self.tracker.branches.seen) if is_new else {}
             try:
                 await self._parts.aclose()
             finally:
@@ -257,7 +258,6 @@ class Collaboration:
     def has_joined(self) -> None:
         """Take part from now on, from where this peer is."""
         self._claim(Claim.JOINED)
-        self.tracker.branches.is_joining = False
         self.tracker.start()
 
     def may_go_on_from_here(self) -> bool:
@@ -528,7 +528,8 @@ class Collaboration:
             try:
                 state = await download_state(
                     self.presence.endpoint, self.manifest, donors, position,
-                    is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun, on_header=self._note_state,
+                    is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun,
+                    on_header=functools.partial(self._note_state, donors),
                 )  # fmt: skip
             except Unavailable:
                 if doubted:
@@ -547,9 +548,10 @@ class Collaboration:
                        "parameters beside the optimizer may explain it", ", ".join(doubted[0].donors))  # fmt: skip
         return doubted[0]
 
-    def _note_state(self, header: StateHeader) -> None:
-        if self.tracker.own.position.step == 0:
-            self.tracker.branches.seen_step = max(self.tracker.branches.seen_step, header.position.step)
+    def _note_state(self, donors: Sequence[PeerId], header: StateHeader) -> None:
+        if self.tracker.own.position.step == 0 and header.position.step:
+            for donor in donors:
+                self.tracker.branches.note(donor, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
         """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""
