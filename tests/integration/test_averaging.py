@@ -129,7 +129,9 @@ async def test_peers_that_do_not_come_are_waited_for_until_the_matchmaking_time(
         assert members[2][1].num_calls >= 1, "the absent peer is called to the round"
 
 
-async def test_a_member_that_only_sends_dies_in_mid_round_and_the_others_commit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_member_that_only_sends_dies_in_mid_round_and_the_others_commit_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     have_met: set[tuple[SpanReducer, int]] = set()
     put = SpanReducer.put
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -274,6 +276,19 @@ async def test_of_several_states_the_one_that_most_donors_hold_is_taken(first: i
         state = await download(newcomer, *donors[first:], *donors[:first])
         assert state.digests == donors[1].state().digests
         assert donors[0].peer_id not in state.donors
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+async def test_one_donor_alone_does_not_say_where_the_run_began(first: int) -> None:
+    """Checkpoints are kept or set aside by it. It is the fastest."""
+    async with endpoints(4) as (*holders, newcomer):
+        donors = [Donor(holders[0]), *(slowly(Donor(endpoint)) for endpoint in holders[1:])]
+        capture = donors[0].server._capture
+        donors[0].server._capture = lambda: replace(
+            capture(), header=msgspec.structs.replace(capture().header, root=b"another")
+        )
+        state = await download(newcomer, *donors[first:], *donors[:first])
+        assert state.header.root == donors[1].state().header.root
 
 
 async def test_a_donor_that_does_not_answer_delays_the_choice_by_a_moment() -> None:

@@ -202,7 +202,8 @@ class RoundRunner:
                 num_received = self._meter.num_bytes_received - received_before
                 rate = self._bandwidth.end_slow_round(min(num_sent, num_received), seconds)
                 if rate is not None:
-                    raise TooSlow(self._slow_round(group, flat_N, shapes, rate, available_s)) from error
+                    said = self._slow_round(group, flat_N, shapes, rate, available_s)
+                    raise TooSlow(f"{said}. The round ended because {error.reason}", error.blamed) from error
             if self._endpoint.peer_id in error.blamed:
                 self._bandwidth.lose_round()
             raise

@@ -335,7 +335,7 @@ class Download:
         if index in self._missing:
             self._missing.discard(index)
             self._num_bytes += len(place)
-            if source.digests == state.digests:
+            if source.digests == state.digests and _content_of(source.header) == _content_of(state.header):
                 self._headers[donor] = source.header
 
 
@@ -349,7 +349,7 @@ def _place(chunk: memoryview, place: memoryview, digest: bytes | None = None) ->
 
 def _content_of(header: StateHeader) -> StateHeader:
     """What must be equal on donors that hold the same state."""
-    return msgspec.structs.replace(header, digest=b"", origin=None, root=b"")
+    return msgspec.structs.replace(header, digest=b"", origin=None)
 
 
 async def receive_header(stream: Stream) -> StateHeader:
