@@ -164,7 +164,7 @@ def test_whose_own_values_are_too_much_for_a_round_is_told_so() -> None:
         assert slow in result.blamed
         needed = re.search(r"at its pace it would need (\d+) s", result.reason)
         assert needed is not None, result.reason
-        assert 70 <= int(needed[1]) <= 165
+        assert 70 <= int(needed[1]) <= 185
         assert f"{slow} is too slow for the time that this round has" in result.reason
 
 
