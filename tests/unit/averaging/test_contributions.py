@@ -4,67 +4,59 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.allreduce.means import BadContribution, Contributions
+from manyhands.averaging.allreduce.means import BadContribution, ContributionRecords, parts_of
 from manyhands.averaging.messages import SpanResult
+from tests.unit.averaging.groups import group_of
 
-NUMEL = 20
-SLICES = st.tuples(st.integers(0, NUMEL), st.integers(0, NUMEL)).filter(lambda ends: ends[0] < ends[1])
-EVENTS = st.tuples(SLICES, st.integers(0, 3), st.none() | st.sets(st.integers(0, 3), min_size=1))
+CHUNK = 5
+CHUNKS = st.tuples(st.integers(0, 3), st.sets(st.integers(0, 3), min_size=1))
+"""The reducer of a chunk, and who contributed to it."""
 
 
 def test_a_round_in_which_all_contribute_to_everything_has_no_parts() -> None:
-    held = Contributions(NUMEL, 3, [0, 2])
-    held.add(0, 10, 0, [0, 2])
-    assert held.missing() == (10, NUMEL)
-    held.add(10, NUMEL, 2, [0, 2])
-    assert held.missing() == (0, 0)
-    assert held.parts() == []
+    group = group_of(3, weights=[1.0, 0.0, 1.0])
+    assert parts_of([(slice(0, 10), 0, [0, 2]), (slice(10, 20), 2, [0, 2])], group) == []
 
 
 def test_a_sender_that_died_half_way_contributed_to_what_it_had_delivered() -> None:
-    held = Contributions(NUMEL, 3, [0, 1, 2])
-    held.add(0, 5, 0, [0, 1, 2])
-    held.add(5, 10, 0, [0, 1])
-    held.add(10, NUMEL, 1, [0, 1])
-    assert held.parts() == [SpanResult(0, 5, 0, []), SpanResult(5, 10, 0, [2]), SpanResult(10, NUMEL, 1, [2])]
+    held = [(slice(10, 20), 1, [0, 1]), (slice(0, 5), 0, [0, 1, 2]), (slice(5, 10), 0, [0, 1])]
+    assert parts_of(held, group_of(3)) == [
+        SpanResult(0, 5, 0, []), SpanResult(5, 10, 0, [2]), SpanResult(10, 20, 1, [2])
+    ]  # fmt: skip
 
 
-@given(st.lists(EVENTS, max_size=12))
-def test_parts_say_of_each_value_what_was_said_last(
-    events: list[tuple[tuple[int, int], int, set[int] | None]],
-) -> None:
-    held = Contributions(NUMEL, 4, [0, 1, 2, 3])
-    expected: dict[int, tuple[int, frozenset[int]]] = {}
-    for (start, stop), reducer, present in events:
-        if present is None:
-            held.drop(start, stop)
-        else:
-            held.add(start, stop, reducer, present)
-        for index in range(start, stop):
-            expected.pop(index, None)
-            if present is not None:
-                expected[index] = (reducer, frozenset(range(4)) - present)
-    missing = [index for index in range(NUMEL) if index not in expected]
-    assert held.missing() == ((missing[0], missing[-1] + 1) if missing else (0, 0))
-    if any(absent for _, absent in expected.values()):
-        said = {
-            index: (part.reducer, frozenset(part.absent))
-            for part in held.parts()
-            for index in range(part.start, part.stop)
-        }
-        assert said == expected
+def test_who_took_no_part_in_the_exchange_is_absent() -> None:
+    assert parts_of([(slice(0, 20), 0, [0, 2])], group_of(3)) == [SpanResult(0, 20, 0, [1])]
+
+
+@given(st.lists(CHUNKS, min_size=1, max_size=12))
+def test_parts_lie_end_to_end_and_say_of_each_chunk_who_is_in_it(chunks: list[tuple[int, set[int]]]) -> None:
+    group = group_of(4)
+    held = [
+        (slice(CHUNK * number, CHUNK * (number + 1)), reducer, sorted(present))
+        for number, (reducer, present) in enumerate(chunks)
+    ]
+    parts = parts_of(held, group)
+    if all(len(present) == 4 for _, present in chunks):
+        assert parts == []
+        return
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == CHUNK * len(chunks)
+    for number, (reducer, present) in enumerate(chunks):
+        (part,) = [part for part in parts if part.start <= CHUNK * number < part.stop]
+        assert (part.reducer, part.absent) == (reducer, sorted(set(range(4)) - present))
 
 
 @given(st.integers(1, 20), st.data())
 def test_records_survive_the_wire(num_members: int, data: st.DataObject) -> None:
-    held = Contributions(NUMEL, num_members, range(num_members))
+    records = ContributionRecords(num_members, range(num_members))
     presents = data.draw(st.lists(st.sets(st.integers(0, num_members - 1), min_size=1).map(sorted), max_size=5))
-    record = held.record(presents)
-    assert len(record) == held.mask_bytes * len(presents)
-    assert held.read_record(record) == presents
+    record = records.record(presents)
+    assert len(record) == records.mask_bytes * len(presents)
+    assert records.read_record(record) == presents
 
 
 @pytest.mark.parametrize("record", [b"\x00", b"\x02", b"\x08", b"\x01\x00"])
 def test_records_that_cannot_be_are_refused(record: bytes) -> None:
     with pytest.raises(BadContribution):
-        Contributions(NUMEL, 3, [0, 2]).read_record(record)
+        ContributionRecords(3, [0, 2]).read_record(record)

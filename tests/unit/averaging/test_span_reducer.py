@@ -44,8 +44,8 @@ def reduced(
     Args:
         bad_at: from this byte on, 4 bytes of the liar's last chunk cannot be.
     """
-    group, plan, region = group_of([1.0, 2.0, 3.0]), plan_of(shapes, codec), slice(0, NUMEL)
-    partition = Partition(group, range(3), region, plan)
+    group, plan = group_of([1.0, 2.0, 3.0]), plan_of(shapes, codec)
+    partition = Partition(group, range(3), plan)
     own_N = values_of(OWN)
     averaged_N = own_N if is_in_place else torch.empty(NUMEL)
     encoded = torch.empty(partition.num_bytes[OWN], dtype=torch.uint8)

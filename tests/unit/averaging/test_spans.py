@@ -146,7 +146,7 @@ def test_one_reducer_of_many_members_holds_little_of_each(
     num_members: int, num_reducers: int, numel: int, most: int
 ) -> None:
     group = group_of(num_members, clients=range(num_reducers, num_members))
-    partition = Partition(group, range(num_members), slice(0, numel), plan_of([(numel,)], NONE))
+    partition = Partition(group, range(num_members), plan_of([(numel,)], NONE))
     chunks = [chunk for of_one in partition.chunks for chunk in of_one]
     assert max(chunk.stop - chunk.start for chunk in chunks) == most
     assert sum(chunk.stop - chunk.start for chunk in chunks) == numel
@@ -157,5 +157,5 @@ def test_one_reducer_of_many_members_holds_little_of_each(
 def test_a_blamed_member_has_no_span_unless_the_others_are_gone(num_members: int, bandwidth: int) -> None:
     group = group_of(num_members, bandwidths=[BLAMED, *[bandwidth] * (num_members - 1)])
     plan = plan_of([(10_000,)], NONE)
-    assert Partition(group, range(num_members), slice(0, 10_000), plan).reducers == set(range(1, num_members))
-    assert Partition(group, [0], slice(0, 10_000), plan).reducers == {0}
+    assert Partition(group, range(num_members), plan).reducers == set(range(1, num_members))
+    assert Partition(group, [0], plan).reducers == {0}

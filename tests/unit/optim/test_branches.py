@@ -347,11 +347,13 @@ def test_a_liar_with_a_bad_state_does_not_end_the_loop_of_the_peer_that_began_th
 
 def test_a_peer_at_step_0_sees_how_far_the_others_go_on_also_when_it_trains() -> None:
     """It computes its first batch while they make 50 steps and are gone."""
-    choice, own = beginner()
-    training = msgspec.structs.replace(own, samples=16)
-    choice.look(training, {ANN: at(1), BOB: at(50)}, 0.0)
-    choice.look(training, {}, 60.0)
-    assert choice.seen_step == 50
+    for claim, seen in ((Claim.JOINED, 50), (Claim.BEGAN, 0)):  # one that began the run goes on alone
+        choice, own = beginner(claim)
+        choice.is_joining = False
+        training = msgspec.structs.replace(own, samples=16)
+        choice.look(training, {ANN: at(50), BOB: at(50)}, 0.0)
+        choice.look(training, {}, 60.0)
+        assert choice.seen_step == seen
 
 
 def test_who_is_told_to_begin_the_run_waits_for_nobody_that_it_cannot_reach() -> None:

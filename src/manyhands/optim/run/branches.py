@@ -338,6 +338,7 @@ class BranchChoice:
     Attributes:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, without peers ahead on a branch that this peer does not believe in, or not yet.
+        is_joining: this peer does not train yet.
         seen: the highest global step that each other peer was at, as this one has seen at step 0 itself, also if it is
             gone: by the record of a peer that it believes, or by a state that it began to download.
     """
@@ -345,6 +346,7 @@ class BranchChoice:
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
         self.belief = Belief(own_id)
         self.believed: Records = {}
+        self.is_joining = True
         self.seen: dict[PeerId, int] = {}
         self._own_id = own_id
         self._own = own
@@ -372,7 +374,7 @@ class BranchChoice:
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
         self.believed = {peer: record for peer, record in self._plausible.items() if peer not in still_open}
-        if own.position.step == 0:
+        if own.position.step == 0 and (self.is_joining or own.claim < Claim.BEGAN):
             # one whose user says that it begins the run waits for nobody that it has not reached
             seen = self._plausible if self._is_new and own.claim is not Claim.TOLD else self.believed
             for peer_id, record in seen.items():

@@ -258,6 +258,7 @@ class Collaboration:
     def has_joined(self) -> None:
         """Take part from now on, from where this peer is."""
         self._claim(Claim.JOINED)
+        self.tracker.branches.is_joining = False
         self.tracker.start()
 
     def may_go_on_from_here(self) -> bool:

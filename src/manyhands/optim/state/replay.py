@@ -38,7 +38,7 @@ from manyhands.averaging.state.server import (
     receive_framed,
     send_moving,
 )
-from manyhands.averaging.timing import LOOK_S
+from manyhands.averaging.timing import LEFT_S, LOOK_S
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Unavailable
 from manyhands.base.identity import PeerId
@@ -55,8 +55,8 @@ ANSWER_TIMEOUT_S = 2.0
 """Time for a donor to answer before the next one is asked."""
 KEPT_S = 10.0
 """Steps are kept for so long after the last download has ended, and until the next one: one more may be missed."""
-FETCH_ATTEMPTS, MAX_HOLDERS = 3, 4
-"""How often a member asks others of its round for means that it lacks, and how many of them."""
+MAX_HOLDERS = 4
+"""How many others of its round a member asks for means that it lacks."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_CHUNKS = 1 << 15
 
@@ -137,7 +137,9 @@ class StepKeeper:
         self, manifest: RoundManifest, holders: Sequence[PeerId], plan_of_code: Callable[[int], Plan]
     ) -> torch.Tensor | None:
         """The means of a round in which this peer took part and which it lacks; None if no member sends them."""
-        for _ in range(FETCH_ATTEMPTS):
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LEFT_S
+        while loop.time() < until:
             for holder in holders[:MAX_HOLDERS]:
                 try:
                     step, _ = await fetch_step(self.endpoint, self.run_id, holder, manifest.position, plan_of_code)
