@@ -18,6 +18,7 @@ from manyhands.averaging.grid.step import StepOutcome
 from manyhands.averaging.messages import MAX_WEIGHT
 from manyhands.averaging.state.content import LoadedState
 from manyhands.averaging.tensor_list import TensorList
+from manyhands.averaging.timing import DAY_S, DIAL_S, RECORD_S
 from manyhands.base.arguments import check_flags, made_by, number_of
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
 from manyhands.base.from_hivemind import FromHivemind, with_advice
@@ -28,12 +29,12 @@ from manyhands.runtime.lost import close_when_lost
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 5.0
-LOOK_TIMEOUT_S = 5.0
-GRACE_S = 5.0
+START_TIMEOUT_S = RECORD_S
+CLOSE_TIMEOUT_S = DIAL_S
+LOOK_TIMEOUT_S = DIAL_S
+GRACE_S = DIAL_S
 """A step that exceeds its own limit by this much is given up: the network thread is blocked."""
-MAX_TIMEOUT_S = 86400.0
+MAX_TIMEOUT_S = DAY_S
 
 
 @dataclass(frozen=True)

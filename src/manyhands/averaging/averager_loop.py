@@ -14,7 +14,7 @@ import torch
 
 from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.grid.step import LOOK_S, MIN_ATTEMPT_S, GridSteps, StepOutcome
+from manyhands.averaging.grid.step import MIN_ATTEMPT_S, GridSteps, StepOutcome
 from manyhands.averaging.messages import Position
 from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.rounds import RoundRunner
@@ -23,6 +23,7 @@ from manyhands.averaging.state.content import LoadedState, State, StateHeader, o
 from manyhands.averaging.state.download import Download
 from manyhands.averaging.state.server import STREAM_KIND, StateRequest, StateServer
 from manyhands.averaging.tensor_list import TensorList
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, MOMENT_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Unavailable
 from manyhands.base.identity import PeerId
@@ -32,7 +33,7 @@ from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
-LOOK_TIMEOUT_S = 3.0
+LOOK_TIMEOUT_S = ANSWER_S + MOMENT_S
 LOOK_SHARE = 0.25
 """Share of a step to wait at most for the others' records; else earlier ones are used."""
 ALONE_SHARE = 0.8

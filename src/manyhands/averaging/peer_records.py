@@ -17,6 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from manyhands.averaging.messages import MAX_ADDRESSES, readable_addresses
+from manyhands.averaging.timing import MOMENT_S
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -29,7 +30,7 @@ GOODBYE = "goodbye"
 """Published instead of a record by a peer that leaves on purpose."""
 KEEP_ALIVES = 3
 """Records published in the lifetime of one: two may get lost before the others consider the peer gone."""
-GOODBYE_TIMEOUT_S = 1.0
+GOODBYE_TIMEOUT_S = MOMENT_S
 """A lost goodbye costs the others the lifetime of a record; closing the peer must not wait for it."""
 
 

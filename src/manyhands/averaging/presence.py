@@ -33,6 +33,7 @@ from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, n
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
 from manyhands.averaging.peer_records import GOODBYE, PeerRecords
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, disagreement_of
+from manyhands.averaging.timing import LOOK_S, MOMENT_S, RECORD_S
 from manyhands.base.errors import ManifestMismatch, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import is_run_id
@@ -50,10 +51,10 @@ MAX_OTHER_RUNS = 8
 LAST_ROUND = 2**48
 """Round numbers go up to here: 8,900 years of a thousand rounds a second."""
 MAX_TTL_S = 3600.0
-TTL_S = 30.0
-MIN_PERIOD_S = 0.1
+TTL_S = RECORD_S
+MIN_PERIOD_S = LOOK_S / 2
 """Between two records: what happens meanwhile is in the second one."""
-GRACE_S = 1.0
+GRACE_S = MOMENT_S
 """Wait, from the beginning of a step, for peers that missed the last one: they may just have begun theirs."""
 
 

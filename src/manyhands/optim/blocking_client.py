@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from manyhands.averaging.state.content import State
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
+from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, RECORD_S
 from manyhands.base.errors import ConfigError, RunNotFound, Timeout, Unavailable
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
@@ -27,15 +28,15 @@ from manyhands.runtime.interrupts import uninterrupted
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 15.0
-TELL_TIMEOUT_S = 60.0
-BLOCKED_S = 5.0
+CALL_TIMEOUT_S = 3 * DIAL_S
+TELL_TIMEOUT_S = 2 * RECORD_S
+BLOCKED_S = DIAL_S
 """For a blocked network thread, beyond the limit of what it does."""
-JOIN_PATIENCE_S = 40.0
+JOIN_PATIENCE_S = RECORD_S + 2 * DIAL_S
 """How long a newcomer asks for the state again after a failure: its link may be down, or a client with the state has
 yet to connect to it."""
-NEWS_PERIOD_S = 1.0
-WAIT_PERIOD_S = 0.25
+NEWS_PERIOD_S = MOMENT_S
+WAIT_PERIOD_S = LOOK_S
 
 
 class BlockingRunClient:

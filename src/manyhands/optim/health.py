@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from manyhands.averaging.timing import DIAL_S, RECORD_S, REMIND_S
 from manyhands.base.text import counted
 
 logger = logging.getLogger(__name__)
 
-FIRST_HEALTH_CHECK_S = 20.0
+FIRST_HEALTH_CHECK_S = 4 * DIAL_S
 """After joining: by then the others' records have been read."""
-HEALTH_CHECK_PERIOD_S = 60.0
+HEALTH_CHECK_PERIOD_S = REMIND_S
 MAX_FAILURES = 3
 """Consecutive failures to publish; one or two happen on any link."""
-ALONE_S = 120.0
+ALONE_S = 2 * REMIND_S
 """Four times the lifetime of a peer's record."""
-CLOCK_S = 30.0
+CLOCK_S = RECORD_S
 """Half of the difference at which records are refused."""
 
 

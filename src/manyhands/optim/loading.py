@@ -13,6 +13,7 @@ import torch
 from manyhands.averaging.messages import Position
 from manyhands.averaging.state.content import LoadedState, State, StateHeader, sealed, state_of
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
+from manyhands.averaging.timing import DIAL_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManifestMismatch, Timeout, Unavailable
 from manyhands.base.identity import PeerId
@@ -35,7 +36,7 @@ from manyhands.runtime.executor import run_to_end
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-FIND_RUN_TIMEOUT_S = 10.0
+FIND_RUN_TIMEOUT_S = 2 * DIAL_S
 MAX_POSITIONS = 4  # to try, from the highest
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from manyhands.averaging.timing import IDLE_S, LOOK_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError
 from manyhands.base.identity import PeerId
@@ -27,8 +28,8 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MANIFEST_KIND = "manifest"  # of the DHT keys
-TTL_S = 300.0
-WITHDRAW_TIMEOUT_S = 0.5
+TTL_S = IDLE_S
+WITHDRAW_TIMEOUT_S = 2 * LOOK_S
 MAX_BYTES = 256 << 10  # before compression: room for some thousands of tensors
 MAX_HYPER_PARAMETERS_BYTES = 64 << 10
 DECODED_IN_A_TURN = 8  # manifests, before the event loop runs other tasks: 1 ms each at most

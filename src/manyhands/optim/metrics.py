@@ -18,6 +18,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from manyhands.averaging.messages import SHORT_ID_BYTES, Count, Digest, Position, short_id
+from manyhands.averaging.timing import IDLE_S
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
@@ -26,7 +27,7 @@ from manyhands.dht import DhtNode
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=msgspec.Struct)
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-TTL_S = 600.0
+TTL_S = 2 * IDLE_S
 MAX_NAME = 32
 MAX_FAILURE = 200
 MAX_LEARNING_RATE = 1e6

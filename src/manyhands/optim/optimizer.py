@@ -14,6 +14,7 @@ from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.state.content import sealed
+from manyhands.averaging.timing import LOG_S, LOOK_S
 from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, TooSlow, Unavailable
 from manyhands.base.from_hivemind import with_advice
@@ -53,12 +54,12 @@ from manyhands.runtime.lost import close_when_lost
 
 logger = logging.getLogger(__name__)
 
-AUXILIARY_PERIOD_S = 0.25
+AUXILIARY_PERIOD_S = LOOK_S
 SETTLE_PERIOD_S = 0.01
 FAILURES_UNTIL_ADVICE = 3
 """Attempts in a row: one or two also fail in a healthy run, when a member is lost."""
 ADVISED_FAILURES = {FAILURES_UNTIL_ADVICE << doubled for doubled in range(32)}
-REPEAT_S = 10.0
+REPEAT_S = LOG_S
 """Several attempts may fail in a second, also in a healthy run: a newcomer's record is there before its first batch."""
 
 

@@ -22,6 +22,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.candidates import Roster
 from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, MOMENT_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import NobodyThere, NothingToAverage, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -29,14 +30,14 @@ from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
-MIN_ATTEMPT_S = 0.5
+MIN_ATTEMPT_S = 2 * LOOK_S
 """With less time than this no new attempt begins."""
 GATHER_SHARE = 0.5
 """The largest share of a round's remaining time to wait for expected peers; the rest is for the values."""
-ALONE_S = 1.0
+ALONE_S = MOMENT_S
 """The longest wait in a group in which no other peer is expected, or all others have gone on."""
-LOOK_S, LOOK_GROWTH, LAST_LOOK_S = 0.2, 1.5, 2.0
-"""The first wait between two looks at the others' records, the factor by which waits grow, and the longest one."""
+LOOK_GROWTH, LAST_LOOK_S = 1.5, ANSWER_S
+"""The factor by which the waits between two looks at the others' records grow, from ``LOOK_S`` on, and the longest one."""
 
 
 class GridPlace(Roster, Protocol):

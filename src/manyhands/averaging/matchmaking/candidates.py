@@ -37,18 +37,19 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from manyhands.averaging.messages import SHORT_ID_BYTES, Group, Position, short_id
+from manyhands.averaging.timing import ANSWER_S, DAY_S, MOMENT_S, SHUN_S
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
 logger = logging.getLogger(__name__)
 
-MAX_AVOIDED_S = 600.0
-REFUSED_S = 600.0
-MAX_REFUSED_S = 86400.0
+MAX_AVOIDED_S = SHUN_S
+REFUSED_S = SHUN_S
+MAX_REFUSED_S = DAY_S
 STRIKES = 3
 GOOD_ROUNDS = 10
 """Rounds that cancel one strike."""
-BELIEVE_BEHIND_S = 3.0
+BELIEVE_BEHIND_S = ANSWER_S + MOMENT_S
 """How long a claim that the run went on is believed without a record that shows it: records take a moment."""
 MAX_KNOWN = 4096
 MAX_SHOWN_REFUSALS = 3

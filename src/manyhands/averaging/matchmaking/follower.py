@@ -56,22 +56,23 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S
 from manyhands.base.errors import PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = DIAL_S
 """The most that a leader's answer may take beyond its gathering time."""
-LET_GO_S = 1.0
+LET_GO_S = MOMENT_S
 """Timeout of a request to leave. A leader that does not answer may have closed its group with this peer."""
 MAX_REDIRECTS = 8
-DOUBT_S = 0.5
+DOUBT_S = 2 * LOOK_S
 """If no connection to the leader exists by then, check which peers can be reached."""
-REDIRECT_AGAIN_S = 0.2
+REDIRECT_AGAIN_S = LOOK_S
 """Pause after a redirect to a leader that this peer cannot reach."""
-HOLD_AGAIN_S = 1.0
+HOLD_AGAIN_S = MOMENT_S
 """Pause after a leader could not give this peer a place."""
 
 

@@ -33,11 +33,12 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import LOOK_S, MOMENT_S
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
-MOVE_POLL_S = 0.05
-ROUND_GAP_S = 1.0
+MOVE_POLL_S = LOOK_S / 5
+ROUND_GAP_S = MOMENT_S
 """Pause between two attempts of one step in a grid."""
 
 

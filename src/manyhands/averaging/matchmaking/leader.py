@@ -35,6 +35,7 @@ from manyhands.averaging.messages import (
     short_id,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import ANSWER_S, DIAL_S, LOOK_S, MOMENT_S
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError, NobodyThere, PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -42,20 +43,20 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-ROSTER_POLL_S = 0.2
-ASK_AGAIN_S = 1.0
-LOOK_TIMEOUT_S = 1.0
-LOOK_FOR_NEWCOMER_S = 0.5
+ROSTER_POLL_S = LOOK_S
+ASK_AGAIN_S = MOMENT_S
+LOOK_TIMEOUT_S = MOMENT_S
+LOOK_FOR_NEWCOMER_S = 2 * LOOK_S
 """Seconds between two reads of the DHT for records of unknown peers; their requests wait for it."""
-HEARSAY_S = 2.0
+HEARSAY_S = ANSWER_S
 """How long to wait for a peer that only a member knows, until this peer reads its record."""
-CLIENT_S = 5.0
+CLIENT_S = DIAL_S
 """How long to wait for a client that is not connected to any peer here: the time of a dial."""
-HOLD_S = 10.0
+HOLD_S = 2 * DIAL_S
 """A peer that holds a place asks for it again after this time."""
-HELD_S = 1.0
+HELD_S = MOMENT_S
 """Its place is then kept for this long."""
-LEADER_S = 1.0
+LEADER_S = MOMENT_S
 """The least time that a leader's own training loop has to come, however impatient the followers are."""
 FLOAT_BYTES = 4
 

@@ -31,7 +31,7 @@ from manyhands.averaging.round import machine
 from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.round.machine import Action, Event, Round
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LEAST_S, LOOK_S, answer_time_s
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, MOMENT_S, answer_time_s
 from manyhands.base.errors import PeerError, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
@@ -221,7 +221,7 @@ class RoundDriver:
     def _wait_for_others(self) -> None:
         """Limit the wait for the votes, or for the verdict of a leader that may have begun later."""
         if self.machine.count is not None:
-            seconds, what = max(self._deadline - self._loop.time(), LEAST_S), "vote"
+            seconds, what = max(self._deadline - self._loop.time(), MOMENT_S), "vote"
         else:
             seconds, what = self._verdict_s, "answer"
         over = machine.TimeOver(f"no {what} within {seconds:.3g} s")
@@ -230,7 +230,7 @@ class RoundDriver:
     @property
     def _verdict_s(self) -> float:
         """The longest wait of a member that has voted."""
-        return self._config.averaging_timeout_s + LEAST_S + ANSWER_S
+        return self._config.averaging_timeout_s + MOMENT_S + ANSWER_S
 
     async def _look(self) -> None:
         while True:
@@ -253,7 +253,7 @@ class RoundDriver:
                 await asyncio.sleep(LOOK_S)
 
     async def _send(self, vote: Vote) -> None:
-        timeout_s = max(self._deadline - self._loop.time(), LEAST_S) + ANSWER_S
+        timeout_s = max(self._deadline - self._loop.time(), MOMENT_S) + ANSWER_S
         await self._call_leader(VOTE, vote, timeout_s)
 
     async def _call_leader(self, method: Method[Any, Any], request: object, timeout_s: float) -> Any:

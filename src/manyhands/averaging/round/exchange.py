@@ -22,7 +22,7 @@ from manyhands.averaging.memory import Memory, empty_vector
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Vote
 from manyhands.averaging.round.limits import MemberLimits, joined, usual_norm, witnessed
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LEAST_S, hasty_s
+from manyhands.averaging.timing import ANSWER_S, MOMENT_S, hasty_s
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Timeout
 from manyhands.base.identity import PeerId
@@ -171,7 +171,7 @@ class Exchange:
         try:
             if not any(members[rank].weight > 0 for rank in self.members):
                 raise RoundAborted(NO_WEIGHT)
-            limit_s = max(self.deadline - self._loop.time(), LEAST_S)
+            limit_s = max(self.deadline - self._loop.time(), MOMENT_S)
             async with time_limit(limit_s, "averaging"):
                 await self._average(butterfly)
         except RoundAborted as error:

@@ -46,6 +46,7 @@ from manyhands.averaging.state.server import (
     longest_s,
     receive_framed,
 )
+from manyhands.averaging.timing import ANSWER_S, DAY_S, DIAL_S, LOG_S, LOOK_S, RECORD_S
 from manyhands.base.deadline import time_limit, wait_at_most, while_moving
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
@@ -57,10 +58,10 @@ from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
 
-OPENING_S = 5.0
-HEADER_TIMEOUT_S = 30.0
+OPENING_S = DIAL_S
+HEADER_TIMEOUT_S = RECORD_S
 """For a donor to copy its state, hash it and describe it."""
-MAX_DOWNLOAD_S = 86400.0
+MAX_DOWNLOAD_S = DAY_S
 """Limit for all donors together; only states too large for a link's daily volume reach it."""
 MAX_HEADER_BYTES = 1 << 24
 MAX_STEPS_AHEAD = 64
@@ -72,13 +73,13 @@ CHUNKS_OF_ONE = 4
 """A state of at most so many chunks is asked of one donor, as long as that one sends."""
 WANTED_AHEAD = 3
 """Chunks that a donor is asked for before the first of them is there."""
-PATIENCE_S = 2.0
+PATIENCE_S = ANSWER_S
 """If no donor sends anything for this time, one more is asked."""
-LOOK_PERIOD_S = 0.5
-MAX_FULL_S = 30.0
+LOOK_PERIOD_S = 2 * LOOK_S
+MAX_FULL_S = RECORD_S
 """A donor that is busy with others is asked again for this time."""
-TELL_PERIOD_S = 10.0
-BALLOT_S = 0.3
+TELL_PERIOD_S = LOG_S
+BALLOT_S = LOOK_S
 """From the first announcement on, others are waited for as long before one of several states is chosen."""
 FULL = "full"
 

@@ -20,6 +20,7 @@ import msgspec
 from manyhands.access.gate import RunGate
 from manyhands.averaging.messages import Position, RecentRounds, read_header
 from manyhands.averaging.state.content import State, StateHeader, offsets_of, sealed
+from manyhands.averaging.timing import DIAL_S, RECORD_S
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import ConfigError, PeerLost, ProtocolViolation, Timeout
 from manyhands.base.identity import PeerId
@@ -34,14 +35,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 STREAM_KIND = "state/2"
-STALL_TIMEOUT_S = 20.0
+STALL_TIMEOUT_S = 4 * DIAL_S
 MIN_STALL_BYTES = 1 << 18
 """A transfer that moves fewer bytes in the time above is given up, so the size bounds its time."""
 MAX_DOWNLOADS = 16
 """Simultaneous downloads from this peer, one for each peer. Further peers must ask another donor, or again."""
 MIN_BYTES_PER_S = 32_000
 """Both ends give up a transfer that is slower than this on the whole."""
-FORGET_S = 60.0
+FORGET_S = 2 * RECORD_S
 """Who has downloaded the state is known for this time."""
 
 INDEX = struct.Struct(">I")

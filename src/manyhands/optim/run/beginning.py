@@ -10,6 +10,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from manyhands.averaging.timing import LOOK_S, RECORD_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -19,10 +20,10 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-TTL_S = 30.0
+TTL_S = RECORD_S
 """A peer that dies while it begins the run is waited for at most this long."""
 
-WITHDRAW_TIMEOUT_S = 0.5
+WITHDRAW_TIMEOUT_S = 2 * LOOK_S
 
 BEGINNING = Schema(bool, is_owned=True, max_ttl_s=TTL_S)
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from manyhands.averaging.messages import Position, readable_addresses
+from manyhands.averaging.timing import DIAL_S, IDLE_S, SHUN_S
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
 from manyhands.optim.run.progress import Claim, ProgressRecord, branch_order
@@ -34,16 +35,14 @@ logger = logging.getLogger(__name__)
 
 LAG_STEPS = 2
 """Records are read late, so peers on one branch may appear up to this many steps apart."""
-OUTVOTED_S = 20.0
+OUTVOTED_S = 4 * DIAL_S
 """How long most peers must be elsewhere before this one follows them to a branch that is not ahead."""
-VOUCHED_PATIENCE_S = 300.0
+VOUCHED_PATIENCE_S = IDLE_S
 """The same for vouched peers. One that fell behind catches up sooner, or its coordinator no longer vouches for it."""
 MAX_MET = 4096
 MAX_BEEN_AT = 256
-DOUBTED_UNTIL_LOGGED_S = 5.0
+DOUBTED_UNTIL_LOGGED_S = DIAL_S
 """A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
-SHUN_S = 600.0
-"""A peer that sent an unusable state is not followed for this long."""
 ENOUGH_VOTES = 32
 """Of more networks, this many decide, chosen at random: in a large run no peer dials all others."""
 

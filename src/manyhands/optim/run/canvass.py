@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from manyhands.averaging.messages import readable_addresses
+from manyhands.averaging.timing import DIAL_S, SHUN_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
@@ -24,12 +25,12 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-DIAL_TIMEOUT_S = 5.0
+DIAL_TIMEOUT_S = DIAL_S
 AT_ONCE = 64
 """Dials at a time: those of a thousand false identities must end within two minutes."""
-FAILED_S = 600.0
+FAILED_S = SHUN_S
 """A peer that was dialled in vain has no vote for so long, unless it connects to this one meanwhile."""
-AGAIN_S = 10.0
+AGAIN_S = 2 * DIAL_S
 """The same if none was reached, as this machine may have been offline, or if the last dial failed a moment before."""
 
 

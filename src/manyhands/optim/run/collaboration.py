@@ -23,6 +23,7 @@ from manyhands.averaging.round.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
+from manyhands.averaging.timing import ANSWER_S, DIAL_S, IDLE_S, LOOK_S, MOMENT_S, REMIND_S
 from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
@@ -48,18 +49,18 @@ logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
 MAX_DOUBTED = 3  # states to download until one has the sums that the majority published
-NEAR_TIMEOUT_S = 1.0  # the longest wait of a training loop to learn whether the target is reached
-NEWCOMER_S = 3.0
+NEAR_TIMEOUT_S = MOMENT_S  # the longest wait of a training loop to learn whether the target is reached
+NEWCOMER_S = ANSWER_S + MOMENT_S
 """After downloading the state, a peer has this long to appear before a lone peer moves on."""
-LULL_S = 0.25
+LULL_S = LOOK_S
 """Far from the target, the shortest time between two reports: each report wakes two threads."""
-FAR_S = 10.0
+FAR_S = 2 * DIAL_S
 """Beyond this predicted time to the target no peer looks for a group yet."""
 BATCH_MARGIN = 1.25
 """A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
-WAITING_PERIOD_S = 60.0
+WAITING_PERIOD_S = REMIND_S
 """How often a peer says that it waits for the state of a run that it has seen."""
-PAUSE_S = 300.0
+PAUSE_S = IDLE_S
 """After a step has waited in vain for peers that load the state, no step waits for any for so long."""
 
 

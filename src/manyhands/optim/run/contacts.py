@@ -18,6 +18,7 @@ import msgspec
 
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import ANSWER_S, DIAL_S
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused
 from manyhands.base.identity import PeerId
@@ -30,12 +31,12 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
-TIMEOUT_S = 2.0
-ASK_PERIOD_S = 10.0
-DIAL_PERIOD_S = 5.0
+TIMEOUT_S = ANSWER_S
+ASK_PERIOD_S = 2 * DIAL_S
+DIAL_PERIOD_S = DIAL_S
 """So long after it has refused a dial, a live peer is connected or has published."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = DIAL_S
 
 
 class WhereAreYou(msgspec.Struct):

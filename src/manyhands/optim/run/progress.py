@@ -24,6 +24,7 @@ from manyhands.averaging.grid.seats import NO_SEAT, Seat
 from manyhands.averaging.messages import Count, Position, RecentRounds
 from manyhands.averaging.peer_records import KEEP_ALIVES, PeerRecords, SeenRecord
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
+from manyhands.averaging.timing import ANSWER_S, DAY_S, LOG_S, MOMENT_S, REMIND_S
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted, shell_option
 from manyhands.dht import DhtNode, Schema
@@ -34,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 SHOWN_LIVE = {"is_shown_live": True}
 """``extra`` of log lines whose content a live view always shows, so that it can leave them out."""
-LOG_PERIOD_S = 10.0
-STRANDED_PERIOD_S = 60.0
-STRANDED_PATIENCE_S = 3.0
+LOG_PERIOD_S = LOG_S
+STRANDED_PERIOD_S = REMIND_S
+STRANDED_PATIENCE_S = ANSWER_S + MOMENT_S
 """Peers that start together learn of each other one by one."""
 NEWS_SHARE = 0.1
 """Share of a peer's part of the target by which the others may be wrong about its samples."""
@@ -45,7 +46,7 @@ NEWS_SPEED = 0.2
 CROWD = 40
 MAX_CROWD_FACTOR = 6.0
 MAX_COUNT = 2**53
-MAX_TTL_S = 86400.0
+MAX_TTL_S = DAY_S
 MAX_SPEED = 1e9
 """The most samples per second that are believed: sums of strangers' numbers stay exact."""
 MAX_WALL_TIME_S = 1e11  # the year 5138

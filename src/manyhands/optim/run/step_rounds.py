@@ -24,6 +24,7 @@ from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
+from manyhands.averaging.timing import DIAL_S, MOMENT_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -40,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 PARAMETERS_EVERY = 8
 """In a grid the parameters are averaged once in this many global steps, before the step from them."""
-AHEAD_S = 6.0
+AHEAD_S = DIAL_S + MOMENT_S
 """Default time from the beginning of the search to the predicted target: a dial to a dead machine takes 5 s."""
-SLACK_S = 10.0
+SLACK_S = 2 * DIAL_S
 """Margin for a leader that began its round later."""
-READ_IN_STEP_TIMEOUT_S = 1.0
+READ_IN_STEP_TIMEOUT_S = MOMENT_S
 LEAVING = "this peer leaves the run"
 LEFT = "this peer left the run, as its optimizer or the peer itself was closed; make another optimizer to train on"
 

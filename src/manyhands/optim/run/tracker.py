@@ -12,6 +12,7 @@ import msgspec
 from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import SeenRecord
+from manyhands.averaging.timing import DIAL_S, IDLE_S, MOMENT_S
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -39,14 +40,13 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-READ_TIMEOUT_S = 5.0
-WHOLE_READ_PERIOD_S = 5.0
+READ_TIMEOUT_S = DIAL_S
+WHOLE_READ_PERIOD_S = DIAL_S
 """Period of reads from most holders of the records."""
-IN_FLIGHT_S = 1.0
+IN_FLIGHT_S = MOMENT_S
 """How long a record may travel from its owner to its reader."""
-IDLE_S = 300.0
-"""A trainer's record is no longer published after this long, and ``IDLE_BATCHES`` batches, without a new sample."""
 IDLE_BATCHES = 5
+"""A trainer's record is no longer published after ``IDLE_S``, and so many batches, without a new sample."""
 MAX_IN_NEED = 2
 """Peers that are behind, and that a client calls so that they can ask it for its state."""
 CALLED_SHARE = 0.5

@@ -38,7 +38,7 @@ from manyhands.averaging.state.server import (
     receive_framed,
     send_moving,
 )
-from manyhands.averaging.timing import LEFT_S, LOOK_S
+from manyhands.averaging.timing import ANSWER_S, DIAL_S, LEFT_S, LOOK_S
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Unavailable
 from manyhands.base.identity import PeerId
@@ -51,9 +51,9 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 STREAM_KIND = "replay/1"
-ANSWER_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = ANSWER_S
 """Time for a donor to answer before the next one is asked."""
-KEPT_S = 10.0
+KEPT_S = 2 * DIAL_S
 """Steps are kept for so long after the last download has ended, and until the next one: one more may be missed."""
 MAX_HOLDERS = 4
 """How many others of its round a member asks for means that it lacks."""
