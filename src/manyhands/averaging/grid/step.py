@@ -37,7 +37,7 @@ GATHER_SHARE = 0.5
 ALONE_S = MOMENT_S
 """The longest wait in a group in which no other peer is expected, or all others have gone on."""
 LOOK_GROWTH, LAST_LOOK_S = 1.5, ANSWER_S
-"""The factor by which the waits between two looks at the others' records grow, from ``LOOK_S`` on, and the longest one."""
+"""The factor by which waits between two looks at the others' records grow, from ``LOOK_S`` on, and the longest one."""
 
 
 class GridPlace(Roster, Protocol):
