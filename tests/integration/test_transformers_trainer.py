@@ -315,7 +315,7 @@ def test_a_checkpoint_is_of_one_global_step_and_goes_on_from_there(tmp_path: Pat
     "options",
     [
         {"local_steps": manyhands.LocalSteps()},
-        {"local_steps": manyhands.LocalSteps(fragments=2, overlap_steps=1)},
+        pytest.param({"local_steps": manyhands.LocalSteps(fragments=2, overlap_steps=1)}, marks=pytest.mark.long),
         {"local_steps": manyhands.LocalSteps(), "offload": True},
         {"delay": "gradients"},
     ],

@@ -354,8 +354,13 @@ def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
         assert "but too few others do: it is not followed" in caplog.text
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-@pytest.mark.parametrize("averaging_timeout_s", [40.0, 10.0])
+@pytest.mark.parametrize(
+    ("averaging_timeout_s", "goes_on"),
+    [
+        (10.0, True),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((10.0, False), (40.0, True), (40.0, False))),
+    ],
+)
 def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
     averaging_timeout_s: float, *, goes_on: bool
 ) -> None:

@@ -87,6 +87,7 @@ def test_means_of_gradients_that_cancel_in_some_groups_leave_nobody_out(seed: in
     assert not refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few_of(["reversed", "3e38"]))
 def test_a_member_that_spoils_the_mean_of_its_first_group_is_left_out_of_the_next_and_refused(kind: str) -> None:
     spoil: dict[str, Lie] = {

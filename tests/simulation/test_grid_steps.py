@@ -156,7 +156,7 @@ def apart(vectors: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("phase", "number", "delay"),
-    few_of([("averaging", 0, "gradients"), *((phase, number, None) for number in (1, 0) for phase in PHASES)]),
+    few_of([(phase, number, None) for number in (1, 0) for phase in PHASES] + [("averaging", 0, "gradients")]),
 )
 def test_a_peer_killed_in_the_midst_of_a_step(
     phase: str, number: int, delay: str | None, monkeypatch: pytest.MonkeyPatch

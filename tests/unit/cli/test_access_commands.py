@@ -295,7 +295,9 @@ def test_evaluators_and_monitors_without_a_ticket_are_told_to_ask_for_one(
             assert "run 'ours' is by invitation; ask its owner for a ticket" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("ahead_s", "words"), [(90.0, "90 s ahead of"), (-3600.0, "3600 s behind")])
+@pytest.mark.parametrize(
+    ("ahead_s", "words"), [(90.0, "90 s ahead of"), pytest.param(-3600.0, "3600 s behind", marks=pytest.mark.long)]
+)
 def test_a_wrong_clock_is_told_where_no_run_seems_to_be_there(ahead_s: float, words: str) -> None:
     with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as first, Scout(first.addresses) as scout:
         with pytest.raises(RunNotFound):
