@@ -12,14 +12,15 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.messages import Verdict
+from manyhands.averaging.messages import Verdict, Vote
 from manyhands.averaging.presence import presence_key
 from manyhands.averaging.round.driver import RoundDriver
+from manyhands.averaging.round.exchange import Contribution
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.averagers import RUN, close_all, join, sim_peers, step, step_all, weighted_mean
 from tests.network import PATIENCE_S, until
-from tests.phases import on_driver
+from tests.phases import change_first_vote, on_driver
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6, torch.float64: 1e-14}
@@ -477,3 +478,24 @@ async def test_a_mistyped_run_id_is_warned_of(caplog: pytest.LogCaptureFixture) 
         caplog.clear()
         await close_all([await join(peers[2], [torch.zeros(3)], run_id="another")])
         assert not warnings(), "the others have left"
+
+
+async def test_a_member_that_lacks_the_mean_keeps_its_values_and_learns_why() -> None:
+    async with sim_peers(3) as peers:
+        peers.sort(key=lambda peer: peer.peer_id)  # the last one does not lead
+        tensors = [torch.full((50,), float(number)) for number in range(3)]
+        averagers = [await join(peer, [tensor]) for peer, tensor in zip(peers, tensors, strict=True)]
+
+        def lose(contribution: Contribution, vote: Vote) -> None:
+            contribution.digest = vote.digest = b""
+
+        change_first_vote(averagers[2]._averager_loop.rounds, lose)
+        *others, result = await step_all(averagers)
+        assert not result.committed
+        assert result.reason == "the others hold the mean, but this peer lost it on the way"
+        assert [float(tensor.mean()) for tensor in tensors] == [1.0, 1.0, 2.0]
+        for other in others:
+            assert other.committed
+            assert other.round_id == result.round_id
+            assert other.contributors.keys() == {peer.peer_id for peer in peers}, "its values are in it"
+        await close_all(averagers)

@@ -20,7 +20,7 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer, framed
-from manyhands.base.errors import ProtocolViolation, Timeout
+from manyhands.base.errors import PeerLost, ProtocolViolation, Timeout
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.state import replay as replay_module
 from manyhands.optim.state.replay import (
@@ -28,6 +28,7 @@ from manyhands.optim.state.replay import (
     KeptStep,
     MissedStep,
     ReplayAnswer,
+    ReplayRequest,
     StepKeeper,
     fetch_step,
 )
@@ -229,3 +230,16 @@ async def test_a_step_is_kept_for_a_member_that_may_lack_it_until_the_next_one()
         assert is_current
         assert step.manifest == manifest
         assert torch.equal(step.mean_N, mean_N)
+
+
+async def test_strangers_and_unreadable_requests_get_no_step() -> None:
+    async with run() as (donors, newcomer):
+        donor = donors[0]
+        with donor.server.following(newcomer.peer_id):
+            await make_steps(donors, 1)
+        for header in (msgspec.msgpack.encode(ReplayRequest("another run", START)), b"\xff garbage"):
+            stream = await newcomer.open_bulk(donor.peer_id, STREAM_KIND, header, 5.0)
+            with pytest.raises(PeerLost):
+                await stream.receive_into(memoryview(bytearray(1)))
+            newcomer.release(stream)
+        assert donor.endpoint.counters["protocol_violations"] == 1
