@@ -124,11 +124,12 @@ class Count:
         return set(self.members - self.lost.keys())
 
     def _members_that_hear_each_other(self) -> set[int]:
+        """The living members that have voted, without those that are at fault where two accuse each other."""
         here = self._live() & self.votes.keys()
         said = [(rank, one) for rank in here for one in self.votes[rank].accusations if one.accused in here]
-        gone = dropped(said, self.leader)
-        self.faults |= gone
-        return here - gone.keys()
+        at_fault = dropped(said, self.leader)
+        self.faults |= at_fault
+        return here - at_fault.keys()
 
     def _is_majority(self, num_members: int) -> bool:
         return 2 * num_members > len(self.group.members)
@@ -146,7 +147,7 @@ class Count:
             self.faults.setdefault(said.accused, said.reason)
 
     def _commit(self, ranks: Sequence[int]) -> Verdict:
-        self._members_that_hear_each_other()  # notes who is at fault
+        self._members_that_hear_each_other()  # the others are at fault
         self._note_faults(lambda said: said.accused not in self.votes or said.is_violation)
         vote = self.votes[ranks[0]]
         return self._verdict(self.group.manifest(vote.digest, vote.parts), [])
