@@ -360,6 +360,27 @@ def test_all_members_refuse_an_average_that_is_not_finite_and_keep_the_last_good
     assert len(set(digests.values())) == 1
 
 
+def test_nobody_waits_for_one_that_asks_for_the_means_of_a_step_without_its_gradient() -> None:
+    """It is no newcomer: it comes to the next round in any case."""
+    logging.getLogger("manyhands").setLevel(logging.CRITICAL)
+    swarm, took_s = Swarm(), list[float]()
+
+    def train(member: Member) -> None:
+        together(4, member)
+        for step in range(7):
+            began = member.peer.time()
+            loss = loss_of(member.model, 10 * step + int(member.name[1]))
+            member.step(loss * 1e6 if member.name == "p3" and step == 4 else loss, 0.4)
+            member.wait_for(step + 1)
+            took_s.append(member.peer.time() - began)
+
+    for name in ("p0", "p1", "p2", "p3"):
+        swarm.start(name, new_model, adam, train, target_batch_size=16, batch_size_per_step=4)
+    swarm.run()
+    assert swarm.members["p3"].optimizer.statistics.samples_dropped == 4
+    assert max(took_s) < 2.0, took_s
+
+
 @pytest.mark.parametrize("offload", [False, True], ids=["here", "offload"])
 def test_the_members_step_without_the_gradient_of_one_that_is_far_too_large(offload: bool) -> None:
     logging.getLogger("manyhands").setLevel(logging.CRITICAL)

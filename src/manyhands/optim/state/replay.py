@@ -16,6 +16,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
@@ -171,7 +172,9 @@ class StepKeeper:
         answer = ReplayAnswer(int(bool(frames)), is_current=end == self.position())
         limit_s = STALL_TIMEOUT_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
-        with self.server.following(remote, is_late=is_last):  # with the last step it takes part, so wait for it
+        is_member = step is not None and remote in step[0].manifest.members
+        # with the last step a newcomer takes part, so wait for it
+        with nullcontext() if is_member else self.server.following(remote, is_late=is_last):
             async with time_limit(limit_s, f"sending a step to peer {remote}"):
                 try:
                     await send_moving(stream, framed(answer), *frames)
