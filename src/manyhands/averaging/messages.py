@@ -293,7 +293,7 @@ class Verdict(msgspec.Struct):
     is_known: bool
     manifest: RoundManifest | None = None
     reason: str = ""
-    blamed: list[PeerIdText] = []
+    blamed: Annotated[list[PeerIdText], msgspec.Meta(max_length=4096)] = []
     again: Again | None = None
     is_open: bool = False
 

@@ -167,6 +167,28 @@ def test_a_round_ends_though_members_are_lost_in_every_exchange(num_members: int
     assert count.exchange < MAX_EXCHANGES
 
 
+def test_one_member_alone_cannot_have_all_others_left_out() -> None:
+    """It votes at once, and says that nobody else has sent it anything."""
+    count = Count(group_of(5))
+    vote = lacking()
+    vote.accusations = [Accusation(rank, "it sent nothing", is_stalled=True) for rank in range(4)]
+    count.add(4, vote)
+    assert count.only_stalled() == set()
+
+
+def test_a_vote_of_one_that_is_lost_still_counts_towards_a_majority() -> None:
+    count = Count(group_of(5))
+    for rank in (0, 1):
+        count.add(rank, vote_of(b"digest"))
+    for rank in (1, 3, 4):
+        count.lose(rank, "killed")
+    assert count.decide() is None, "the one that is left may hold it, too"
+    count.add(2, vote_of(b"digest"))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is not None
+
+
 def test_an_exchange_that_failed_for_all_is_not_repeated_among_the_same() -> None:
     count = Count(group_of(3))
     for rank in range(3):

@@ -88,9 +88,13 @@ class Count:
         return {said.accused for said in self._said()} & self.missing()
 
     def only_stalled(self) -> set[int]:
-        """The members without a vote, if all of them answer but sent the others nothing."""
+        """The members without a vote, if all of them answer but sent the others nothing.
+
+        At least half must have voted: one that votes at once could have all others left out else.
+        """
         missing = self.missing()
-        return missing if missing <= {said.accused for said in self._said() if said.is_stalled} else set()
+        are_few = 2 * len(missing) <= len(self.members)
+        return missing if are_few and missing <= {said.accused for said in self._said() if said.is_stalled} else set()
 
     def decide(self) -> Verdict | Again | None:
         """Decide by the votes, or return None while more are needed; after ``Again`` the next exchange is counted."""
@@ -99,7 +103,7 @@ class Count:
         if self._is_majority(len(most)):
             return self._commit(most)
         num_open = 0 if self._is_closed else len(self.missing())
-        if num_open and self._is_majority(len(self._live())):
+        if num_open and self._is_majority(max(len(self._live()), len(most) + num_open)):
             return None
         here = self._members_that_hear_each_other()
         can_average = self._is_majority(len(here)) and includes_values(self.group, here)

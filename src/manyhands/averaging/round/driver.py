@@ -118,6 +118,7 @@ class RoundDriver:
             self._endpoint.on_lost.remove(self._on_lost)
             if self._timer is not None:
                 self._timer.cancel()
+            self._over.cancel()  # if nobody knows: those that ask wait no longer
             await self._tasks.close()
             del self._contribution  # its vectors; an error that went through here may live on
 

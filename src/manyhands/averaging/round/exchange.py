@@ -75,6 +75,8 @@ class Contribution:
     async def butterfly(self, members: Collection[int], *, is_again: bool) -> Butterfly:
         """The all-reduce of these members' values; raises what the refill raises."""
         self.digest, self.means = b"", None
+        if is_again and self.feedbacks is not None:
+            self.feedbacks.abort()  # what the exchange before has noted
         if self.refill is None:
             averaged_N = empty_vector(self.flat_N.numel(), self.flat_N.dtype)
         else:  # the means overwrite the values

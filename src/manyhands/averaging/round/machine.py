@@ -44,7 +44,7 @@ from typing import TypeAlias
 import msgspec
 
 from manyhands.averaging.messages import Again, Group, SpanResult, Verdict, VerdictQuery, Vote
-from manyhands.averaging.round.count import Count, includes_values
+from manyhands.averaging.round.count import MAX_EXCHANGES, Count, includes_values
 from manyhands.averaging.timing import ANSWER_S, LEFT_S
 from manyhands.rpc.frames import readable
 
@@ -292,7 +292,8 @@ class Round:
                 return "a verdict that is not about the group it was asked about"
         if again is None:
             return ""
-        ranks, is_next = again.members, self.state is State.VOTED and again.exchange == self.exchange + 1
+        ranks, number = again.members, again.exchange
+        is_next = self.state is State.VOTED and number == self.exchange + 1 < MAX_EXCHANGES
         is_sound = ranks == sorted(set(ranks)) and all(other < len(self.group.members) for other in ranks)
         if verdict.is_known or not (is_next and is_sound and self.rank in ranks and includes_values(self.group, ranks)):
             return "an order that this member cannot follow"
