@@ -452,6 +452,30 @@ async def test_a_leader_that_leaves_does_not_wait_for_a_member_that_dies_meanwhi
         await end(tasks)
 
 
+async def test_a_leader_that_leaves_in_mid_round_waits_until_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own attempt is still going on, and so is that of a member that has not asked yet."""
+    async with averagers(4, config=PATIENT) as members:
+        leader, *others = by_id(members)
+
+        def ask_nothing(driver: RoundDriver) -> None:
+            driver._ask_leader = never  # type: ignore[method-assign]
+
+        before_voting(leader.averager, never)
+        before_voting(others[0].averager, never)
+        on_driver(others[0].averager, ask_nothing)
+        monkeypatch.setattr(answers, "ANSWER_S", 30.0)
+        tasks = start([leader, *others])
+        await until(lambda: leader.averager._answers._rounds)
+        leaving = asyncio.ensure_future(leader.averager.close())
+        await until(lambda: leader.averager._answers._untold == {others[0].peer_id})
+        await turns(50)
+        assert not leaving.done()
+        await others[0].kill()
+        async with time_limit(PATIENCE_S, "waiting for the leader to leave"):
+            await leaving
+        await end(tasks)
+
+
 async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:
     """Else whoever asks it, rather than a member that knows of the commit, would abort too."""
     config = replace(PATIENT, in_doubt_timeout_s=0.1)

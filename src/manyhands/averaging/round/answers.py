@@ -52,6 +52,7 @@ class Answers:
         """Leave the run: a leader first decides its round, and tells the members that wait."""
         for driver in self._rounds.values():
             driver.give_up("the leader leaves the run")
+            self._note_decided(driver)
         left_s = self._decided_at + ANSWER_S - self._loop.time()
         with suppress(Timeout):
             async with time_limit(left_s, "telling the verdict"):
@@ -74,12 +75,15 @@ class Answers:
         """A round is over for this peer; the verdict is still told, if this peer knows it."""
         group_id, verdict = driver.group.group_id, driver.machine.verdict
         del self._rounds[group_id]
-        if group_id == self._last_led:
-            self._decided_at = self._loop.time()
+        self._note_decided(driver)
         if verdict is not None:
             self._verdicts[group_id] = verdict
             while len(self._verdicts) > REMEMBERED_VERDICTS:
                 self._verdicts.popitem(last=False)
+
+    def _note_decided(self, driver: RoundDriver) -> None:
+        if driver.group.group_id == self._last_led:
+            self._decided_at = self._loop.time()
 
     def _on_vote(self, remote: PeerId, vote: Vote) -> Received:
         if vote.group_id in self._verdicts:
