@@ -116,6 +116,17 @@ async def test_the_steps_since_a_position_arrive_bit_by_bit(codec: str) -> None:
         assert await fetched(newcomer, donor, donor.roster.at) == (None, True)
 
 
+async def test_nothing_is_kept_for_newcomers_that_cannot_make_steps_on_their_own() -> None:
+    async with run() as (donors, newcomer):
+        donor = donors[0]
+        donor.keeper.for_newcomers = False
+        with donor.server.following(newcomer.peer_id):
+            await make_steps(donors, 1)
+            assert not donor.keeper._steps
+            await make_steps(donors, 1, may_be_lacking=True)
+            assert len(donor.keeper._steps) == 1
+
+
 async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_module, "KEPT_S", 0.0)
     async with run() as (donors, newcomer):

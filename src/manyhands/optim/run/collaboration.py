@@ -160,7 +160,9 @@ class Collaboration:
                     "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
                 ) from error
             parts.push_async_callback(self._server.close)
-            keeper = StepKeeper(presence.endpoint, manifest.run_id, self._server, lambda: self.local.position)
+            keeper = StepKeeper(
+                presence.endpoint, manifest.run_id, self._server, lambda: self.local.position, self.local.can_replay
+            )
             parts.callback(keeper.close)
             self.step_rounds = StepRounds(
                 presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self.local,

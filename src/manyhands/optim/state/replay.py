@@ -39,7 +39,7 @@ from manyhands.averaging.state.server import (
     receive_framed,
     send_moving,
 )
-from manyhands.averaging.timing import ANSWER_S, DIAL_S, LEFT_S, LOOK_S
+from manyhands.averaging.timing import ANSWER_S, DIAL_S, LOOK_S
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Unavailable
 from manyhands.base.identity import PeerId
@@ -56,6 +56,8 @@ ANSWER_TIMEOUT_S = ANSWER_S
 """Time for a donor to answer before the next one is asked."""
 KEPT_S = 2 * DIAL_S
 """Steps are kept for so long after the last download has ended, and until the next one: one more may be missed."""
+FETCH_S = 2 * ANSWER_S
+"""One holder may not answer, and the others may be about to keep the means."""
 MAX_HOLDERS = 4
 """How many others of its round a member asks for means that it lacks."""
 MAX_HEADER_BYTES = 1 << 20
@@ -96,12 +98,14 @@ class StepKeeper:
     Args:
         server: knows who downloads the state, and how large that is: several kept steps together take no more memory.
             If the steps that are made during a download are more than that, the newcomer could never catch up.
+        for_newcomers: whether a newcomer can make the steps that it has missed.
     """
 
     endpoint: Endpoint
     run_id: str
     server: StateServer
     position: Callable[[], Position]
+    for_newcomers: bool = True
     _steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = field(default_factory=deque, init=False)
     _serving: set[PeerId] = field(default_factory=set, init=False)
 
@@ -118,7 +122,7 @@ class StepKeeper:
         Args:
             may_be_lacking: a member of the round may not have the means.
         """
-        if not self.server.followers(KEPT_S):
+        if not (self.for_newcomers and self.server.followers(KEPT_S)):
             self._steps.clear()
             if not may_be_lacking:
                 return
@@ -139,7 +143,7 @@ class StepKeeper:
     ) -> torch.Tensor | None:
         """The means of a round in which this peer took part and which it lacks; None if no member sends them."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + LEFT_S
+        until = loop.time() + FETCH_S
         while loop.time() < until:
             for holder in holders[:MAX_HOLDERS]:
                 try:
