@@ -287,7 +287,6 @@ class Verdict(msgspec.Struct):
         reason: why it was aborted; if it committed, what went wrong, member by member.
         blamed: by whose fault. Without a verdict, the members that the sender has lost.
         again: the next exchange, if there is one.
-        is_open: the sender is in this round, and has no verdict yet.
     """
 
     is_known: bool
@@ -295,7 +294,6 @@ class Verdict(msgspec.Struct):
     reason: str = ""
     blamed: Annotated[list[PeerIdText], msgspec.Meta(max_length=4096)] = []
     again: Again | None = None
-    is_open: bool = False
 
 
 class MovedQuery(msgspec.Struct):

@@ -12,13 +12,13 @@ chosen                seconds                   because
 ``LOG_S``             10                        a person who watches wants news about as often
 ``RECORD_S``          30                        a record lives: so long does the loss of a machine go unnoticed
 ``KEPT_S``            60                        routers forget a connection that was unused for longer
-``SHUN_S``            600                       who misbehaved, or could not be reached, is passed over
+``SHUN_S``            600                       a peer that misbehaved, or cannot be reached, is passed over
 ``DAY_S``             86,400                    nothing that is asked for takes longer
 --------------------  ------------------------  --------------------------------------------------------------------
 in a round            is                        because
 --------------------  ------------------------  --------------------------------------------------------------------
-asked                 ``ANSWER_S`` of silence   whoever is waited for is asked whether it is there, and again after
-                                                each answer
+asked                 ``ANSWER_S`` of silence   a member that is waited for is asked whether it is there, and
+                                                again after as long
 gone                  no answer                 within :func:`answer_time_s`
 stuck with values     2 x ``ANSWER_S``          it answers and moves nothing: it had time for a second answer
 stuck with means      4 x ``ANSWER_S``          it may wait for values of a stuck member, and must find that out
@@ -55,7 +55,7 @@ MOMENT_S = ANSWER_S / 2
 REMIND_S = 2 * RECORD_S
 """How often a person is told again of what goes on."""
 IDLE_S = 10 * RECORD_S
-"""Who does nothing for so long is not waited for."""
+"""A peer that does nothing for so long is not waited for."""
 
 STUCK_WITH_VALUES_S = 2 * ANSWER_S
 STUCK_WITH_MEANS_S = 4 * ANSWER_S

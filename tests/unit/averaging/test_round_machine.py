@@ -142,8 +142,8 @@ def test_the_reason_is_fit_for_a_log_line(reason: str) -> None:
 
 def test_each_lost_member_is_forgotten_once() -> None:
     one = Round(group_of(4), 3)
-    assert one.on(Told(0, Verdict(False, blamed=[peer(1)], is_open=True)), 0.0) == [Forget((1,))]
-    assert one.on(Told(0, Verdict(False, blamed=[peer(1), peer(2)], is_open=True)), 1.0) == [Forget((2,))]
+    assert one.on(Told(0, Verdict(False, blamed=[peer(1)])), 0.0) == [Forget((1,))]
+    assert one.on(Told(0, Verdict(False, blamed=[peer(1), peer(2)])), 1.0) == [Forget((2,))]
     assert one.lost == (1, 2)
     assert one.state is State.EXCHANGING
 
@@ -170,7 +170,7 @@ def test_a_leader_asks_first_whom_others_accuse() -> None:
 
 def test_those_that_only_sent_nothing_have_a_last_moment_to_vote() -> None:
     stalled = Vote(b"group", 0, accusations=[Accusation(2, "it sent nothing", is_stalled=True)])
-    leader, hasty = Round(GROUP, 0), Round(GROUP, 0, impatient={2})
+    leader, hasty = Round(GROUP, 0), Round(GROUP, 0, doubted={2})
     for one in (leader, hasty):
         one.on(Exchanged(stalled), 0.0)
         one.on(Voted(1, stalled), 0.0)
@@ -188,7 +188,7 @@ def test_who_loses_its_leader_asks_the_others_and_aborts_alone(event: Lost | Tim
     one = member()
     assert one.answer(1, VerdictQuery(b"group")) is None
     assert one.on(event, 1.0) == [StopExchange(), AskOthers()]
-    assert one.answer(1, VerdictQuery(b"group")) == Verdict(False, blamed=[peer(0)], is_open=True)
+    assert one.answer(1, VerdictQuery(b"group")) == Verdict(False, blamed=[peer(0)])
     (finish,) = one.on(NobodyKnows(), 2.0)
     assert isinstance(finish, Finish)
     assert finish.verdict.manifest is None
@@ -199,7 +199,7 @@ def test_who_loses_its_leader_asks_the_others_and_aborts_alone(event: Lost | Tim
 def test_another_member_may_know_the_verdict() -> None:
     one = member()
     one.on(Lost(0, "killed"), 1.0)
-    assert one.on(Told(1, Verdict(False, blamed=[peer(0)], is_open=True)), 1.1) == []
+    assert one.on(Told(1, Verdict(False, blamed=[peer(0)])), 1.1) == []
     (finish,) = one.on(Told(1, Verdict(True, GROUP.manifest(b"digest"))), 1.2)
     assert isinstance(finish, Finish)
     assert one.verdict is finish.verdict
@@ -224,7 +224,7 @@ def test_a_leader_that_is_left_out_goes_on_counting() -> None:
         leader.on(Voted(rank, vote), 0.0)
     assert leader.on(Looked(), 0.0) == []
     assert leader.on(Looked(), ANSWER_S) == [StopExchange()]
-    assert leader.answer(1, VerdictQuery(b"group", 0)) == Verdict(False, again=Again(1, [1, 2, 3]), is_open=True)
+    assert leader.answer(1, VerdictQuery(b"group", 0)) == Verdict(False, again=Again(1, [1, 2, 3]))
     assert leader.answer(1, VerdictQuery(b"group", 1, num_lost=1)) is None
     for rank in (1, 2):
         leader.on(Voted(rank, Vote(b"group", 1, b"digest")), 1.0)

@@ -50,7 +50,7 @@ class RoundDriver:
     Args:
         deadline: loop time at which this peer's time for the round is over.
         ends_at: the same of the whole group, if that is earlier.
-        impatient: ranks of members for which nobody waits long.
+        doubted: ranks of members for which nobody waits long.
 
     Attributes:
         num_bytes_sent, num_bytes_received: in all exchanges that have ended.
@@ -67,7 +67,7 @@ class RoundDriver:
         *,
         deadline: float,
         ends_at: float,
-        impatient: set[int],
+        doubted: set[int],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
@@ -76,9 +76,9 @@ class RoundDriver:
         self._contribution = contribution
         self._deadline = deadline
         self._ends_at = ends_at
-        self._impatient = impatient
+        self._doubted = doubted
         self.group = contribution.group
-        self.machine = Round(self.group, contribution.rank, impatient)
+        self.machine = Round(self.group, contribution.rank, doubted)
         self.num_bytes_sent = self.num_bytes_received = 0
         self.exchanging_s = self.voting_s = 0.0
         self.rate: float | None = None
@@ -108,9 +108,8 @@ class RoundDriver:
                 self._tasks.spawn(self._ask_leader(), name="asking the leader how it ends")
             await asyncio.wait([self._over])
             verdict = self._over.result()
-            if verdict.manifest is not None and self._exchanging is not None:  # this member is a little late
-                late_s = max(self._deadline - self._loop.time(), self._config.stream_timeout_s)
-                await asyncio.wait([self._exchanging], timeout=late_s)
+            if verdict.manifest is not None and self._exchanging is not None and self._current is not None:
+                await asyncio.wait([self._exchanging], timeout=self._current.late_s())  # this member is a little late
                 self._count_time()
             return verdict
         finally:
@@ -156,8 +155,9 @@ class RoundDriver:
                     self._stop_exchange()
                     exchange = Exchange(
                         self._endpoint, self._config, self._partners, self._contribution, number, members,
-                        self._ends_at, self._deadline, self._impatient,
+                        self._ends_at, self._deadline, self._doubted,
                     )  # fmt: skip
+                    self._current = exchange
                     self._exchanging = self._tasks.spawn(self._exchange(exchange), name=f"exchange {number}")
                 case machine.StopExchange():
                     self._stop_exchange()
@@ -193,7 +193,6 @@ class RoundDriver:
     # exchanges
 
     async def _exchange(self, exchange: Exchange) -> None:
-        self._current = exchange
         try:
             vote = await exchange.run()
         except Exception as error:  # noqa: BLE001 (of the user's code, which wrote the values again)
@@ -272,18 +271,20 @@ class RoundDriver:
             except (Unavailable, PeerError) as error:
                 reason = reason or str(error)
             try:
-                await self._endpoint.ping(leader, answer_time_s(self.group, self.machine.rank, self.machine.leader))
+                await self._endpoint.ping(leader, self._answer_s(self.machine.leader))
             except (Unavailable, PeerError):
                 break
         self._on(machine.Lost(self.machine.leader, reason))
         return None
 
+    def _answer_s(self, rank: int) -> float:
+        return answer_time_s(self.group, self.machine.rank, rank, self._rates.get(rank, 0.0))
+
     async def _ask(self, rank: int) -> None:
         """Ask a member whether it is in this round, or still waits for the leader's answer."""
         peer_id, query = self.group.members[rank].peer_id, MovedQuery(self.group.group_id, self.group.leader)
         try:
-            timeout_s = answer_time_s(self.group, self.machine.rank, rank, self._rates.get(rank, 0.0))
-            moved = await self._endpoint.call(peer_id, ASK_MOVED, query, timeout_s)
+            moved = await self._endpoint.call(peer_id, ASK_MOVED, query, self._answer_s(rank))
         except (Unavailable, PeerError) as error:
             self._on(machine.Lost(rank, f"{peer_id} cannot be asked: {error}"))
             return

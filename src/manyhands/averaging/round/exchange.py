@@ -201,9 +201,7 @@ class Exchange:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
         group, rank = self.contribution.group, self.contribution.rank
         name, is_whole = stream_id(group, self.number), False
-        monitor = StragglerMonitor(
-            self.endpoint, group, rank, butterfly, self.streams, self.ends_at, self.doubted
-        )  # fmt: skip
+        monitor = StragglerMonitor(self.endpoint, group, rank, butterfly, self.streams, self.ends_at, self.doubted)
         opening: dict[int, asyncio.Task[RoundStream]] = {}
         watching: list[asyncio.Task[None]] = []
         self.endpoint.on_lost.append(self._on_lost)
@@ -212,8 +210,7 @@ class Exchange:
                 for other in butterfly.partners:
                     held.enter_context(self.endpoint.held(group.members[other].peer_id))
                     opening[other] = self._loop.create_task(self._connect(other, name, butterfly.num_bytes_with(other)))
-                    name_of_task = f"peer {group.members[other].peer_id}"
-                    watching.append(self._watchers.spawn(monitor.watch(other), name=name_of_task))
+                    watching.append(self._watchers.spawn(monitor.watch(other), name=group.members[other].peer_id))
                 await butterfly.run(opening)
                 is_whole = not butterfly.faults
                 if self._share.streams.keys() == {stream.stream for stream in self.streams.values()}:
@@ -232,9 +229,8 @@ class Exchange:
                 self.num_bytes_received += stream.bytes_received
                 is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in self._lost
                 self.partners.give_back(stream, is_used_up=is_used_up, within_s=self.late_s())
-            await asyncio.gather(
-                *opening.values(), *watching, return_exceptions=True
-            )  # last: a cancellation may end this here
+            # last, as a cancellation may end it here
+            await asyncio.gather(*opening.values(), *watching, return_exceptions=True)
 
     async def _connect(self, other: int, name: bytes, num_bytes: int) -> RoundStream:
         group, within_s = self.contribution.group, self.config.stream_timeout_s

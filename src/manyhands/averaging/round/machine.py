@@ -175,7 +175,7 @@ class Round:
     """One member's view of a round.
 
     Args:
-        impatient: ranks of members for which nobody waits long.
+        doubted: ranks of members for which nobody waits long.
 
     Attributes:
         exchange: the number of the exchange that this member is in.
@@ -184,7 +184,7 @@ class Round:
         lost: members that the leader has lost, as this one knows.
     """
 
-    def __init__(self, group: Group, rank: int, impatient: Collection[int] = ()) -> None:
+    def __init__(self, group: Group, rank: int, doubted: Collection[int] = ()) -> None:
         leader = group.rank_of(group.leader)
         assert leader is not None
         self.group = group
@@ -195,7 +195,7 @@ class Round:
         self.count = Count(group) if rank == leader else None
         self.verdict: Verdict | None = None
         self.lost: tuple[int, ...] = ()
-        self._impatient = frozenset(impatient)
+        self._doubted = frozenset(doubted)
         self._reason = ""  # why this member lacks the result
         self._last_event_at = math.inf
         self._waits_since = math.inf  # for another member
@@ -245,13 +245,13 @@ class Round:
         if self.verdict is not None:
             return self.verdict
         if self.count is None:
-            in_doubt = Verdict(False, blamed=[self.group.leader], is_open=True)
+            in_doubt = Verdict(False, blamed=[self.group.leader])
             return in_doubt if self.state is State.IN_DOUBT else None
         again, lost = self.count.again, self.count.lost
         if again is not None and query.exchange < again.exchange and rank in again.members:
-            return Verdict(False, again=again, is_open=True)
+            return Verdict(False, again=again)
         if len(lost) > query.num_lost:
-            return Verdict(False, blamed=[self.group.members[other].peer_id for other in lost], is_open=True)
+            return Verdict(False, blamed=[self.group.members[other].peer_id for other in lost])
         return None
 
     # a member
@@ -369,7 +369,7 @@ class Round:
         elif self._stalled_since is None:
             self._stalled_since = now
         is_over = self._stalled_since is not None and now - self._stalled_since >= ANSWER_S
-        given_up = stalled if is_over else stalled & self._impatient
+        given_up = stalled if is_over else stalled & self._doubted
         for rank in given_up:  # perhaps this leader
             self.count.lose(rank, f"{self.group.members[rank].peer_id} answers, but does not vote")
         if given_up:
