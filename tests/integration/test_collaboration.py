@@ -20,6 +20,7 @@ import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.averaging.messages import Accusation, Group, Position, Vote
 from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution
 from manyhands.averaging.state.content import State
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError, Timeout, Unavailable
@@ -28,7 +29,7 @@ from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.run.progress import ProgressRecord, progress_key
 from tests.machine import Machine
-from tests.phases import change_first_vote
+from tests.phases import before_voting, change_first_vote, on_driver
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
 
@@ -77,7 +78,25 @@ def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_agai
     """The others keep the means for it; if they do not know that it lost them, it loads the state."""
     with peers(3) as swarm:
         trainers = [Trainer(peer, "unlucky", 12) for peer in swarm]
-        unlucky = max(trainers, key=lambda trainer: trainer.peer.peer_id)
+        leader, other, unlucky = sorted(trainers, key=lambda trainer: trainer.peer.peer_id)
+        is_counted = threading.Event()
+
+        async def wait_for_its_vote() -> None:  # on their own networks' threads; else they may commit before it comes
+            while is_noticed and not is_counted.is_set():
+                await asyncio.sleep(0.01)
+
+        def note_votes(driver: RoundDriver) -> None:
+            count = driver.vote
+
+            def count_and_note(rank: int, vote: Vote) -> None:
+                count(rank, vote)
+                is_counted.set()
+
+            driver.vote = count_and_note  # type: ignore[method-assign]
+
+        before_voting(averager_of(leader), wait_for_its_vote)
+        before_voting(averager_of(other), wait_for_its_vote)
+        on_driver(averager_of(leader), note_votes)
 
         def lose(contribution: Contribution, vote: Vote) -> None:
             contribution.means = None
