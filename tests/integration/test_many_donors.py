@@ -285,10 +285,10 @@ async def test_one_donor_alone_does_not_say_where_the_run_began(first: int) -> N
         donors = [Donor(holders[0]), *(slowly(Donor(endpoint)) for endpoint in holders[1:])]
         capture = donors[0].server._capture
         donors[0].server._capture = lambda: replace(
-            capture(), header=msgspec.structs.replace(capture().header, root=b"another")
+            capture(), header=msgspec.structs.replace(capture().header, ancestry=b"another0")
         )
         state = await download(newcomer, *donors[first:], *donors[:first])
-        assert state.header.root == donors[1].state().header.root
+        assert state.header.ancestry == donors[1].state().header.ancestry
 
 
 async def test_a_donor_that_does_not_answer_delays_the_choice_by_a_moment() -> None:

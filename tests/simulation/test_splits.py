@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import manyhands
 from manyhands.base.address import Address
+from manyhands.checkpoints.checkpoint_dir import read_checkpoint_info
 from manyhands.optim.optimizer import FAILURES_UNTIL_ADVICE
 from manyhands.peer import Presence
 from manyhands.testing import Host, between
@@ -90,6 +93,39 @@ def test_of_two_halves_that_both_went_on_the_branch_with_more_steps_wins() -> No
         steps = [step for _, step in seen[name]]
         assert steps == sorted(steps)
     assert_one_branch(swarm)
+
+
+def test_the_checkpoints_of_the_side_that_lost_are_set_aside_and_those_from_before_the_split_are_not(
+    tmp_path: Path,
+) -> None:
+    """The lonely peer makes steps and checkpoints during the cut, then loads the state of the others."""
+    swarm, lineages = Swarm(seed=22), {}
+
+    def train(member: Member) -> None:
+        checkpoints = None
+        if member.name == "p3":
+            checkpoints = manyhands.Checkpoints(tmp_path, member.optimizer, member.model, every=4, keep=4)
+        while member.peer.time() < 130.0:
+            member.peer.sleep(0.5)
+            (sum(parameter.square().sum() for parameter in member.model.parameters())).backward()  # type: ignore[union-attr]
+            member.optimizer.step()
+            member.optimizer.zero_grad()
+            step = member.optimizer.global_step
+            lineages.setdefault(member.name, {})[step] = member.optimizer.state_dict()["manyhands"]["lineage"]
+            if checkpoints is not None:
+                checkpoints.save_if_due()
+
+    for name in ("p0", "p1", "p2", "p3"):
+        swarm.start(name, new_model, sgd, train, target_batch_size=TARGET, batch_size_per_step=4)
+    swarm.world.schedule(between(15.0, 80.0).partition(["p0", "p1", "p2"], ["p3"]))
+    swarm.run(200.0)
+    assert swarm.members["p3"].optimizer.statistics.steps_alone > 0
+    kept = {path: read_checkpoint_info(path).place for path in tmp_path.glob("checkpoint-*")}
+    aside = {path: read_checkpoint_info(path).place for path in tmp_path.glob("other-*/checkpoint-*")}
+    others = lineages["p0"] | lineages["p1"] | lineages["p2"]
+    assert all(others[place.step] == place.lineage for place in kept.values())
+    assert aside
+    assert all(others.get(place.step) != place.lineage for place in aside.values())
 
 
 @pytest.mark.long

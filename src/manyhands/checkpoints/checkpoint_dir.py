@@ -8,12 +8,13 @@
         model.safetensors ...     the model; one of transformers with its config, and the tokenizer
         optimizer.safetensors     tensors of the optimizer
         optimizer.json            its other values, and the position in the run
-    FOLDER/other-ROOT/            checkpoints of another beginning of the run, which are never removed; see ROOT below
+    FOLDER/other-LINEAGE/         checkpoints of another branch of the run, which are never removed; see below
     FOLDER/.unfinished-...        being written or removed, or left by a killed process
     FOLDER/.replaced-...          a checkpoint, while one of the same step takes its place
 
-ROOT is the lineage of the run after its first step. If a run is begun anew under the same name, its model has nothing
-to do with these checkpoints, whatever their step.
+A run has several branches if it was begun anew under the same name, or if its peers were cut off from each other and
+went on on both sides. The model on one branch has nothing of what was trained on another one, whatever the step.
+LINEAGE is that of the checkpoint of the highest step.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import msgspec
 
+from manyhands.averaging.state.ancestry import descends_from, root_of
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderLock
@@ -44,7 +46,7 @@ OPTIMIZER_TENSORS, OPTIMIZER_VALUES = "optimizer.safetensors", "optimizer.json"
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 _OTHER = "other-"
-_ROOT_DIGITS = 12
+_LINEAGE_DIGITS = 12
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -54,12 +56,40 @@ class SavedFile(msgspec.Struct, frozen=True):
     sha256: str
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a state is in its run; all digests are in hexadecimal, and empty if unknown.
+
+    Attributes:
+        lineage: of its step.
+        root: tells two beginnings of the run apart.
+        ancestry: the steps that led there (:mod:`manyhands.averaging.state.ancestry`); not stored.
+    """
+
+    step: int = 0
+    lineage: str = ""
+    root: str = ""
+    ancestry: str = ""
+
+    @classmethod
+    def of(cls, place: Mapping[str, Any]) -> Place:
+        """Read it from the state of an optimizer."""
+        ancestry = place["ancestry"]
+        return cls(
+            step=place["step"], lineage=place["lineage"], root=root_of(bytes.fromhex(ancestry)).hex(), ancestry=ancestry
+        )
+
+    def goes_on_from(self, earlier: Place) -> bool:
+        """Whether this is on the branch of an earlier state; true also if that cannot be known any more."""
+        root, lineage = bytes.fromhex(earlier.root), bytes.fromhex(earlier.lineage)
+        return descends_from(bytes.fromhex(self.ancestry), self.step, earlier.step, root, lineage)
+
+
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a checkpoint, stored with it.
 
     Attributes:
         run: the settings of the run.
-        root: the lineage of the run after its first step, in hexadecimal; empty if unknown.
+        place: where it is in the run.
         files: by path below the checkpoint, with ``/``.
     """
 
@@ -67,7 +97,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     global_step: int
     run: RunManifest
     files: dict[str, SavedFile]
-    root: str = ""
+    place: Place = Place()
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -171,22 +201,27 @@ class CheckpointDir:
         """The path of the checkpoint of a step, which need not be there."""
         return self.path / f"checkpoint-{global_step}"
 
-    def of_other_beginning(self, root: str) -> list[Path]:
-        """The checkpoints that are of another beginning of the run than ``root``; the newest one first."""
-        return [path for path, found in self._with_roots() if found != root]
-
-    def _with_roots(self) -> Iterator[tuple[Path, str]]:
+    def of_other_branches(self, here: Place) -> list[tuple[Path, Place]]:
+        """The checkpoints from which a state does not go on; the newest one first. A damaged one is not among them."""
+        found: list[tuple[Path, Place]] = []
         for step in reversed(_steps_in(self.path)):
-            with suppress(OSError, msgspec.MsgspecError):  # a damaged one counts as one of this beginning
-                yield self.of_step(step), read_checkpoint_info(self.of_step(step)).root
+            with suppress(OSError, msgspec.MsgspecError):
+                place = read_checkpoint_info(self.of_step(step)).place
+                if not here.goes_on_from(place):
+                    found.append((self.of_step(step), place))
+        return found
 
     @contextmanager
-    def adding(self, global_step: int, run: RunManifest, root: str = "") -> Iterator[Path]:
+    def adding(self, global_step: int, run: RunManifest, place: Place | None = None) -> Iterator[Path]:
         """Yield a folder to write a checkpoint into; the checkpoint counts once the block ends without an error.
 
-        Checkpoints of another beginning of the run are moved to a folder of their own first.
+        Checkpoints of other branches of the run are moved to a folder of their own first.
+
+        Args:
+            place: of the state that is saved.
         """
-        self._set_others_aside(root)
+        place = place if place is not None else Place(step=global_step)
+        self._set_others_aside(place)
         with written_whole(self.of_step(global_step)) as draft:
             yield draft
             files = {
@@ -194,30 +229,29 @@ class CheckpointDir:
                 for file in sorted(draft.rglob("*"))
                 if file.is_file()
             }
-            about = CheckpointInfo(global_step=global_step, run=run, files=files, root=root)
+            stored = msgspec.structs.replace(place, ancestry="")
+            about = CheckpointInfo(global_step=global_step, run=run, files=files, place=stored)
             (draft / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
         # later ones are damaged, or of another start that did not resume
         for step in [step for step in _steps_in(self.path) if step <= global_step][: -self._num_kept]:
             self._remove(self.of_step(step))
 
-    def _set_others_aside(self, root: str) -> None:
-        moved: dict[Path, list[str]] = {}
-        for path, found in self._with_roots():
-            if found == root:
-                continue
-            to = self.path / f"{_OTHER}{found[:_ROOT_DIGITS] or 'unknown'}"
-            to.mkdir(exist_ok=True)
-            while (to / path.name).exists():  # set aside before, at the same step
-                to = to.with_name(f"{to.name}-")
-                to.mkdir(exist_ok=True)
+    def _set_others_aside(self, here: Place) -> None:
+        others = self.of_other_branches(here)
+        if not others:
+            return
+        newest = others[0][1]
+        to = self.path / f"{_OTHER}{newest.lineage[:_LINEAGE_DIGITS] or 'unknown'}"
+        while any((to / path.name).exists() for path, _ in others):  # set aside before, at the same step
+            to = to.with_name(f"{to.name}-")
+        to.mkdir(exist_ok=True)
+        for path, _ in others:
             path.replace(to / path.name)
-            moved.setdefault(to, []).append(path.name)
-        for to, names in moved.items():
-            logger.warning(
-                "The model that is trained now does not go on from %s here: the run was begun anew. Moved to %s, where "
-                "nothing is removed. To go on from there instead, end all trainers, and start one with that folder as "
-                "its checkpoint folder", " and ".join(names), to,
-            )  # fmt: skip
+        logger.warning(
+            "The model that is trained now does not go on from %s here: %s. Moved to %s, where nothing is removed. To "
+            "go on from there instead, end all trainers, and start one with that folder as its checkpoint folder",
+            " and ".join(path.name for path, _ in others), parted(here, newest), to,
+        )  # fmt: skip
 
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint, so that readers see all of it or nothing."""
@@ -245,6 +279,12 @@ class CheckpointDir:
                         f"checkpoint {self.of_step(step)} is of run {about.run.run_id!r}, and this is {run_id!r}; "
                         "give each run a checkpoint folder of its own"
                     )
+
+
+def parted(here: Place, there: Place) -> str:
+    """Why the state of a checkpoint is not one that led here, in words."""
+    is_anew = here.root != there.root
+    return "the run was begun anew" if is_anew else "the others went on on another branch of the run"
 
 
 # without a lock, so a trainer may be using the folder

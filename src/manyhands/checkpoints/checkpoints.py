@@ -14,7 +14,7 @@ from safetensors.torch import load_model, save_model
 from manyhands.base.arguments import whole
 from manyhands.base.errors import ConfigError, Timeout
 from manyhands.base.text import counted, reason_of
-from manyhands.checkpoints.checkpoint_dir import CheckpointDir
+from manyhands.checkpoints.checkpoint_dir import CheckpointDir, Place, parted
 from manyhands.checkpoints.optimizer_state import load_state, save_state
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.optimizer import Optimizer
@@ -126,11 +126,12 @@ class Checkpoints:
         self._saved_step, self._must_check = 0, False
         for checkpoint in self._folder.newest(self._optimizer.manifest):
             if checkpoint.global_step <= here:
-                if checkpoint.path in self._folder.of_other_beginning(self._optimizer.state_dict()[PLACE]["root"]):
+                place = Place.of(self._optimizer.state_dict()[PLACE])
+                if there := dict(self._folder.of_other_branches(place)).get(checkpoint.path):
                     logger.warning(
-                        "The run is at global step %d, and does not go on from %s: it was begun anew. The checkpoint "
-                        "is kept. To go on from there instead, end all trainers, and start this one first",
-                        here, checkpoint.path,
+                        "The run is at global step %d, and does not go on from %s: %s. The checkpoint is kept. To go "
+                        "on from there instead, end all trainers, and start this one first",
+                        here, checkpoint.path, parted(place, there),
                     )  # fmt: skip
                 else:
                     logger.info("The run is at global step %d; %s is not needed", here, checkpoint.path)
@@ -220,7 +221,7 @@ def save_checkpoint(
     """
     logger.info("Saving a checkpoint at global step %d", global_step)
     try:
-        with folder.adding(global_step, run, state[PLACE]["root"]) as draft:
+        with folder.adding(global_step, run, Place.of(state[PLACE])) as draft:
             if _is_of_transformers(model):
                 model.save_pretrained(draft)
             else:

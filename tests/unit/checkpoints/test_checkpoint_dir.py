@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,9 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from manyhands.averaging.state.ancestry import extended
 from manyhands.base.errors import ConfigError
 from manyhands.base.parameter_spec import ParameterSpec
-from manyhands.checkpoints.checkpoint_dir import ABOUT, CheckpointDir, export_model, faults_in, newest_checkpoint
+from manyhands.checkpoints.checkpoint_dir import ABOUT, CheckpointDir, Place, export_model, faults_in, newest_checkpoint
 from manyhands.optim.manifest import RunManifest
 
 RUN = RunManifest(
@@ -97,24 +99,59 @@ def test_an_earlier_step_deletes_no_later_checkpoint(tmp_path: Path) -> None:
     assert steps(folder) == [600, 500, 300, 200]
 
 
-def test_checkpoints_of_another_beginning_are_set_aside_and_neither_counted_nor_replaced(tmp_path: Path) -> None:
+def place_at(branch: str) -> Place:
+    """The place after some steps, each named by a letter."""
+    lineages, ancestry = [hashlib.sha256(branch[: end + 1].encode()).digest() for end in range(len(branch))], b""
+    for lineage in lineages:
+        ancestry = extended(ancestry, lineage)
+    return Place.of({"step": len(branch), "lineage": lineages[-1].hex(), "ancestry": ancestry.hex()})
+
+
+@pytest.mark.parametrize(("one", "other"), [("aaa", "bbbb"), ("abb", "accc")], ids=["begun anew", "parted later"])
+def test_checkpoints_of_another_branch_are_set_aside_and_neither_counted_nor_replaced(
+    one: str, other: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = CheckpointDir(tmp_path, "run")
-    for root, start in (("aa" * 32, 1), ("bb" * 32, 2), ("aa" * 32, 1)):
-        for step in (start, start + 1, start + 2):
-            with folder.adding(step, RUN, root) as draft:
-                (draft / "model").write_text(f"{step} of {root}")
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "other-aaaaaaaaaaaa", "other-bbbbbbbbbbbb"]
-    assert steps(folder) == [3, 2]
-    for kept, root in (("other-aaaaaaaaaaaa", "aa" * 32), ("other-bbbbbbbbbbbb", "bb" * 32)):
-        found = [(tmp_path / kept / name / "model").read_text() for name in names(tmp_path / kept)]
-        first = 2 if root.startswith("aa") else 3
-        assert found == [f"{step} of {root}" for step in (first, first + 1)]
-    with folder.adding(4, RUN, "bb" * 32) as draft:
-        (draft / "model").write_text("more")
-    assert names(tmp_path / "other-aaaaaaaaaaaa-") == ["checkpoint-2", "checkpoint-3"], "of the same steps again"
+
+    def add_up_to(branch: str) -> None:
+        for step in range(max(2, len(branch) - 1), len(branch) + 1):
+            with folder.adding(step, RUN, place_at(branch[:step])) as draft:
+                (draft / "model").write_text(branch[:step])
+
+    def models(path: Path) -> list[str]:
+        return [(path / name / "model").read_text() for name in names(path) if name.startswith("checkpoint")]
+
+    def folder_of(branch: str) -> str:
+        return f"other-{place_at(branch).lineage[:12]}"
+
+    again = one + one[-1] * 2
+    for branch in (one, other, again):
+        add_up_to(branch)
+    assert models(tmp_path) == [again[:4], again]
+    assert names(tmp_path) == sorted(["checkpoint-4", "checkpoint-5", folder_of(one), folder_of(other)])
+    assert models(tmp_path / folder_of(one)) == [one[:2], one]
+    assert models(tmp_path / folder_of(other)) == [other[:3], other]
+    why = "the run was begun anew" if one[0] != other[0] else "the others went on on another branch of the run"
+    assert [why in record.getMessage() for record in caplog.records] == [True, True]
     folder.close()
-    with contextlib.closing(CheckpointDir(tmp_path / "other-aaaaaaaaaaaa", "run")) as again:
-        assert steps(again) == [3, 2], "a trainer can go on from there"
+    with contextlib.closing(CheckpointDir(tmp_path / folder_of(one), "run")) as kept:
+        assert steps(kept) == [3, 2], "a trainer can go on from there"
+
+
+def test_checkpoints_that_are_set_aside_twice_at_one_step_are_both_kept(tmp_path: Path) -> None:
+    folder = CheckpointDir(tmp_path, "run")
+    for branch in ("a", "b", "a", "b"):
+        with folder.adding(1, RUN, place_at(branch)):
+            pass
+    assert len(names(tmp_path)) == 4
+
+
+def test_checkpoints_of_a_peer_that_missed_steps_are_of_the_same_branch(tmp_path: Path) -> None:
+    folder = CheckpointDir(tmp_path, "run", num_kept=1)
+    for step in (1, 4, 9):
+        with folder.adding(step, RUN, place_at("x" * step)):
+            pass
+    assert names(tmp_path) == ["checkpoint-9"]
 
 
 def shorter(file: Path) -> str:

@@ -18,7 +18,8 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.memory import bytes_of, empty_vector, whole_lines
-from manyhands.averaging.messages import Count, Digest, PeerIdText, Position
+from manyhands.averaging.messages import Count, PeerIdText, Position
+from manyhands.averaging.state.ancestry import MAX_ANCESTRY_BYTES
 from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
 
@@ -56,7 +57,7 @@ class StateHeader(msgspec.Struct, frozen=True):
         scalars: msgpack of :class:`manyhands.optim.state.state.Scalars`.
         digest: BLAKE3 over ``tensors``, ``scalars`` and the digests of all chunks; empty while these are not known.
         origin: the step that led there; None if unknown, as after a checkpoint was loaded.
-        root: the lineage of the run after its first step; empty before that, or if unknown.
+        ancestry: the steps that led there; see :mod:`manyhands.averaging.state.ancestry`.
     """
 
     position: Position
@@ -65,7 +66,7 @@ class StateHeader(msgspec.Struct, frozen=True):
     scalars: bytes
     digest: bytes
     origin: Origin | None = None
-    root: Digest = b""
+    ancestry: Annotated[bytes, msgspec.Meta(max_length=MAX_ANCESTRY_BYTES)] = b""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Capture:
         origin: Origin | None = None,
         extra: Sequence[tuple[ParameterSpec, torch.Tensor]] = (),
         inner: torch.optim.Optimizer | None = None,
-        root: bytes = b"",
+        ancestry: bytes = b"",
     ) -> None:
         parameters = parameters_of(optimizer)
         self._sources = [parameter.detach() for parameter in parameters] + [tensor for _, tensor in extra]
@@ -133,7 +133,7 @@ class Capture:
             scalars.inner_statistics = self._add_statistics(inner, INNER, specs)
             scalars.inner_groups = hyper_parameters_of(inner.param_groups)
         plain = msgspec.msgpack.encode(scalars, order="sorted")
-        self._header = StateHeader(position, lineage_samples, specs, plain, b"", origin, root)
+        self._header = StateHeader(position, lineage_samples, specs, plain, b"", origin, ancestry)
         if fault := _fault_of_size(specs[len(parameters) + len(extra) :], specs[: len(parameters)]):
             raise ConfigError(f"a newcomer would refuse the state of this optimizer: {fault}")
         if (num_bytes := len(msgspec.msgpack.encode(self._header))) > MAX_HEADER_BYTES:

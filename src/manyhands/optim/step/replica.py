@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.state.ancestry import extended
 from manyhands.averaging.state.content import Origin, State, spec_of
 from manyhands.averaging.tensor_list import overlapping
 from manyhands.base.errors import ConfigError
@@ -65,7 +66,8 @@ class Replica:
         position: of the optimizer's parameters; the model's may be a step behind.
         lineage_samples: samples in all steps that led there.
         origin: the last of these steps; None at the beginning, or if unknown.
-        root: the lineage after the first of these steps, which tells two beginnings of one run apart; empty before it.
+        ancestry: these steps, by which branches of one run are told apart; see
+            :mod:`manyhands.averaging.state.ancestry`.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
         mode: which of ``MODES`` was called last; empty if none was since a checkpoint changed the options.
         can_replay: whether a newcomer can make past steps from their averaged vectors alone.
@@ -100,7 +102,7 @@ class Replica:
         self.position = Position(0, hashlib.sha256(digest_of_parameters(optimizer)).digest())
         self.lineage_samples = 0
         self.origin: Origin | None = None
-        self.root = b""
+        self.ancestry = b""
         self._agreed_options = hyper_parameters_of(optimizer.param_groups)
         self.options = options_of(self.wrapped.param_groups)
         self.mode = ""
@@ -149,8 +151,7 @@ class Replica:
                 self.lineage_samples = sum_of_samples([self.lineage_samples, outcome.samples])
                 shares = None if outcome.is_in_grid else list(outcome.shares)  # no peer there knows all contributors
                 self.origin = Origin(self.position, shares)
-                if self.position.step == 0:
-                    self.root = outcome.lineage
+                self.ancestry = extended(self.ancestry, outcome.lineage)
                 self.position = Position(self.position.step + 1, outcome.lineage)
                 self.options = options_of(self.wrapped.param_groups)
         return reason
@@ -301,7 +302,7 @@ class Replica:
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
         place = self.position, self.lineage_samples, self.origin
         optimizer, inner = self._as_trained(self.optimizer), self._as_trained(inner)
-        return Capture(optimizer, schedule, *place, extra, inner, self.root)
+        return Capture(optimizer, schedule, *place, extra, inner, self.ancestry)
 
     def _as_trained(self, optimizer: Any) -> Any:
         """An optimizer as it is in train mode."""
@@ -333,7 +334,7 @@ class Replica:
         self.position = state.header.position
         self.lineage_samples = state.header.lineage_samples
         self.origin = state.header.origin
-        self.root = state.header.root
+        self.ancestry = state.header.ancestry
 
     def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
         """The options of the parameter groups that a state must have; raises ``ValueError`` if its schedule is bad."""
@@ -353,7 +354,7 @@ class Replica:
             "step": self.position.step,
             "lineage": self.position.lineage.hex(),
             "lineage_samples": self.lineage_samples,
-            "root": self.root.hex(),
+            "ancestry": self.ancestry.hex(),
             "scheduler": serializable_part(self.scheduler.state_dict()) if self.scheduler is not None else {},
             DTYPES: self._dtypes(),
         }
@@ -391,7 +392,7 @@ class Replica:
             self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
             self.lineage_samples = place["lineage_samples"]
             self.origin = None
-            self.root = bytes.fromhex(place.get("root", ""))  # an earlier version wrote none
+            self.ancestry = bytes.fromhex(place["ancestry"])
 
     def _load_optimizer(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], place: dict[str, Any] | None
