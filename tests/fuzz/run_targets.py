@@ -122,6 +122,8 @@ ODD_STATE = _state_of({"pair": (torch.ones(2, 2), 1), "by_step": {3: [torch.ones
 
 def _joined(group: Group) -> None:
     """Use a group as a member does before the round."""
+    if group.rank_of(group.leader) is None:  # it is refused
+        return
     manifest = group.manifest(b"digest")
     assert group.position.after(manifest).step == group.position.step + 1
     group.rank_of(IDS[0])

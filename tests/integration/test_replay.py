@@ -16,7 +16,7 @@ from blake3 import blake3
 from manyhands.averaging.allreduce.means import digest_of_all
 from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.messages import Position, RoundManifest, SpanResult
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer, framed
@@ -164,9 +164,9 @@ def altered(pieces: list[bytes]) -> list[bytes]:
     return [bytes([pieces[0][0] ^ 1]) + pieces[0][1:], *pieces[1:]]
 
 
-def with_weights(*weights: float) -> Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]:
+def with_manifest(**fields: object) -> Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]:
     def lie(kept: KeptStep, pieces: list[bytes]) -> tuple[KeptStep, list[bytes]]:
-        manifest = msgspec.structs.replace(kept.manifest, weights=list(weights))
+        manifest = msgspec.structs.replace(kept.manifest, **fields)
         return msgspec.structs.replace(kept, manifest=manifest), pieces
 
     return lie
@@ -180,10 +180,13 @@ LIES: dict[str, Callable[[KeptStep, list[bytes]], tuple[KeptStep, list[bytes]]]]
     ),
     "in a vector of": lambda kept, pieces: (msgspec.structs.replace(kept, stops=[[5], [4]]), pieces),
     "is not finite": undecodable,
-    "2 members with the weights 1$": with_weights(1.0),
-    "2 members with the weights 1, -1$": with_weights(1.0, -1.0),
-    "2 members with the weights 1, nan$": with_weights(1.0, math.nan),
-    "2 members with the weights 1, inf$": with_weights(1.0, math.inf),
+    "2 members with the weights 1$": with_manifest(weights=[1.0]),
+    "2 members with the weights 1, -1$": with_manifest(weights=[1.0, -1.0]),
+    "2 members with the weights 1, nan$": with_manifest(weights=[1.0, math.nan]),
+    "2 members with the weights 1, inf$": with_manifest(weights=[1.0, math.inf]),
+    "2 members with the weights 1, 1$": with_manifest(marks=[0]),
+    "2 members with the weights 1, 1": with_manifest(leader=2),
+    "a step of 2 members": with_manifest(parts=[SpanResult(0, NUMEL, 0, [2])]),
     "no codec has code 99": lambda kept, pieces: (msgspec.structs.replace(kept, codec=99), pieces),
     "no codec has code 1;": lambda kept, pieces: (msgspec.structs.replace(kept, codec=1), pieces),
 }

@@ -312,7 +312,7 @@ def test_who_answers_but_gets_nothing_done_is_dropped_within_seconds_and_blamed(
 
 def test_a_reducer_that_waits_for_a_slow_peer_is_not_stuck() -> None:
     """The others get no means for most of the round: they ask those who owe them, and these get on."""
-    world = RoundWorld(4, numel=600_000, config=replace(CONFIG, chunk_bytes=4 * 300_000))
+    world = RoundWorld(4, 1, numel=600_000, config=replace(CONFIG, chunk_bytes=4 * 300_000))
     slow = world.name_of("sender")
     world.slow[slow] = 1.0
     world.start()

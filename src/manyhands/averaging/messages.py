@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import statistics
@@ -45,6 +46,8 @@ PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 ExchangeNumber = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
+LateNumber = Annotated[int, msgspec.Meta(ge=0, le=2)]
+MarkNumber = Annotated[int, msgspec.Meta(ge=0, le=7)]
 MAX_PARTS = 4096
 RecentRounds = Annotated[list[Annotated[bytes, msgspec.Meta(max_length=8 * MAX_AXES)]], msgspec.Meta(max_length=4)]
 """Of reserved fields: nothing sends or reads them."""
@@ -68,6 +71,22 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
         return Position(self.step + 1, hashlib.sha256(self.lineage + manifest.fingerprint()).digest())
 
 
+class Late(enum.IntEnum):
+    """Who was waited for in vain as a group formed."""
+
+    NOBODY = 0
+    GUESTS = 1
+    MEMBERS = 2
+
+
+class Mark(enum.IntFlag):
+    """What a manifest says of a member, beside its weight."""
+
+    CLIENT = 1  # it cannot be dialled
+    IDLE = 2  # it gave a weight of 0
+    LEFT_OUT = 4  # it was not in the last exchange of the round
+
+
 class Member(msgspec.Struct, frozen=True):
     """One member of a formed group: the samples behind its vector, and the bytes per second that it says it sends."""
 
@@ -86,6 +105,7 @@ class Group(msgspec.Struct, frozen=True):
         chunk_numel: the most elements that are encoded and reduced at once.
         codec: see docs/reference/wire.md.
         time_left_s: until the end of the leader's round, when it closed the group; 0 if it does not say.
+        late: one of :class:`Late`.
     """
 
     group_id: Digest
@@ -96,6 +116,7 @@ class Group(msgspec.Struct, frozen=True):
     chunk_numel: Annotated[int, msgspec.Meta(ge=1, le=2**28)] = DEFAULT_CHUNK_NUMEL
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
     time_left_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
+    late: LateNumber = 0
 
     def rank_of(self, peer_id: PeerId) -> int | None:
         """The rank of a peer, or None when it is not a member."""
@@ -112,16 +133,34 @@ class Group(msgspec.Struct, frozen=True):
         able = {rank for rank in able if self.members[rank].bandwidth != BLAMED} or able
         return [member.bandwidth or usual if rank in able else 0 for rank, member in enumerate(self.members)]
 
-    def manifest(self, digest: bytes, parts: Sequence[SpanResult] = ()) -> RoundManifest:
-        """The manifest with which this group commits a vector."""
+    def manifest(
+        self, digest: bytes, parts: Sequence[SpanResult] = (), members: Collection[int] | None = None
+    ) -> RoundManifest:
+        """The manifest with which this group commits a vector.
+
+        Args:
+            members: ranks that took part in the last exchange; default: all.
+        """
+        leader = self.rank_of(self.leader)
+        assert leader is not None
         absent = set.intersection(*(set(part.absent) for part in parts)) if parts else set()
         return RoundManifest(
             self.group_id,
             self.position,
+            leader,
             [member.peer_id for member in self.members],
             [0.0 if rank in absent else member.weight for rank, member in enumerate(self.members)],
+            [
+                int(
+                    Mark.CLIENT * member.is_client
+                    | Mark.IDLE * (member.weight == 0)
+                    | Mark.LEFT_OUT * (members is not None and rank not in members)
+                )
+                for rank, member in enumerate(self.members)
+            ],
             digest,
             list(parts),
+            self.late,
         )
 
 
@@ -139,16 +178,26 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
+        marks: by rank; flags of :class:`Mark`.
         digest: BLAKE3 of the means as sent; see docs/reference/wire.md.
         parts: of the whole vector, in order, unless all members with a weight contributed to all of it; else empty.
+        late: one of :class:`Late`.
     """
 
     group_id: Digest
     position: Position
+    leader: Rank
     members: list[PeerIdText]
     weights: list[float]
+    marks: list[MarkNumber]
     digest: Digest
     parts: Annotated[list[SpanResult], msgspec.Meta(max_length=MAX_PARTS)] = []
+    late: LateNumber = 0
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Ranks of the members that were not in the last exchange."""
+        return frozenset(rank for rank, mark in enumerate(self.marks) if mark & Mark.LEFT_OUT)
 
     def contributors(self) -> dict[PeerId, float]:
         """The members whose values count, with their weights."""

@@ -7,8 +7,10 @@ import pytest
 
 from manyhands.averaging.messages import (
     BLAMED,
+    Group,
     JoinRequest,
     JoinResponse,
+    Late,
     Member,
     Position,
     RoundManifest,
@@ -24,26 +26,33 @@ from tests.unit.averaging.groups import AT, group_of, peer
 
 def test_the_fingerprint_of_a_manifest_never_changes() -> None:
     """It is part of every lineage: a new value splits a run between old and new peers."""
-    manifest = RoundManifest(b"id", Position(7, b"lineage"), [peer(0), peer(1)], [4.0, 2.5], b"digest")
-    assert manifest.fingerprint().hex() == "72bf54128507e5c5995d2662c4147f5a5d0ab1b2028469a1552cbc2974e7e118"
+    manifest = RoundManifest(b"id", Position(7, b"lineage"), 0, [peer(0), peer(1)], [4.0, 2.5], [0, 1], b"digest")
+    assert manifest.fingerprint().hex() == "afccd802e8c7107b3d78d6fa1f887835b4e92cd7d7c36741e935f09ff97f270d"
     after = Position(7, b"lineage").after(manifest)
     assert after.step == 8
-    assert after.lineage.hex() == "febb1b09f7b67f51b1ce0068fe8f129efa1b07045ad85861accc00e24061bc7e"
+    assert after.lineage.hex() == "0bcf996b241943fecbb4ec66558885b7e8ffd54a76705adf0fc0e1c2ccec92ca"
 
 
 def test_a_manifest_names_everybody_by_rank() -> None:
-    manifest = group_of(3, weights=[1.0, 0.0, 2.5]).manifest(b"digest")
-    assert manifest == RoundManifest(b"group", AT, [peer(0), peer(1), peer(2)], [1.0, 0.0, 2.5], b"digest")
+    group = msgspec.structs.replace(group_of(3, weights=[1.0, 0.0, 2.5], clients=[0, 2]), late=Late.GUESTS)
+    manifest = group.manifest(b"digest", members=[0, 1])
+    ids, weights, marks = [peer(0), peer(1), peer(2)], [1.0, 0.0, 2.5], [1, 2, 1 + 4]
+    assert manifest == RoundManifest(b"group", AT, 1, ids, weights, marks, b"digest", late=1)
+    assert manifest.left_out == {2}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=RoundManifest) == manifest
 
 
-@pytest.mark.parametrize("change", ["group_id", "position", "members", "weights", "digest"])
+@pytest.mark.parametrize("change", ["group_id", "position", "leader", "members", "weights", "marks", "digest", "late"])
 def test_lineages_part_at_any_difference(change: str) -> None:
     manifest = group_of(2).manifest(b"digest")
     other = {
         "group_id": b"another",
         "position": Position(3, b"another"),
         "members": [peer(1), peer(0)],
+        "leader": 1,
         "weights": [1.0, 1.5],
+        "marks": [0, 4],
+        "late": 2,
         "digest": b"another",
     }
     changed = msgspec.structs.replace(manifest, **{change: other[change]})
@@ -107,6 +116,10 @@ def test_a_member_of_an_older_version_has_an_unknown_bandwidth() -> None:
         (Position(0, b"x" * 65), Position),
         (Position(-1, b""), Position),
         (Position(2**60, b""), Position),
+        (msgspec.structs.replace(group_of(2), late=3), Group),
+        (msgspec.structs.replace(group_of(2).manifest(b""), late=-1), RoundManifest),
+        (msgspec.structs.replace(group_of(2).manifest(b""), marks=[0, 8]), RoundManifest),
+        (msgspec.structs.replace(group_of(2).manifest(b""), leader=2**16), RoundManifest),
     ],
 )
 def test_what_is_handed_on_to_all_members_has_bounds(message: msgspec.Struct, kind: type[msgspec.Struct]) -> None:

@@ -126,6 +126,22 @@ def test_a_member_exchanges_again_and_votes_on_that() -> None:
     assert one.on(Exchanged(vote), 2.0) == [SendVote(vote)]
 
 
+def test_a_leader_cannot_claim_that_it_has_left_others_out() -> None:
+    group = group_of(4)
+    assert outcome_of(member(group), Verdict(True, group.manifest(b"digest", members=[0, 2]))) is None
+    again = Verdict(False, again=Again(1, [0, 2, 3]))
+    for members, is_believed in (([0, 2, 3], True), ([0, 2], False), (None, False)):
+        one = member(group)
+        one.on(Told(0, again), 1.0)
+        verdict = Verdict(True, group.manifest(b"digest", members=members))
+        assert (outcome_of(one, verdict) is not None) == is_believed
+
+
+def test_a_member_that_was_left_out_believes_who_the_others_were() -> None:
+    group = group_of(4)
+    assert outcome_of(member(group), Verdict(True, group.manifest(b"digest", members=[0, 1]))) is not None
+
+
 def test_only_members_are_blamed() -> None:
     told = outcome_of(member(), Verdict(True, None, "", [PeerId("x"), peer(2)]))
     assert told is not None
@@ -231,6 +247,7 @@ def test_a_leader_that_is_left_out_goes_on_counting() -> None:
     (finish,) = leader.on(Voted(3, Vote(b"group", 1, b"digest")), 1.0)
     assert isinstance(finish, Finish)
     assert finish.verdict.manifest is not None
+    assert finish.verdict.manifest.left_out == {0}
     assert leader.on(GaveUp("it leaves"), 2.0) == [], "it has decided"
 
 

@@ -42,9 +42,8 @@ def new_step(optimizer_type: type[torch.optim.SGD] = torch.optim.SGD) -> tuple[t
 
 
 def commit(step: GlobalStep, *, is_left_out: bool = False) -> None:
-    manifest = RoundManifest(
-        bytes(32), step.left_from, [PeerId("me"), PeerId("other")], [0.0 if is_left_out else 8.0, 8.0], bytes(32)
-    )
+    weights = [0.0 if is_left_out else 8.0, 8.0]
+    manifest = RoundManifest(bytes(32), step.left_from, 1, [PeerId("me"), PeerId("other")], weights, [0, 0], bytes(32))
     step.outcome = Averaged(AVERAGE_N.clone(), b"there", 16, manifest, is_left_out=is_left_out)
 
 
@@ -106,9 +105,8 @@ def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) 
     parameter.grad = torch.full((2,), 4.0)
     samples.add(8, None, 1.0, 0, is_overflow=False)
     step = GlobalStep(replica, samples.freeze())
-    manifest = RoundManifest(
-        bytes(32), step.left_from, [PeerId("me"), PeerId("other")], [0.0 if is_left_out else 8.0, 8.0], bytes(32)
-    )
+    weights = [0.0 if is_left_out else 8.0, 8.0]
+    manifest = RoundManifest(bytes(32), step.left_from, 1, [PeerId("me"), PeerId("other")], weights, [0, 0], bytes(32))
     not_finite_N = torch.tensor([float("inf"), 2.0, 1.0])
     shares = manifest.contributors()
     step.outcome = Averaged(not_finite_N, b"there", 16, manifest, shares=shares, is_left_out=is_left_out)

@@ -75,7 +75,7 @@ class Trainer:
             mean_N.fill_(mean)
             self.replica.step_parameters[1].views(mean_N).shares.fill_(1.0)
         weights = [0.0 if is_left_out else step.contribution.weight, 4.0]
-        manifest = RoundManifest(bytes(32), step.left_from, [ME, OTHER], weights, bytes(32))
+        manifest = RoundManifest(bytes(32), step.left_from, 1, [ME, OTHER], weights, [0, 0], bytes(32))
         shares, lineage = manifest.contributors(), bytes([step.left_from.step])
         step.outcome = Averaged(mean_N, lineage, 8, manifest, shares=shares, is_left_out=is_left_out)
         step.advance()

@@ -154,7 +154,7 @@ class Count:
         self._members_that_hear_each_other()  # the others are at fault
         self._note_faults(lambda said: said.accused not in self.votes or said.is_violation)
         vote = self.votes[ranks[0]]
-        return self._verdict(self.group.manifest(vote.digest, vote.parts), [])
+        return self._verdict(self.group.manifest(vote.digest, vote.parts, self.members), [])
 
     def _abort(self, why: str = "") -> Verdict:
         said = sorted({vote.reason for vote in self.votes.values() if vote.reason})

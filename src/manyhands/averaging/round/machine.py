@@ -43,7 +43,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from manyhands.averaging.messages import Again, Group, SpanResult, Verdict, VerdictQuery, Vote
+from manyhands.averaging.messages import Again, Group, RoundManifest, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.count import MAX_EXCHANGES, Count, includes_values
 from manyhands.averaging.timing import ANSWER_S, LEFT_S
 from manyhands.rpc.frames import readable
@@ -179,6 +179,7 @@ class Round:
 
     Attributes:
         exchange: the number of the exchange that this member is in.
+        members: ranks that take part in it.
         count: of the votes, if this member leads; else None.
         verdict: what the leader decided, for others that ask; None as long as this member does not know it.
         lost: members that the leader has lost, as this one knows.
@@ -192,6 +193,7 @@ class Round:
         self.leader = leader
         self.state = State.EXCHANGING
         self.exchange = 0
+        self.members = frozenset(range(len(group.members)))
         self.count = Count(group) if rank == leader else None
         self.verdict: Verdict | None = None
         self.lost: tuple[int, ...] = ()
@@ -287,7 +289,7 @@ class Round:
         """Why the leader cannot have decided that; empty if it can."""
         manifest, again = verdict.manifest, verdict.again
         if manifest is not None:
-            is_of_group = manifest == self.group.manifest(manifest.digest, manifest.parts)
+            is_of_group = manifest == self.group.manifest(manifest.digest, manifest.parts, self._members_of(manifest))
             if not (verdict.is_known and is_of_group and _are_whole(self.group, manifest.parts)):
                 return "a verdict that is not about the group it was asked about"
         if again is None:
@@ -298,6 +300,16 @@ class Round:
         if verdict.is_known or not (is_next and is_sound and self.rank in ranks and includes_values(self.group, ranks)):
             return "an order that this member cannot follow"
         return ""
+
+    def _members_of(self, manifest: RoundManifest) -> frozenset[int]:
+        """The members that can have been in the last exchange of a committed round.
+
+        They are those of the exchange that this member was last told of, so a leader cannot claim that it has left
+        others out. A member that was left out itself was not told who the others were.
+        """
+        left_out = manifest.left_out
+        everybody = frozenset(range(len(self.group.members)))
+        return everybody - left_out if self.rank in left_out else self.members
 
     def _doubt(self, reason: str) -> list[Action]:
         if self.state is State.IN_DOUBT:
@@ -313,7 +325,7 @@ class Round:
         return [Finish(Verdict(True, None, reason, [self.group.leader]))]
 
     def _exchange_again(self, again: Again) -> list[Action]:
-        self.exchange, self._reason = again.exchange, ""
+        self.exchange, self.members, self._reason = again.exchange, frozenset(again.members), ""
         self._asked_at, self._waits_since, self._stalled_since = {}, math.inf, None
         if self.rank not in again.members:  # the leader, which goes on counting
             self.state = State.VOTED

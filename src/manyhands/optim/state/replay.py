@@ -229,12 +229,14 @@ async def fetch_step(
 
 
 def _check_manifest(donor: PeerId, manifest: RoundManifest, position: Position) -> None:
-    """Check that a step begins at a position, and that samples can be counted by it."""
+    """Check that a step begins at a position, and that samples and the roster can be counted by it."""
     if manifest.position != position:
         raise ProtocolViolation(donor, f"sent a step from {manifest.position}, in place of {position}")
     num_members, weights = len(manifest.members), manifest.weights
     are_sound = all(0 <= weight <= MAX_SUM_WEIGHT for weight in weights)
-    if not (are_sound and len(weights) == num_members <= MAX_CONTRIBUTORS):
+    ranks = [manifest.leader, *(rank for part in manifest.parts for rank in (part.reducer, *part.absent))]
+    are_sound = are_sound and all(rank < num_members for rank in ranks)
+    if not (are_sound and len(weights) == len(manifest.marks) == num_members <= MAX_CONTRIBUTORS):
         told = ", ".join(f"{weight:g}" for weight in weights[:8])
         raise ProtocolViolation(donor, f"sent a step of {num_members} members with the weights {told}")
 
