@@ -16,6 +16,7 @@ from typing import Any
 from _command_line import Parser, json_path, positive_int, run, write_json
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Late
 from manyhands.averaging.roster import Attendance, Roster
 from manyhands.base.identity import PeerId
 
@@ -31,19 +32,19 @@ def play(harm: str, num_honest: int, num_attackers: int, step_s: float, num_roun
     """Play the rounds of a run in which all honest members are founders."""
     honest = [PeerId(f"honest {number:03}") for number in range(num_honest)]
     attackers = [PeerId(f"attacker {number:03}") for number in range(num_attackers)]
-    roster = Roster().after(Attendance(honest[0], 0, dict.fromkeys(honest, True)))
+    roster = Roster().after(Attendance(honest[0], dict.fromkeys(honest, True)))
     lost_s, num_harms, last_harm = 0.0, 0, ""
     for _ in range(num_rounds):
         members = [peer_id for peer_id in attackers if peer_id in roster.members]
-        leader, attempt = roster.leaders()[0], 0
-        group = dict.fromkeys([*honest, *attackers], True)
+        leader = roster.leaders()[0]
+        group = dict.fromkeys([*honest, *(one for one in attackers if not roster.barred_rounds(one))], True)
         accused: dict[PeerId, list[PeerId]] = {}
-        is_late = False
+        late = Late.NOBODY
         if harm == "leader" and leader in members:
             attempt = next(number for number, one in enumerate(roster.leaders()) if one not in members)
             lost_s += sum(WAIT_S * roster.patience(failed) for failed in range(attempt))
             num_harms += attempt
-            leader = roster.leaders()[attempt]
+            leader, late = roster.leaders()[attempt], Late.MEMBERS
         elif members and harm in ("absent", "reducer"):
             able = [peer_id for peer_id in members if peer_id != last_harm] or members
             last_harm = harmful = able[0]
@@ -53,11 +54,11 @@ def play(harm: str, num_honest: int, num_attackers: int, step_s: float, num_roun
             if harm == "absent":
                 lost_s += WAIT_S * roster.patience()
                 del group[harmful]
-                is_late = True
+                late = Late.MEMBERS
             else:
                 lost_s += STALL_S * roster.patience() + EXCHANGE_SHARE * step_s
                 accused[harmful] = honest[:2]
-        roster = roster.after(Attendance(leader, attempt, group, accused, is_late))
+        roster = roster.after(Attendance(leader, group, (), accused, late))
     return {
         "harm": harm,
         "honest": num_honest,

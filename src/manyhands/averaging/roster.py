@@ -1,38 +1,58 @@
 """The roster of a run: which peers are its members, by the manifests of its committed rounds alone. Pure.
 
-All peers at one position have seen the same manifests, so they have the same roster (docs/adr/0031-one-roster.md).
+All peers at one position have seen the same manifests, so they have the same roster (docs/adr/0031-one-roster.md). The
+lineage of a position covers it.
 
-=================================================  ==================================================================
-in a committed round a peer                        its standing after it
-=================================================  ==================================================================
-gave all its values, and reduced what it owned     ``complete`` rises by one, ``missed`` is 0
-was accused by two members, or led an attempt      it is a guest, and ``complete`` is 0; of the members at most a
-that failed                                        third in one round
-was accused by one member, which accuses it alone  both stay as they were
-accuses several that nobody else accuses           it is a guest, and ``complete`` is 0; the others count as complete
-was not in the group                               ``missed`` rises by one; beyond ``MAX_MISSED`` it leaves
-=================================================  ==================================================================
+==================================================  =================================================================
+in a committed round a peer                         its standing after it
+==================================================  =================================================================
+gave values, and was in the last exchange           *complete*: ``complete`` rises by one, ``missed`` is 0
+is accused by two members; or by one, and by        *at fault*: it is a guest, ``complete`` is 0, ``faults`` rises by
+another one in an earlier round                     one; of the members at most a third in one round
+is accused by one member                            it stays as it was, and is *doubted*; so does its accuser, if it
+                                                    is a member itself
+accuses several members that no other one accuses   it is at fault, and those that it accuses are not doubted
+should have led before the leader                   its turn is over; it is at fault only if members were late
+was left out of the last exchange, or gave a        it stays as it was; with a weight of 0 it is not accused
+weight of 0
+was not in the group                                ``missed`` rises by one; beyond ``MAX_MISSED`` it leaves
+==================================================  =================================================================
+
+A reducer accuses the members of the group that are absent from its part of the vector, and the leader those that it has
+left out. Only the word of members of the roster counts, and what guests do to one of them costs it nothing: identities
+are free. As long as there are no members, all peers count as such.
 
 A guest with ``QUALIFYING`` complete rounds becomes a member, in a calm round, and only so many of them in one round. If
-the complete peers are not more than half of the members, nothing changes, as the round may be that of a split. After
-``MAX_FROZEN`` such rounds in a row the contributors are the members of a roster that is founded anew.
+not more than half of the members took part, nothing changes, as the round may be that of a split. After ``MAX_FROZEN``
+such rounds in a row the complete peers are the members of a roster that is founded anew.
 
-A round is *troubled* if a member was demoted in it or was waited for in vain, or if a leader was skipped. Trouble in
-the last rounds halves the patience of all, and ends the time in which guests become members, whoever caused it. So many
-identities together cost a run no more than a few (``benchmarks/roster_attacks.py``).
+A second fault bars a peer from the next rounds, and each further one from four times as many; ``GOOD_ROUNDS`` complete
+rounds take one fault away.
+
+A round is *troubled* if a member was demoted in it or members were late. Trouble in the last rounds halves the patience
+of all, and ends the time in which guests become members, whoever caused it. So many identities together cost a run no
+more than a few (``benchmarks/roster_attacks.py``).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated
 
 import msgspec
 
+from manyhands.averaging.messages import Count, Late, Mark, PeerIdText, Position, RoundManifest
 from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
 
 QUALIFYING = 3
-"""Complete rounds after which a guest may become a member."""
+"""Complete rounds after which a guest may become a member, and after which a doubt is forgotten."""
+GOOD_ROUNDS = 10
+"""Complete rounds that take one fault away."""
+MAX_FAULTS = 5
+"""A peer with more is barred no longer."""
 MAX_MISSED = 8
 """Rounds in a row that a peer may miss before it leaves the roster."""
 MAX_FROZEN = 16
@@ -45,76 +65,111 @@ MAX_HALVINGS = 4
 """The patience for a member is at least a sixteenth."""
 MAX_FORMER = 256
 """Members that left, and still count where a run has split."""
+MAX_STANDINGS = 4096
+"""Of a roster; of more peers, the guests that have missed the most rounds leave first."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
     """The standing of one peer.
 
     Attributes:
-        complete: committed rounds in which it did its whole part, since it last failed to; at most ``QUALIFYING``.
+        complete: committed rounds in which it did its whole part, since it last failed to; begins again at
+            ``QUALIFYING`` after ``GOOD_ROUNDS``.
         missed: committed rounds in a row without it.
         led: the number of the last round that it led or should have led, or in which it became a member.
-        is_member: whether it leads, is waited for, and counts where the peers of the run disagree.
+        is_member: whether it leads, is waited for, is believed, and counts where the peers of the run disagree.
         can_lead: whether it could be dialled in the last round with it.
+        doubted_by: the member that last accused it alone; empty once it has ``QUALIFYING`` complete rounds after that.
+        cleared: these rounds, as long as it is doubted.
+        faults: how often it was at fault, less those that were taken away.
+        fault_round: the number of the last such round.
     """
 
-    complete: int = 0
-    missed: int = 0
-    led: int = 0
+    complete: Count = 0
+    missed: Count = 0
+    led: Count = 0
     is_member: bool = False
     can_lead: bool = False
+    doubted_by: PeerIdText = PeerId("")
+    cleared: Count = 0
+    faults: Count = 0
+    fault_round: Count = 0
+
+    def completed(self) -> Standing:
+        """The standing after a round in which the peer did its part."""
+        complete, faults = self.complete + 1, self.faults
+        if complete >= GOOD_ROUNDS:
+            complete, faults = QUALIFYING, max(faults - 1, 0)
+        cleared, doubted_by = self.cleared + 1 if self.doubted_by else 0, self.doubted_by
+        if cleared >= QUALIFYING:
+            cleared, doubted_by = 0, PeerId("")
+        return msgspec.structs.replace(
+            self, complete=complete, missed=0, faults=faults, doubted_by=doubted_by, cleared=cleared
+        )
+
+    def at_fault(self, number: int) -> Standing:
+        """The standing after a round with this number, in which the peer was at fault."""
+        faults = min(self.faults + 1, MAX_FAULTS)
+        return msgspec.structs.replace(self, complete=0, is_member=False, faults=faults, fault_round=number)
+
+    def barred_rounds(self, number: int) -> int:
+        """For how many rounds the peer gets no place, after the round with this number."""
+        barred = 4 ** (self.faults - 1) - 1 if self.faults else 0
+        return max(0, self.fault_round + barred - number)
 
 
 class Attendance(msgspec.Struct, frozen=True):
     """What a manifest says of the members of its group.
 
     Attributes:
-        leader: of the attempt that committed.
-        attempt: from 0; the leaders of the attempts before failed to lead.
-        group: who can lead, by peer id, of the group as it first formed.
-        accused: by whom a peer was accused, of those that are still in the group: because its values for a span did not
-            come, or its means.
-        is_late: the group was closed when its time was over, without a member.
+        group: who can lead, by peer id.
+        unproven: those that gave a weight of 0, or were not in the last exchange.
+        accused: by whom a peer was accused; only peers that gave a weight.
+        late: who was waited for in vain as the group formed.
     """
 
     leader: PeerId
-    attempt: int
     group: Mapping[PeerId, bool]
+    unproven: Collection[PeerId] = ()
     accused: Mapping[PeerId, Collection[PeerId]] = {}
-    is_late: bool = False
+    late: int = Late.NOBODY
+
+    @staticmethod
+    def of(manifest: RoundManifest) -> Attendance:
+        """Read a manifest."""
+        members, leader = manifest.members, manifest.members[manifest.leader]
+        absent_from: dict[int, set[PeerId]] = defaultdict(set)
+        for part in manifest.parts:
+            for rank in part.absent:
+                absent_from[rank].add(members[part.reducer])
+        unproven, accused = set[PeerId](), dict[PeerId, Collection[PeerId]]()
+        for rank, (peer_id, mark) in enumerate(zip(members, manifest.marks, strict=True)):
+            if mark & (Mark.IDLE | Mark.LEFT_OUT):
+                unproven.add(peer_id)
+            if not mark & Mark.IDLE:
+                accusers = {leader} if mark & Mark.LEFT_OUT else absent_from[rank]
+                if others := accusers - {peer_id}:
+                    accused[peer_id] = frozenset(others)
+        group = {peer_id: not mark & Mark.CLIENT for peer_id, mark in zip(members, manifest.marks, strict=True)}
+        return Attendance(leader, group, frozenset(unproven), accused, manifest.late)
+
+    @staticmethod
+    def alone(peer_id: PeerId, *, can_lead: bool) -> Attendance:
+        """That of a step which a peer makes alone."""
+        return Attendance(peer_id, {peer_id: can_lead})
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """Who did its part in a round, and who is at fault; of the others of the group one cannot tell."""
+    """Who did its part in a round, who is at fault, and who is doubted by whom.
+
+    Attributes:
+        present: those that are not at fault, gave values, and were in the last exchange.
+    """
 
     complete: frozenset[PeerId]
+    present: frozenset[PeerId]
     at_fault: frozenset[PeerId]
-
-
-def judged(attendance: Attendance, skipped: Iterable[PeerId] = ()) -> Judged:
-    """Judge the group of a round.
-
-    Args:
-        skipped: the leaders of the attempts that failed.
-    """
-    by_accuser: dict[PeerId, set[PeerId]] = defaultdict(set)
-    at_fault = set(skipped)
-    unclear: set[PeerId] = set()
-    for accused, accusers in attendance.accused.items():
-        others = set(accusers) - {accused}
-        if len(others) > 1:
-            at_fault.add(accused)
-        elif others:
-            by_accuser[next(iter(others))].add(accused)
-    for accuser, accused_alone in by_accuser.items():
-        if len(accused_alone) > 1:
-            at_fault.add(accuser)
-        else:
-            unclear |= {accuser, *accused_alone}
-    return Judged(
-        frozenset(attendance.group.keys() - at_fault - unclear),
-        frozenset(at_fault),
-    )
+    doubted: Mapping[PeerId, PeerId]
 
 
 class Roster(msgspec.Struct, frozen=True):
@@ -123,15 +178,17 @@ class Roster(msgspec.Struct, frozen=True):
     Attributes:
         round: number of the last committed round.
         troubled: of the last rounds, the newest first, whether there was trouble in each.
-        frozen: rounds in a row that changed nothing, as less than half of the members were in them.
+        guests_late: likewise, whether anybody was late.
+        frozen: rounds in a row that changed nothing, as not more than half of the members took part.
         former: members that have left, the last ones at the end.
     """
 
-    standings: dict[PeerId, Standing] = {}
-    round: int = 0
-    troubled: tuple[bool, ...] = ()
-    frozen: int = 0
-    former: tuple[PeerId, ...] = ()
+    standings: Annotated[dict[PeerIdText, Standing], msgspec.Meta(max_length=MAX_STANDINGS)] = {}
+    round: Count = 0
+    troubled: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MEMORY)] = ()
+    guests_late: Annotated[tuple[bool, ...], msgspec.Meta(max_length=MEMORY)] = ()
+    frozen: Count = 0
+    former: Annotated[tuple[PeerIdText, ...], msgspec.Meta(max_length=MAX_FORMER)] = ()
 
     # queries
 
@@ -141,21 +198,35 @@ class Roster(msgspec.Struct, frozen=True):
         return frozenset(peer_id for peer_id, standing in self.standings.items() if standing.is_member)
 
     def leaders(self, strangers: Iterable[PeerId] = ()) -> list[PeerId]:
-        """Who leads the next round: attempt ``n`` is led by the peer at this place of the list, in turns.
+        """Who leads the next round: the first one, or the next that can be reached; in turns.
 
         Members come first, the one that led longest ago at the head; then guests, with more complete rounds first; then
-        strangers that can be dialled, by peer id.
+        strangers that can be dialled, by peer id. Who is barred does not lead.
         """
-        able = [(peer_id, standing) for peer_id, standing in self.standings.items() if standing.can_lead]
+        able = [
+            (peer_id, standing)
+            for peer_id, standing in self.standings.items()
+            if standing.can_lead and not standing.barred_rounds(self.round)
+        ]
         members = [(standing.led, peer_id) for peer_id, standing in able if standing.is_member]
         guests = [(-standing.complete, peer_id) for peer_id, standing in able if not standing.is_member]
         known = [peer_id for _, peer_id in sorted(members)] + [peer_id for _, peer_id in sorted(guests)]
         return known + sorted(set(strangers) - self.standings.keys())
 
+    def barred_rounds(self, peer_id: PeerId) -> int:
+        """For how many of the next rounds a peer gets no place."""
+        standing = self.standings.get(peer_id)
+        return standing.barred_rounds(self.round) if standing is not None else 0
+
     @property
     def is_calm(self) -> bool:
         """Whether guests may become members: there was little trouble lately, for so many members."""
         return sum(self.troubled) <= 1 + len(self.members) // MEMBERS_FOR_TROUBLE
+
+    @property
+    def waits_for_guests(self) -> bool:
+        """Whether guests are waited for: nobody was late lately."""
+        return not any(self.guests_late)
 
     def patience(self, attempt: int = 0) -> float:
         """The share of the full patience for a member that does not come or does not get on, in an attempt."""
@@ -171,49 +242,90 @@ class Roster(msgspec.Struct, frozen=True):
         both = own & (theirs.members | set(theirs.former))
         return both if 2 * len(both) > len(own) else own
 
+    def digest(self) -> bytes:
+        """SHA-256, in whatever order the peers came."""
+        return hashlib.sha256(msgspec.msgpack.encode(self, order="sorted")).digest()
+
     # the next one
 
     def after(self, attendance: Attendance) -> Roster:
         """The roster after a committed round."""
-        number = self.round + 1
-        skipped = set(self.leaders()[: attendance.attempt])
-        result = judged(attendance, skipped)
-        members = self.members
+        number, members = self.round + 1, self.members
+        skipped = self._skipped(attendance.leader)
+        result = self.judged(attendance)
         if not members:
             return self._founded(result.complete, attendance, number)
-        if 2 * len(result.complete & members) <= len(members):
+        if 2 * len(result.present & members) <= len(members):
             if self.frozen + 1 >= MAX_FROZEN:
                 return self._founded(result.complete, attendance, number)
             return msgspec.structs.replace(self, round=number, frozen=self.frozen + 1)
-        at_fault = sorted(result.at_fault & members, key=lambda peer_id: (peer_id not in skipped, peer_id))
-        demoted = frozenset(at_fault[: len(members) // 3])  # a round alone does not change who most members are
+        faulty_members = sorted(result.at_fault & members, key=lambda peer_id: (peer_id not in skipped, peer_id))
+        demoted = faulty_members[: len(members) // 3]  # a round alone does not change who most members are
+        at_fault = (result.at_fault - members) | set(demoted)
+        known = set(self.standings) | ((result.complete | at_fault | result.doubted.keys()) & attendance.group.keys())
         standings: dict[PeerId, Standing] = {}
         left: list[PeerId] = []
-        for peer_id, standing in self.standings.items():
-            has_led = peer_id == attendance.leader or peer_id in skipped
-            led = number if has_led else standing.led
-            can_lead = attendance.group.get(peer_id, standing.can_lead)
+        for peer_id in sorted(known):
+            standing = self.standings.get(peer_id, Standing())
             is_here = peer_id in attendance.group
-            is_at_fault = peer_id in demoted or (peer_id in result.at_fault and not standing.is_member)
-            if is_at_fault:
-                changed = Standing(0, 0 if is_here else standing.missed + 1, led, False, can_lead)
+            changed = msgspec.structs.replace(
+                standing,
+                missed=0 if is_here else min(standing.missed + 1, MAX_MISSED + 1),
+                led=number if peer_id == attendance.leader or peer_id in skipped else standing.led,
+                can_lead=attendance.group.get(peer_id, standing.can_lead),
+            )
+            if peer_id in at_fault:
+                changed = changed.at_fault(number)
             elif peer_id in result.complete:
-                complete = min(standing.complete + 1, QUALIFYING)
-                changed = Standing(complete, 0, led, standing.is_member, can_lead)
-            else:  # it was not there, or one cannot tell what it did
-                missed = 0 if is_here else standing.missed + 1
-                changed = Standing(standing.complete, missed, led, standing.is_member, can_lead)
-            if changed.missed > MAX_MISSED:
-                left += [peer_id] if standing.is_member else []
-            else:
+                changed = changed.completed()
+            elif peer_id in result.doubted:
+                changed = msgspec.structs.replace(changed, doubted_by=result.doubted[peer_id], cleared=0)
+            if changed.missed <= MAX_MISSED or changed.barred_rounds(number):
                 standings[peer_id] = changed
-        for peer_id in sorted(result.complete - standings.keys()):
-            standings[peer_id] = Standing(1, can_lead=attendance.group[peer_id])
-        is_troubled = bool(demoted) or attendance.is_late or attendance.attempt > 0
-        troubled = (is_troubled, *self.troubled)[:MEMORY]
-        former = tuple(peer_id for peer_id in self.former if peer_id not in standings) + tuple(sorted(left))
-        after = Roster(standings, number, troubled, 0, former[-MAX_FORMER:])
+            elif standing.is_member:
+                left.append(peer_id)
+        former = tuple(peer_id for peer_id in self.former if peer_id not in standings) + tuple(left)
+        after = Roster(
+            _limited(standings),
+            number,
+            (bool(demoted) or attendance.late == Late.MEMBERS, *self.troubled)[:MEMORY],
+            (attendance.late != Late.NOBODY, *self.guests_late)[:MEMORY],
+            0,
+            former[-MAX_FORMER:],
+        )
         return after._with_new_members()
+
+    def judged(self, attendance: Attendance) -> Judged:
+        """Judge the group of a round that follows this roster."""
+        members = self.members or attendance.group.keys()
+        at_fault = self._skipped(attendance.leader) if attendance.late == Late.MEMBERS else set()
+        by_accuser: dict[PeerId, list[PeerId]] = defaultdict(list)
+        for accused, accusers in attendance.accused.items():
+            believed = [accuser for accuser in accusers if accuser in members]
+            if len(believed) > 1:
+                at_fault.add(accused)
+            elif believed:
+                by_accuser[believed[0]].append(accused)
+        doubted: dict[PeerId, PeerId] = {}
+        unclear: set[PeerId] = set()
+        for accuser, accused_alone in by_accuser.items():
+            if sum(accused in members for accused in accused_alone) > 1:
+                at_fault.add(accuser)
+                continue
+            for accused in accused_alone:
+                earlier = self.standings.get(accused, Standing()).doubted_by
+                if earlier and earlier != accuser:
+                    at_fault.add(accused)
+                else:
+                    doubted[accused] = accuser
+                    unclear |= {accused, accuser} if accused in members else {accused}
+        present = attendance.group.keys() - at_fault - set(attendance.unproven)
+        return Judged(frozenset(present - unclear), frozenset(present), frozenset(at_fault), doubted)
+
+    def _skipped(self, leader: PeerId) -> set[PeerId]:
+        """Those that should have led before this leader."""
+        leaders = self.leaders()
+        return set(leaders[: leaders.index(leader)] if leader in leaders else leaders)
 
     def _with_new_members(self) -> Roster:
         """Promote guests that qualify, if it is calm: at most a quarter of the members, and at least one."""
@@ -231,15 +343,79 @@ class Roster(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, standings=standings)
 
     def _founded(self, founders: Collection[PeerId], attendance: Attendance, number: int) -> Roster:
-        """A roster whose members are the contributors of a round."""
+        """A roster whose members are the contributors of a round; faults are not forgotten."""
         standings = {
-            peer_id: Standing(
+            peer_id: msgspec.structs.replace(standing, is_member=False)
+            for peer_id, standing in self.standings.items()
+            if standing.barred_rounds(number)
+        }
+        for peer_id in founders:
+            before = self.standings.get(peer_id, Standing())
+            standings[peer_id] = Standing(
                 QUALIFYING,
                 led=number if peer_id == attendance.leader else 0,
                 is_member=True,
                 can_lead=attendance.group[peer_id],
+                faults=before.faults,
+                fault_round=before.fault_round,
             )
-            for peer_id in sorted(founders)
-        }
+        standings = _limited(standings)
         former = [peer_id for peer_id in (*self.former, *sorted(self.members)) if peer_id not in standings]
         return Roster(standings, number, former=tuple(dict.fromkeys(former))[-MAX_FORMER:])
+
+
+make_ready(Roster)
+
+
+def _limited(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:
+    """At most ``MAX_STANDINGS``: members, then guests that have missed the fewest rounds."""
+
+    def order(peer_id: PeerId) -> tuple[bool, int, int, PeerId]:
+        standing = standings[peer_id]
+        return (not standing.is_member, standing.missed, -standing.complete, peer_id)
+
+    return {peer_id: standings[peer_id] for peer_id in sorted(standings, key=order)[:MAX_STANDINGS]}
+
+
+def check_roster(roster: Roster) -> None:
+    """Raises ``ValueError`` if no committed rounds lead to a roster that another peer has sent."""
+    standings = roster.standings.values()
+    lengths = (
+        (len(standings), MAX_STANDINGS),
+        (len(roster.troubled), MEMORY),
+        (len(roster.guests_late), MEMORY),
+        (len(roster.former), MAX_FORMER),
+        (roster.frozen, MAX_FROZEN),
+    )
+    if any(length > most for length, most in lengths):
+        raise ValueError(f"its roster has {len(standings)} peers and {len(roster.former)} former ones, or odd counts")
+    for peer_id, one in roster.standings.items():
+        counts = (
+            (one.complete, GOOD_ROUNDS),
+            (one.missed, MAX_MISSED + 1),
+            (one.cleared, QUALIFYING),
+            (one.faults, MAX_FAULTS),
+            (one.led, roster.round),
+            (one.fault_round, roster.round),
+        )
+        if any(not 0 <= count <= most for count, most in counts):
+            raise ValueError(f"its roster has impossible counts for peer {peer_id!r}")
+
+
+# where a committed round leads
+
+
+def lineage_of(seal: bytes, roster: Roster) -> bytes:
+    """The lineage of a position.
+
+    Args:
+        seal: digest of all that led there.
+    """
+    return hashlib.sha256(seal + roster.digest()).digest()
+
+
+def next_place(position: Position, roster: Roster, manifest: RoundManifest) -> tuple[Position, Roster, bytes]:
+    """The position after a committed round of one group, the roster there, and the seal of both."""
+    seal = hashlib.sha256(position.lineage + manifest.fingerprint()).digest()
+    after = roster.after(Attendance.of(manifest))
+    return Position(position.step + 1, lineage_of(seal, after)), after, seal
