@@ -11,6 +11,7 @@ from _roster import Everybody
 from manyhands import Peer
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.presence import next_position
 from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address
@@ -69,7 +70,7 @@ class System:
         meter = RoundMeter()
         averaging = self._rounds[codec].average(self._vector_N, 1.0, shapes=shapes, meter=meter, refill=self._again)
         result = self._peers[codec].run(averaging, TIMEOUT_S + 10.0, "averaging")
-        self._rosters[codec].at = result.manifest.position.after(result.manifest)
+        self._rosters[codec].at = next_position(result.manifest.position, result.manifest)
         self._result_N = result.averaged_N
         return result.averaging_s, meter.matchmaking_s
 

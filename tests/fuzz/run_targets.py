@@ -39,6 +39,7 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.presence import PRESENCE, PresenceRecord, next_position
+from manyhands.averaging.roster import Roster, check_roster, lineage_of, next_place
 from manyhands.averaging.round.count import Count
 from manyhands.averaging.round.machine import Exchanged, Finish, Round, Told
 from manyhands.averaging.round.machine import State as RoundState
@@ -55,13 +56,14 @@ from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, TellResponse, WhereAreYou
 from manyhands.optim.run.progress import Observed, ProgressLog, ProgressRecord, View, next_refresh_s
 from manyhands.optim.state.download import check_of
+from manyhands.optim.state.replay import check_manifest
 from manyhands.optim.state.state import Capture, hyper_parameters_of, restore, specs_of
 from tests.fuzz.target import REMOTE, Target, decoded, finish, stream_of
 from tests.network import identity_of
 from tests.unit.optim.fake_dht import FakeDht
 
 IDS = [identity_of(number).peer_id for number in range(1, 4)]
-AT = Position(7, b"lineage")
+AT = Position(7, lineage_of(b"", Roster()))
 MEMBERS = [
     Member(peer_id, [f"/ip4/10.0.0.1/tcp/{rank + 1}/p2p/{peer_id}"], rank == 2, 1.5 * rank, 10**7 * rank)
     for rank, peer_id in enumerate(IDS)
@@ -125,7 +127,9 @@ def _joined(group: Group) -> None:
     if group.rank_of(group.leader) is None:  # it is refused
         return
     manifest = group.manifest(b"digest")
-    assert group.position.after(manifest).step == group.position.step + 1
+    position, roster, _ = next_place(group.position, Roster(), manifest)
+    assert position.step == group.position.step + 1
+    check_roster(roster)
     group.rank_of(IDS[0])
     for member in group.members:
         readable_addresses(member.addresses)
@@ -176,12 +180,17 @@ def _verdict(data: bytes) -> None:
     assert set(verdict.blamed) <= set(IDS)
     if verdict.manifest is not None:
         assert verdict.manifest.members == IDS
-        assert AT.after(verdict.manifest).step == AT.step + 1
+        assert next_position(AT, verdict.manifest).step == AT.step + 1
 
 
 def _round_manifest(data: bytes) -> None:
     manifest = decoded(data, RoundManifest)
-    assert len(AT.after(manifest).lineage) == 32
+    assert len(next_position(AT, manifest).lineage) == 32
+    check_manifest(REMOTE, manifest, manifest.position)
+    roster = Roster()
+    for _ in range(3):
+        _, roster, _ = next_place(AT, roster, manifest)
+        check_roster(roster)
 
 
 # records in the DHT: the value was decoded there already

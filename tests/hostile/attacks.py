@@ -35,6 +35,7 @@ from manyhands.averaging.messages import (
     Member,
     Position,
 )
+from manyhands.averaging.roster import Roster, lineage_of
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.state.content import State, StateHeader, sealed, state_of
 from manyhands.averaging.state.server import (
@@ -89,6 +90,10 @@ BY_INVITATION = (FALSE_LEASES, FOREIGN_CHARTERS, STRANGERS_RECORDS)
 FILL_S = 60.0
 SLOW_BYTES = 1200
 """Of a state that a slow donor sends, ten times a second."""
+
+SEAL = b"\xff" * 32
+LINEAGE = lineage_of(SEAL, Roster())
+"""Of the attackers' states: it fits their roster, so it is their content that is looked at."""
 
 Attack = Callable[["Attacker"], None]
 Spoil = Callable[[Scalars, StateHeader, list[torch.Tensor | None]], None]
@@ -184,7 +189,7 @@ def state_at(position: Position, samples: int, spoil: Spoil) -> State:
     sent = [(spec, tensor) for spec, tensor in zip(header.tensors, tensors, strict=True) if tensor is not None]
     specs = [msgspec.structs.replace(spec, shape=tuple(tensor.shape)) for spec, tensor in sent]
     encoded = msgspec.msgpack.encode(scalars, order="sorted")
-    header = StateHeader(position, samples, specs, encoded, b"")
+    header = StateHeader(position, samples, specs, encoded, b"", seal=SEAL)
     return sealed(state_of(header, [tensor for _, tensor in sent]))
 
 
@@ -228,7 +233,7 @@ def branch_with_a_state(
 
     def attack(attacker: Attacker) -> None:
         presences = attacker.more(num_claimed, hosts)
-        own, current = {presence.peer_id for presence in presences}, [state_at(Position(1, bytes(32)), 1, spoil)]
+        own, current = {presence.peer_id for presence in presences}, [state_at(Position(1, LINEAGE), 1, spoil)]
 
         async def begin() -> None:
             for presence in presences:
@@ -242,7 +247,7 @@ def branch_with_a_state(
                 return
             record = max(honest.values(), key=lambda record: record.position.step)
             step = min(record.position.step + ahead, MAX_COUNT)
-            position = Position(step, b"\xff" * len(record.position.lineage))
+            position = Position(step, LINEAGE)
             samples = min(record.lineage_samples + ahead * TARGET, MAX_COUNT)
             header = msgspec.structs.replace(current[0].header, position=position, lineage_samples=samples)
             current[0] = dataclasses.replace(current[0], header=header)

@@ -13,6 +13,7 @@ import torch
 from manyhands.averaging.allreduce import streams
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Member, StreamHeader
+from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
@@ -42,7 +43,7 @@ async def mean_of(members: Members, meter: RoundMeter | None = None) -> list[flo
     ]
     results = await asyncio.gather(*averaging)
     for (_, roster, _), result in zip(members, results, strict=True):
-        roster.at = result.manifest.position.after(result.manifest)
+        roster.at = next_position(result.manifest.position, result.manifest)
     return [float(result.averaged_N.mean()) for result in results if result.averaged_N is not None]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster, Standing, lineage_of
 from manyhands.averaging.state import content as state_module
 from manyhands.averaging.state import download as download_module
 from manyhands.averaging.state import server as server_module
@@ -26,6 +27,11 @@ from tests.integration.test_state_transfer import AT, Donor, assert_whole, behav
 from tests.swarm import endpoints
 
 CHUNK_BYTES = 1 << 16
+
+OTHER_ROSTER = Roster({PeerId("another"): Standing(3, is_member=True)}, 5)
+OTHER_PLACE = {
+    "position": Position(AT.step, lineage_of(b"seal", OTHER_ROSTER)), "roster": OTHER_ROSTER, "seal": b"seal",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +264,7 @@ async def test_chunks_that_have_not_changed_are_not_downloaded_again() -> None:
         first = await download(newcomer, donor)
         with torch.no_grad():
             donor.weights[0][-1] += 1.0
-        donor.position = Position(6, b"next")
+        donor.position = Position(6, AT.lineage)
         before = one.bytes_sent
         second = await download_state(newcomer, donor.manifest, [donor.peer_id], AT, held=first)
         assert second.digests == donor.state().digests
@@ -279,16 +285,36 @@ async def test_of_several_states_the_one_that_most_donors_hold_is_taken(first: i
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-async def test_one_donor_alone_does_not_say_where_the_run_began(first: int) -> None:
+@pytest.mark.parametrize("change", [{"ancestry": b"another0"}, OTHER_PLACE])
+async def test_one_donor_alone_does_not_say_where_the_run_began_or_who_its_members_are(
+    change: dict[str, object], first: int
+) -> None:
     """Checkpoints are kept or set aside by it. It is the fastest."""
     async with endpoints(4) as (*holders, newcomer):
         donors = [Donor(holders[0]), *(slowly(Donor(endpoint)) for endpoint in holders[1:])]
         capture = donors[0].server._capture
         donors[0].server._capture = lambda: replace(
-            capture(), header=msgspec.structs.replace(capture().header, ancestry=b"another0")
+            capture(), header=msgspec.structs.replace(capture().header, **change)
         )
         state = await download(newcomer, *donors[first:], *donors[:first])
-        assert state.header.ancestry == donors[1].state().header.ancestry
+        assert state.header == donors[1].state().header
+
+
+async def test_a_donor_whose_roster_is_not_that_of_its_lineage_is_named_before_it_sends_a_tensor() -> None:
+    async with endpoints(3) as (one, two, newcomer):
+        liar, donor, named = Donor(one), Donor(two), dict[PeerId, str]()
+        capture = liar.server._capture
+        liar.server._capture = lambda: replace(
+            capture(), header=msgspec.structs.replace(capture().header, roster=OTHER_PLACE["roster"])
+        )
+        state = await download_state(
+            newcomer, donor.manifest, [liar.peer_id, donor.peer_id], AT, on_violation=named.__setitem__
+        )
+        assert_whole(state, donor)
+        assert state.donors == (donor.peer_id,)
+        assert named == {
+            liar.peer_id: f"peer {liar.peer_id}: its state does not fit: its roster is not that of its lineage"
+        }
 
 
 async def test_a_donor_that_does_not_answer_delays_the_choice_by_a_moment() -> None:

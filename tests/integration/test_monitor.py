@@ -69,7 +69,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         assert told(events, StepMade) == [StepMade(3, 4.5, 1, 64, 1.5)]
         assert told(events, HeldoutSeen) == [HeldoutSeen(3, 5.5, 0.25, 0.5)]
 
-        fourth = alone_lineage(b"x", trainer.peer_id)
+        fourth = alone_lineage(b"x", trainer.peer_id, bytes(32))
         progress(ProgressRecord(Position(4, fourth), 8, 2.5, 64, False, trainer.addresses, 60.0))
         wait_until(lambda: events[-1].step == 4)  # type: ignore[union-attr]
         progress(GOODBYE)
@@ -84,7 +84,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         hostile = {"name": "\x1b[2J", "step": 4, "samples_used": 10**6}
         liar.store(metrics_key("run", AccountRecord), hostile, ttl_s=60, subkey=liar.peer_id)
         alone = RecentSteps(trainer.peer_id)
-        alone.add(Position(3, b"x"), Position(4, fourth), {trainer.peer_id: 64.0})
+        alone.add(Position(3, b"x"), Position(4, fourth), {trainer.peer_id: 64.0}, roster=bytes(32))
         account = AccountRecord(name="<img onerror>", step=4, steps=alone.listed())
         trainer.run(publish_metrics(trainer.dht, trainer.peer_id, "run", account), 5.0, "publishing")
         wait_until(lambda: monitor.picture is not None and monitor.picture.leaders)

@@ -17,6 +17,7 @@ from manyhands.averaging.allreduce.means import digest_of_all
 from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest, SpanResult
+from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer, framed
@@ -70,10 +71,11 @@ class Donor:
         committed = await self.runner.average(values_N, 1.0, shapes=SHAPES)
         assert committed.averaged_N is not None
         assert committed.means is not None
-        await self.keeper.add(committed.manifest, committed.means, may_be_lacking)
+        end = next_position(self.roster.at, committed.manifest)
+        await self.keeper.add(committed.manifest, committed.means, may_be_lacking, end)
         self.made.append((committed.manifest, committed.averaged_N.clone()))
         committed.averaged_N.zero_()  # as an update changes it
-        self.roster.at = self.roster.at.after(committed.manifest)
+        self.roster.at = end
 
 
 @asynccontextmanager
@@ -198,7 +200,7 @@ async def test_a_donor_that_lies_is_named(reason: str) -> None:
         liar = donors[0]
         with liar.server.following(newcomer.peer_id):
             await make_steps(donors, 1)
-        kept, pieces = liar.keeper._steps[0]
+        kept, pieces, _ = liar.keeper._steps[0]
         told, sent = LIES[reason](kept, [piece.numpy().tobytes() for piece in pieces])
 
         async def lie(remote: object, header: bytes, stream: Stream) -> None:

@@ -32,6 +32,7 @@ from manyhands.averaging.messages import (
     VerdictQuery,
     Vote,
 )
+from manyhands.averaging.presence import next_position
 from manyhands.averaging.round import answers
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution
@@ -189,7 +190,7 @@ async def test_who_comes_while_the_leader_still_applies_the_last_round_is_not_se
     async with averagers(2, config=PATIENT) as members:
         leader, fast = by_id(members)
         first = (await committed([leader, fast]))[0]
-        fast.roster.at = START.after(first.manifest)
+        fast.roster.at = next_position(START, first.manifest)
         early = start([fast])
         await turns(200)  # the request is there, and held
         assert not early[0].done()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster, lineage_of
 from manyhands.averaging.state import download as downloading_module
 from manyhands.averaging.state import server as server_module
 from manyhands.averaging.state.content import State, StateHeader, sealed
@@ -36,7 +37,7 @@ from manyhands.transport import Stream
 from tests.network import PATIENCE_S
 from tests.swarm import endpoints
 
-AT = Position(5, b"lineage")
+AT = Position(5, lineage_of(b"seal", Roster()))
 NUMEL = 300_000  # in one tensor: more than a backlog, so that a sender has to wait for its receiver
 
 
@@ -58,7 +59,7 @@ class Donor:
         return self._copied()
 
     def _copied(self) -> State:
-        state = Capture(self.optimizer, {}, self.position, 99).copy()
+        state = Capture(self.optimizer, {}, self.position, 99, seal=b"seal").copy()
         assert state is not None
         return state
 
@@ -72,7 +73,7 @@ class Donor:
 
     def move_on(self) -> None:
         self.make_step()
-        self.position = Position(self.position.step + 1, b"next")
+        self.position = Position(self.position.step + 1, AT.lineage)
 
     @property
     def manifest(self) -> RunManifest:

@@ -10,6 +10,7 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, SpanResult
+from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
@@ -66,7 +67,7 @@ class Commits:
                 mean = sum(values[member] * weight for member, weight in here.items()) / sum(here.values())
                 if not torch.allclose(averaged_N[part.start : part.stop], torch.tensor(mean)):
                     self.wrong.append(f"the mean of {group_id.hex()} from {part.start} is not {mean}")
-        position = manifest.position.after(manifest)
+        position = next_position(manifest.position, manifest)
         if (position.step, position.lineage) > (self.latest.step, self.latest.lineage):
             self.latest = position
 
@@ -109,7 +110,7 @@ def start_rounds(world: World, names: list[str]) -> Commits:
             return
         commits.add(endpoint.peer_id, weight, result, values)
         commits.times[endpoint.peer_id] = (world.loop.time(), len(result.manifest.members))
-        roster.at = result.manifest.position.after(result.manifest)
+        roster.at = next_position(result.manifest.position, result.manifest)
 
     for name in names:
         world.start(name, peer)

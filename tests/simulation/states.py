@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster, lineage_of
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer
 from manyhands.base.address import Address
@@ -58,7 +59,7 @@ def start_states(world: World, donors: list[str], odd: list[str], newcomers: lis
     addresses = {world.identity(name).peer_id: Address.of(world.host(name).ip, PORT) for name in donors}
 
     def position() -> Position:
-        return Position(int(world.loop.time() / STEP_S), b"lineage")
+        return Position(int(world.loop.time() / STEP_S), lineage_of(b"", Roster()))
 
     def capture(*, is_odd: bool) -> State:
         at = position()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster, lineage_of
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer
 from manyhands.optim.run.drift import sketch_of
@@ -15,6 +16,7 @@ from tests.unit.access.world import RUN
 
 HONEST = ("a", "b", "c")
 AHEAD = 50
+SEAL = b"elsewhere"
 SPOILT = 1000.0
 """A parameter of the strangers' model."""
 
@@ -46,8 +48,15 @@ class Stranger:
         honest = self._run.optimizers["a"]._replica.capture()
         header, tensors = honest.header, [tensor.clone() for tensor in honest.tensors]
         tensors[0].fill_(SPOILT)
-        samples = 32 * self._claimed.step
-        return state_of(StateHeader(self._claimed, samples, header.tensors, header.scalars, b""), tensors)
+        place = (self._claimed, Roster(), SEAL) if self._is_elsewhere else (header.position, header.roster, header.seal)
+        position, roster, seal = place
+        samples = 32 * position.step
+        sent = StateHeader(position, samples, header.tensors, header.scalars, b"", roster=roster, seal=seal)
+        return state_of(sent, tensors)
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._claimed.lineage == lineage_of(SEAL, Roster())
 
     async def publish(self, now: float) -> None:
         await self._reader.refresh()
@@ -55,7 +64,7 @@ class Stranger:
         position = max((record.position for record in records), key=lambda position: position.step)
         sketch = b""
         if now >= self._jump_s and self._ahead:
-            position = Position(position.step + self._ahead, b"elsewhere")
+            position = Position(position.step + self._ahead, lineage_of(SEAL, Roster()))
         elif now >= self._jump_s:
             sketch = sketch_of(self._state().tensors[:2], position.step).sums
         self._claimed = position

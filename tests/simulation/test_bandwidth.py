@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address
 from manyhands.rpc import Endpoint, RpcConfig
@@ -85,7 +86,7 @@ def run_rounds(
             result = await averager.average(vector_N, 1.0, meter=meter)
             assert result.averaged_N is not None
             torch.testing.assert_close(result.averaged_N, vector_N)
-            roster.at = result.manifest.position.after(result.manifest)
+            roster.at = next_position(result.manifest.position, result.manifest)
             vectors = meter.num_bytes_sent / (4 * NUMEL)  # of n members, who reduces the fraction w sends 1 + (n - 2) w
             measured.owned[number][host.name] = round((vectors - 1) / (len(ids) - 2), 2)
             if host.name == "p0":

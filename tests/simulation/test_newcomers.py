@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 
+from manyhands.averaging.roster import lineage_of
 from manyhands.base.address import Address
 from manyhands.optim.step.replica import Replica
 from tests.simulation.newcomers import NEWCOMER, joined
@@ -33,6 +34,10 @@ def test_a_newcomer_contributes_in_the_first_step_after_its_download_though_five
     first = min(step for step, contributors in run.contributors.items() if peer_id in contributors)
     assert first <= run.joined_at.step + 2, "the step that had begun when it joined, or the one that began then"
     assert all(len(digests) == 1 for digests in run.digests.values())
+    replicas = [member.optimizer._replica for member in run.swarm.members.values()]
+    assert all(replica.position.lineage == lineage_of(replica.seal, replica.roster) for replica in replicas)
+    assert all(peer_id in replica.roster.standings for replica in replicas)
+    assert all(replica.roster.round == replica.position.step for replica in replicas)
 
 
 @pytest.mark.long

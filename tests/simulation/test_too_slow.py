@@ -15,6 +15,7 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.presence import next_position
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted, TooSlow
@@ -96,7 +97,9 @@ class Lines:
         began = self._world.loop.time()
         try:
             result = await runner.average(values_N, 1.0, shapes=[(self.numel // 1000, 1000)])
-            self._latest = max(self._latest, result.manifest.position.after(result.manifest), key=lambda at: at.step)
+            self._latest = max(
+                self._latest, next_position(result.manifest.position, result.manifest), key=lambda at: at.step
+            )
         except RoundAborted as error:
             result = error
         self.results[name].append(result)

@@ -58,17 +58,14 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         step: global step, the number of optimizer steps made so far.
-        lineage: digest of all committed rounds that led here, which reveals a split at the next meeting.
+        lineage: digest of all committed rounds that led here, which reveals a split at the next meeting; in a run also
+            of the roster here (:mod:`manyhands.averaging.roster`).
         group_key: group of the grid, in swarms that are too large for one; see docs/explanation/averaging.md.
     """
 
     step: Count
     lineage: Digest
     group_key: Annotated[str, msgspec.Meta(max_length=100)] = ""
-
-    def after(self, manifest: RoundManifest) -> Position:
-        """The position after a committed round from here."""
-        return Position(self.step + 1, hashlib.sha256(self.lineage + manifest.fingerprint()).digest())
 
 
 class Late(enum.IntEnum):

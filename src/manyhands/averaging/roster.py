@@ -411,7 +411,12 @@ def lineage_of(seal: bytes, roster: Roster) -> bytes:
     Args:
         seal: digest of all that led there.
     """
-    return hashlib.sha256(seal + roster.digest()).digest()
+    return lineage_with(seal, roster.digest())
+
+
+def lineage_with(seal: bytes, digest: bytes) -> bytes:
+    """The lineage of a position whose roster has this digest."""
+    return hashlib.sha256(seal + digest).digest()
 
 
 def next_place(position: Position, roster: Roster, manifest: RoundManifest) -> tuple[Position, Roster, bytes]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from manyhands.averaging.roster import next_place
 from manyhands.averaging.state.content import State
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, RECORD_S
@@ -48,6 +49,11 @@ class BlockingRunClient:
         self._replica = replica
         self._averaging = collaboration.averaging
         self._report_at = 0.0  # beside a step in the background
+
+    @property
+    def can_be_dialled(self) -> bool:
+        """Whether this peer is not in client mode."""
+        return not self._collaboration.presence.endpoint.client_mode
 
     def join(self, check_peers: Callable[[int], None]) -> bool:
         """Join the run with its state; returns whether that had to be loaded. Raises what the optimizer does.
@@ -241,8 +247,9 @@ class BlockingRunClient:
     def replay(self, step: MissedStep) -> None:
         """Make a step of the others as they have made it."""
         replica, manifest = self._replica, step.manifest
-        lineage, samples = replica.position.after(manifest).lineage, sum_of_samples(manifest.weights)
-        replica.advance(step.mean_N, Averaged(None, lineage, samples, shares=manifest.contributors()))
+        position, roster, seal = next_place(replica.position, replica.roster, manifest)
+        samples, shares = sum_of_samples(manifest.weights), manifest.contributors()
+        replica.advance(step.mean_N, Averaged(None, position.lineage, samples, shares=shares, roster=roster, seal=seal))
         replica.copy_to_model()
 
     def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:

@@ -18,6 +18,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from manyhands.averaging.messages import SHORT_ID_BYTES, Count, Digest, Position, short_id
+from manyhands.averaging.roster import lineage_with
 from manyhands.averaging.timing import IDLE_S
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
@@ -82,9 +83,14 @@ class HeldoutRecord(msgspec.Struct, frozen=True):
             raise ValueError("losses and accuracies are finite")
 
 
-def alone_lineage(before: bytes, peer_id: PeerId) -> bytes:
-    """The lineage after a step that a peer has made alone."""
+def alone_seal(before: bytes, peer_id: PeerId) -> bytes:
+    """The seal of a step that a peer has made alone; see :mod:`manyhands.averaging.roster`."""
     return hashlib.sha256(before + b"alone" + peer_id.encode()).digest()
+
+
+def alone_lineage(before: bytes, peer_id: PeerId, roster: bytes) -> bytes:
+    """The lineage after such a step, which led to a roster with this digest."""
+    return lineage_with(alone_seal(before, peer_id), roster)
 
 
 def short_lineage(lineage: bytes) -> bytes:
@@ -99,6 +105,7 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
         is_grid: the list is that of one group of a grid; there are others.
         digest: of all this and the list.
         shares: the list: short ids and samples of the contributors, packed; empty if others publish it.
+        roster: digest of the roster after a step that this peer has made alone; else empty.
     """
 
     step: Count
@@ -107,6 +114,7 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_grid: bool
     digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
     shares: Annotated[bytes, msgspec.Meta(max_length=MAX_LISTS_BYTES)] = b""
+    roster: Digest = b""
 
     def __post_init__(self) -> None:
         if len(self.shares) % SHARE_BYTES:
@@ -114,7 +122,7 @@ class CommittedStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def is_proven_alone(self, peer_id: PeerId) -> bool:
         """Whether the lineage shows that this peer has made the step alone; see :func:`alone_lineage`."""
-        return self.after == short_lineage(alone_lineage(self.before, peer_id))
+        return self.after == short_lineage(alone_lineage(self.before, peer_id, self.roster))
 
     def has_true_digest(self) -> bool:
         """Whether the digest is that of the list, which must be in order and name each peer once."""
@@ -257,8 +265,21 @@ class RecentSteps:
         self._num_fragments = num_fragments
         self._steps: deque[CommittedStep] = deque(maxlen=NUM_STEPS)
 
-    def add(self, left: Position, reached: Position, shares: Mapping[PeerId, float], *, is_grid: bool = False) -> None:
-        """A step was made; ``shares`` has the weight of each contributor, of none if the parameters are unchanged."""
+    def add(
+        self,
+        left: Position,
+        reached: Position,
+        shares: Mapping[PeerId, float],
+        *,
+        is_grid: bool = False,
+        roster: bytes = b"",
+    ) -> None:
+        """A step was made.
+
+        Args:
+            shares: the weight of each contributor, of none if the parameters are unchanged.
+            roster: digest of the roster that it led to, if this peer has made it alone.
+        """
         parts = self._num_fragments
         added = (reached.step * GOLDEN_RATIO % 2**64) * parts >> 64  # from 0 to parts - 1, evenly over any steps
         counted = {
@@ -269,7 +290,8 @@ class RecentSteps:
         digest = digest_of_step(reached.step, before, after, is_grid, lists)
         listing = sorted(counted, key=lambda peer: hashlib.sha256(after + peer).digest())[:NUM_LISTING]
         is_listing = self._own_id in listing and len(lists) <= MAX_LISTS_BYTES
-        self._steps.append(CommittedStep(reached.step, before, after, is_grid, digest, lists if is_listing else b""))
+        listed = lists if is_listing else b""
+        self._steps.append(CommittedStep(reached.step, before, after, is_grid, digest, listed, roster))
 
     def forget_from(self, step: int) -> None:
         """Forget this step and later ones: this peer goes on from an earlier state."""

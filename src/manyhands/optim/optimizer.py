@@ -481,7 +481,7 @@ class Optimizer(OptimizerWrapper):
             logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step + 1)
         self._was_alone = True
         with self._attempt() as step:
-            step.use_own_gradient(self.peer.peer_id)
+            step.use_own_gradient(self.peer.peer_id, can_lead=self._client.can_be_dialled)
             self._apply(step)
 
     @contextmanager
@@ -535,7 +535,8 @@ class Optimizer(OptimizerWrapper):
         outcome, number = step.outcome, step.left_from.step + 1
         assert outcome is not None
         shares = {} if step.refusal else outcome.shares
-        self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=outcome.is_in_grid)
+        roster = b"" if outcome.manifest is not None else outcome.roster.digest()
+        self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=outcome.is_in_grid, roster=roster)
         if outcome.is_left_out or step.refusal:
             self.last_failure = Failure(number, step.refusal or "the group made the step without its samples")
         self._was_alone = outcome.manifest is None

@@ -16,7 +16,7 @@ from manyhands.optim.step.replica import Replica
 PLACE = "manyhands"
 """Key of a checkpoint's position in the run."""
 PARTS = ("state", "param_groups")
-PLACE_PARTS = ("step", "lineage", "lineage_samples", "scheduler")
+PLACE_PARTS = ("step", "lineage", "lineage_samples", "ancestry", "roster", "seal", "scheduler")
 
 
 def check_accumulation(num_batches: int, *, makes_local_steps: bool) -> None:

@@ -20,6 +20,7 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
+from manyhands.averaging.presence import next_position
 from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import AT, group_of, peer
 
@@ -28,7 +29,7 @@ def test_the_fingerprint_of_a_manifest_never_changes() -> None:
     """It is part of every lineage: a new value splits a run between old and new peers."""
     manifest = RoundManifest(b"id", Position(7, b"lineage"), 0, [peer(0), peer(1)], [4.0, 2.5], [0, 1], b"digest")
     assert manifest.fingerprint().hex() == "afccd802e8c7107b3d78d6fa1f887835b4e92cd7d7c36741e935f09ff97f270d"
-    after = Position(7, b"lineage").after(manifest)
+    after = next_position(Position(7, b"lineage"), manifest)
     assert after.step == 8
     assert after.lineage.hex() == "0bcf996b241943fecbb4ec66558885b7e8ffd54a76705adf0fc0e1c2ccec92ca"
 
@@ -56,7 +57,7 @@ def test_lineages_part_at_any_difference(change: str) -> None:
         "digest": b"another",
     }
     changed = msgspec.structs.replace(manifest, **{change: other[change]})
-    assert AT.after(changed) != AT.after(manifest)
+    assert next_position(AT, changed) != next_position(AT, manifest)
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, -math.inf, 1e300, "1"])

@@ -10,6 +10,8 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.metrics import AccountRecord, RecentSteps, alone_lineage
 
 Shares = Mapping[str, float]
+ROSTER = bytes(32)
+"""Digest of the roster after a step that a peer has made alone."""
 
 
 def start() -> Position:
@@ -20,7 +22,7 @@ def after(position: Position, shares: Shares, salt: str = "") -> Position:
     """Where a committed round leads."""
     if len(shares) == 1 and not salt:
         (peer,) = shares
-        return Position(position.step + 1, alone_lineage(position.lineage, PeerId(peer)))
+        return Position(position.step + 1, alone_lineage(position.lineage, PeerId(peer), ROSTER))
     name = f"{sorted(shares.items())} {salt}".encode()
     return Position(position.step + 1, hashlib.sha256(position.lineage + name).digest())
 
@@ -44,7 +46,7 @@ class Peers:
             self.positions[peer_id] = reached
             self.used[peer_id] += int(samples)
             if peer_id not in without:
-                self.steps[peer_id].add(left, reached, by_id)
+                self.steps[peer_id].add(left, reached, by_id, roster=ROSTER if len(by_id) == 1 else b"")
         return reached
 
     @property

@@ -20,7 +20,7 @@ from manyhands.optim.metrics import (
     packed,
     unpacked,
 )
-from tests.unit.monitor.published import Peers, after, start
+from tests.unit.monitor.published import ROSTER, Peers, after, start
 
 
 def look(credit: Credit, peers: Peers, now: float = 0.0, **others: Peers) -> None:
@@ -39,7 +39,9 @@ def lie(name: str, position: Position, shares: dict[str, int], before: bytes) ->
     """The account of a peer that claims a list of its own for the step that led to a position."""
     lists = packed({short_id(PeerId(peer)): samples for peer, samples in shares.items()})
     steps = RecentSteps(PeerId(name))
-    steps.add(Position(position.step - 1, before), position, {PeerId(peer): n for peer, n in shares.items()})
+    steps.add(
+        Position(position.step - 1, before), position, {PeerId(peer): n for peer, n in shares.items()}, roster=ROSTER
+    )
     (made,) = steps.listed()
     assert made.shares == lists
     return AccountRecord(step=position.step, steps=[made])

@@ -68,7 +68,7 @@ def test_an_optimizer_may_remember_the_gradient_that_it_was_given() -> None:
 
 def test_a_step_alone_has_this_peers_gradient() -> None:
     parameter, step = new_step()
-    step.use_own_gradient(PeerId("me"))
+    step.use_own_gradient(PeerId("me"), can_lead=True)
     step.advance()
     assert parameter.tolist() == [-1.0, -1.0]
 
@@ -127,6 +127,6 @@ def test_what_the_others_compare_is_told_unless_nobody_is_there() -> None:
         parameter.add_(1.0)
     assert step._sketch != step._replica.sketch(), "it is of the parameters as the step has left them"
     _, alone = new_step()
-    alone.use_own_gradient(PeerId("me"))
+    alone.use_own_gradient(PeerId("me"), can_lead=True)
     alone.advance()
     assert alone._sketch.sums == b""

@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 
 from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, NO_SEAT, Layout, Seat
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.grid_assignment import GridAssignment
 from tests.swarm import identity_of
 from tests.unit.optim.test_tracker import HERE, NEXT, Run, run_of_one
 
 GRID = Layout((2, 2))
+ROSTER = Roster(round=3)
 OTHERS = sorted(identity_of(number).peer_id for number in (201, 202, 203))
 
 
@@ -21,7 +23,7 @@ OTHERS = sorted(identity_of(number).peer_id for number in (201, 202, 203))
 async def seats() -> AsyncIterator[tuple[Run, GridAssignment]]:
     """One peer at step 3; more than two are a grid."""
     async with run_of_one() as run:
-        assignment = GridAssignment(run.tracker, run.endpoint.peer_id, 2, random.Random(1))
+        assignment = GridAssignment(run.tracker, run.endpoint.peer_id, 2, random.Random(1), lambda: ROSTER)
         run.tracker.on_outlook = assignment.plan
         yield run, assignment
 
@@ -65,6 +67,7 @@ async def test_after_a_step_of_more_peers_than_a_group_has_all_of_them_take_seat
         await run.hears(OTHERS[0], NEXT)
         await run.hears(OTHERS[1], NEXT)
         assert assignment.begin_step()
+        assert assignment.roster() is None
         assert run.tracker.own.seat.layout.sides == (2, 2)
 
 
@@ -97,6 +100,7 @@ async def test_up_to_the_size_of_a_group_nobody_has_a_seat() -> None:
         await run.hears(OTHERS[0])
         assert assignment.position() == HERE
         assert list(assignment.expected()) == [OTHERS[0]]
+        assert assignment.roster() == ROSTER
         assert not assignment.begin_step()
         assert run.tracker.own.seat == NO_SEAT
 

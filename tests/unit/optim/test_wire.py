@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster, Standing
 from manyhands.averaging.state.content import Origin, StateHeader
 from manyhands.averaging.state.server import StateAnswer
 from manyhands.base.identity import PeerId
@@ -82,10 +83,16 @@ def test_manifests_survive_the_dht_with_their_fingerprint(manifest: RunManifest)
     assert read.fingerprint() == manifest.fingerprint()
 
 
+STANDINGS = st.builds(Standing, COUNTS, is_member=st.booleans(), doubted_by=TEXTS.map(PeerId), faults=COUNTS)
+ROSTERS = st.builds(Roster, st.dictionaries(TEXTS.map(PeerId), STANDINGS, max_size=3), COUNTS, former=st.tuples(TEXTS))
 ORIGINS = st.none() | st.builds(Origin, POSITIONS, st.none() | st.lists(TEXTS.map(PeerId), max_size=3))
 
 
-@given(st.builds(StateHeader, POSITIONS, COUNTS, SPECS, st.binary(max_size=20), st.binary(max_size=32), ORIGINS))
+@given(
+    st.builds(
+        StateHeader, POSITIONS, COUNTS, SPECS, st.binary(max_size=20), st.binary(max_size=32), ORIGINS, roster=ROSTERS
+    )
+)
 def test_headers_of_states_survive_the_wire(header: StateHeader) -> None:
     answer = msgspec.msgpack.decode(msgspec.msgpack.encode(StateAnswer(header)), type=StateAnswer)
     assert answer.header == header

@@ -18,7 +18,8 @@ import torch
 from blake3 import blake3
 
 from manyhands.averaging.memory import bytes_of, empty_vector, whole_lines
-from manyhands.averaging.messages import Count, PeerIdText, Position
+from manyhands.averaging.messages import Count, Digest, PeerIdText, Position
+from manyhands.averaging.roster import Roster
 from manyhands.averaging.state.ancestry import MAX_ANCESTRY_BYTES
 from manyhands.base.identity import PeerId
 from manyhands.base.parameter_spec import ParameterSpec
@@ -58,6 +59,8 @@ class StateHeader(msgspec.Struct, frozen=True):
         digest: BLAKE3 over ``tensors``, ``scalars`` and the digests of all chunks; empty while these are not known.
         origin: the step that led there; None if unknown, as after a checkpoint was loaded.
         ancestry: the steps that led there; see :mod:`manyhands.averaging.state.ancestry`.
+        roster: of the run there; empty before the first step, and for an Averager.
+        seal: the lineage follows from it and the roster; see :mod:`manyhands.averaging.roster`.
     """
 
     position: Position
@@ -67,6 +70,8 @@ class StateHeader(msgspec.Struct, frozen=True):
     digest: bytes
     origin: Origin | None = None
     ancestry: Annotated[bytes, msgspec.Meta(max_length=MAX_ANCESTRY_BYTES)] = b""
+    roster: Roster = Roster()
+    seal: Digest = b""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,9 @@ class Collaboration:
         self._canvass = Canvass(presence.endpoint, presence.rng, self.tracker.judge)
         belief.poll = self._canvass.poll
         self._drift = Drift(self.tracker, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters)
-        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, presence.rng)
+        assignment = GridAssignment(
+            self.tracker, presence.peer_id, self.averaging.max_group_size, presence.rng, lambda: self.local.roster
+        )
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
             members = presence.members.get(manifest.run_id)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 from manyhands.averaging.grid.seats import (
@@ -26,6 +26,7 @@ from manyhands.averaging.grid.seats import (
     step_from,
 )
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.tracker import ProgressTracker
@@ -40,6 +41,7 @@ class GridAssignment:
 
     Args:
         max_group_size: larger runs form a grid.
+        local_roster: the roster of this peer's state.
 
     Attributes:
         is_settled: as far as known, all peers have seats, and no two the same.
@@ -49,6 +51,7 @@ class GridAssignment:
     own_id: PeerId
     max_group_size: int
     rng: random.Random
+    local_roster: Callable[[], Roster] = Roster
     is_settled: bool = field(default=True, init=False)
     called: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _step: Step | None = field(default=None, init=False)
@@ -86,6 +89,10 @@ class GridAssignment:
     def contributors(self) -> Container[PeerId]:
         """The peers whose samples are in the last step; none if a grid made it, or if that is not known."""
         return self.tracker.contributors
+
+    def roster(self) -> Roster | None:
+        """The roster of the run at this peer's position; None in a grid."""
+        return self.local_roster() if self._step is None else None
 
     def call_to_round(self) -> None:
         self.called.set()

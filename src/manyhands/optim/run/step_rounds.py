@@ -22,6 +22,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.roster import Roster, lineage_of, next_place
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
 from manyhands.averaging.timing import DIAL_S, MOMENT_S
@@ -60,6 +61,7 @@ class LocalState(Protocol):
 
     position: Position
     origin: Origin | None
+    roster: Roster  # of the run at the position
     can_replay: bool  # an averaged vector is all that a step takes
     norm_grows: bool  # the more samples are behind a contribution, the larger its values are
 
@@ -82,7 +84,7 @@ class Averaged:
     """The gradient that a global step is made from, and where the step leads."""
 
     mean_N: torch.Tensor | None  # the update takes it out, and may change its values
-    lineage: bytes  # of the position that the step leads to
+    lineage: bytes  # of the position that the step leads to; it follows from the seal and the roster
     samples: int  # of the step, by all peers together: equal on all that make it, as it counts for the lineage
     manifest: RoundManifest | None = None  # in a grid of the last round that committed here; None for a step alone
     members: Sequence[PeerId] = ()  # the peers that make the same step
@@ -94,6 +96,8 @@ class Averaged:
     is_left_out: bool = False  # the contribution of this peer is not in the mean, ...
     is_outsized: bool = False  # ... because it was too large beside those of the others
     disagreement: float | None = None  # before the step; see :meth:`manyhands.optim.run.drift.Drift.disagreement`
+    roster: Roster = field(default_factory=Roster)  # at the position that the step leads to
+    seal: bytes = b""
 
 
 @dataclass(eq=False)
@@ -211,6 +215,7 @@ class StepRounds:
             raise RoundAborted(LEAVING)
         mean_N, weight = contribution.mean_N, contribution.weight
         position, tracker, self._attempt = self.local.position, self.tracker, asyncio.current_task()
+        roster = self.local.roster
         tracker.is_called = tracker.is_moving = False  # a peer that begins another round calls again
         tracker.is_busy = True
         try:
@@ -220,18 +225,19 @@ class StepRounds:
                 if not self.assignment.is_settled:
                     await self.tracker.look(READ_IN_STEP_TIMEOUT_S)
                 if self.assignment.begin_step():
-                    averaged = await self._average_in_grid(position, mean_N, weight)
+                    averaged = await self._average_in_grid(position, roster, mean_N, weight)
                 else:
                     local = self.local
                     committed = await self.rounds.average(
                         mean_N, weight, shapes=local.shapes, part=local.part, refill=contribution.refill
                     )
+                    place = next_place(position, roster, committed.manifest)
                     if committed.means is not None:
-                        await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking)
+                        await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking, place[0])
                         mean_N = committed.means.averaged_N
                     else:
                         mean_N = await self._fetch(committed)
-                    averaged = self._averaged_in_one_group(committed, mean_N, position, weight)
+                    averaged = self._averaged_in_one_group(committed, mean_N, place, weight)
         except BaseException as error:
             self.look_ahead.resume()
             self.assignment.end_step()
@@ -264,12 +270,13 @@ class StepRounds:
         raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")
 
     def _averaged_in_one_group(
-        self, committed: CommittedRound, mean_N: torch.Tensor, position: Position, weight: float
+        self, committed: CommittedRound, mean_N: torch.Tensor, place: tuple[Position, Roster, bytes], weight: float
     ) -> Averaged:
+        position, roster, seal = place
         manifest, shares = committed.manifest, committed.manifest.contributors()
         return Averaged(
             mean_N,
-            position.after(manifest).lineage,
+            position.lineage,
             sum_of_samples(manifest.weights),
             manifest,
             manifest.members,
@@ -278,12 +285,17 @@ class StepRounds:
             is_left_out=weight > 0 and self.own_id not in shares,
             is_outsized=committed.is_outsized,
             disagreement=self.drift.disagreement(),
+            roster=roster,
+            seal=seal,
         )
 
-    async def _average_in_grid(self, position: Position, mean_N: torch.Tensor, weight: float) -> Averaged:
+    async def _average_in_grid(
+        self, position: Position, roster: Roster, mean_N: torch.Tensor, weight: float
+    ) -> Averaged:
         """Average along each axis of the grid; every few steps the parameters too, which follow the gradient.
 
-        No peer knows all groups, so all that step from one position get one lineage, whatever their groups committed.
+        No peer knows all groups, so all that step from one position get one lineage, whatever their groups committed,
+        and the roster stays as it is.
         """
         loop, config, outcome = asyncio.get_running_loop(), self.config, StepOutcome()
         numel, vector_N, shapes, part = mean_N.numel(), mean_N, self.local.shapes, self.local.part
@@ -307,9 +319,10 @@ class StepRounds:
         averaged_N = outcome.committed.averaged_N
         first_round = position.step * outcome.num_rounds  # only there the weights are those of one peer each
         first = [manifest for manifest in outcome.manifests if manifest.position.step == first_round]
+        seal = hashlib.sha256(position.lineage + b"grid").digest()
         return Averaged(
             averaged_N[:numel],
-            hashlib.sha256(position.lineage + b"grid").digest(),
+            lineage_of(seal, roster),
             self.tracker.target_batch_size,
             outcome.committed.manifest,
             [self.own_id, *self.tracker.view.expected],
@@ -319,6 +332,8 @@ class StepRounds:
             parameters_N=averaged_N[numel:] if averaged_N.numel() > numel else None,
             is_left_out=outcome.is_left_out,
             disagreement=self.drift.disagreement(),
+            roster=roster,
+            seal=seal,
         )
 
     def _with_parameters(self, mean_N: torch.Tensor) -> torch.Tensor:

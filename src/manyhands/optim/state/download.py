@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster, check_roster, lineage_of
 from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.download import Download
 from manyhands.averaging.state.server import StateRequest
@@ -53,6 +54,17 @@ def check_of(manifest: RunManifest) -> Callable[[StateHeader], None]:
     """A check whether a state fits a run, which raises ValueError if not."""
 
     def check(header: StateHeader) -> None:
+        _check_place(header)
         checked_scalars(header, manifest.tensors, len(manifest.hyper_parameters), manifest.extra_tensors)
 
     return check
+
+
+def _check_place(header: StateHeader) -> None:
+    """Check that the roster is that of the position; raises ``ValueError`` if not."""
+    check_roster(header.roster)
+    if header.position.step == 0:
+        if header.roster != Roster() or header.seal:
+            raise ValueError("it has a roster before the first step")
+    elif lineage_of(header.seal, header.roster) != header.position.lineage:
+        raise ValueError("its roster is not that of its lineage")

@@ -91,6 +91,14 @@ class KeptStep(msgspec.Struct):
 make_ready(ReplayRequest, ReplayAnswer, KeptStep)
 
 
+class Kept(NamedTuple):
+    """A step in this peer's memory, with its means, and the position that it led to."""
+
+    step: KeptStep
+    pieces: Sequence[torch.Tensor]
+    end: Position
+
+
 @dataclass(eq=False)
 class StepKeeper:
     """Keeps this peer's last steps for those that may lack them, and hands them out.
@@ -106,7 +114,7 @@ class StepKeeper:
     server: StateServer
     position: Callable[[], Position]
     for_newcomers: bool = True
-    _steps: deque[tuple[KeptStep, Sequence[torch.Tensor]]] = field(default_factory=deque, init=False)
+    _steps: deque[Kept] = field(default_factory=deque, init=False)
     _serving: set[PeerId] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
@@ -116,11 +124,12 @@ class StepKeeper:
         self.endpoint.refuse_bulk(STREAM_KIND)
         self._steps.clear()
 
-    async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool) -> None:
+    async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool, end: Position) -> None:
         """Keep a step that this peer's round has committed, if anybody may need it.
 
         Args:
             may_be_lacking: a member of the round may not have the means.
+            end: the position that the step leads to.
         """
         if not (self.for_newcomers and self.server.followers(KEPT_S)):
             self._steps.clear()
@@ -134,7 +143,7 @@ class StepKeeper:
             self._steps.clear()
             return
         stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
-        self._steps.append((KeptStep(manifest, means.codec, stops), lasting.pieces))
+        self._steps.append(Kept(KeptStep(manifest, means.codec, stops), lasting.pieces, end))
         while len(self._steps) > 1 and self._num_bytes() > self.server.state_bytes:
             self._steps.popleft()
 
@@ -157,7 +166,7 @@ class StepKeeper:
         return None
 
     def _num_bytes(self) -> int:
-        return sum(piece.numel() for _, pieces in self._steps for piece in pieces)
+        return sum(piece.numel() for kept in self._steps for piece in kept.pieces)
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         request = read_header(remote, header, ReplayRequest)
@@ -167,16 +176,15 @@ class StepKeeper:
             await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
             return
         end, frames = request.position, list[bytes | memoryview]()
-        step = next((step for step in self._steps if step[0].manifest.position == request.position), None)
-        if step is not None:
-            kept, pieces = step
-            end = end.after(kept.manifest)
-            frames = [framed(kept), *(bytes_of(piece) for piece in pieces if piece.numel())]
-        is_last = step is not None and step is self._steps[-1]
+        kept = next((kept for kept in self._steps if kept.step.manifest.position == request.position), None)
+        if kept is not None:
+            end = kept.end
+            frames = [framed(kept.step), *(bytes_of(piece) for piece in kept.pieces if piece.numel())]
+        is_last = kept is not None and kept is self._steps[-1]
         answer = ReplayAnswer(int(bool(frames)), is_current=end == self.position())
         limit_s = STALL_TIMEOUT_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
-        is_member = step is not None and remote in step[0].manifest.members
+        is_member = kept is not None and remote in kept.step.manifest.members
         # with the last step a newcomer takes part, so wait for it
         with nullcontext() if is_member else self.server.following(remote, is_late=is_last):
             async with time_limit(limit_s, f"sending a step to peer {remote}"):
@@ -218,7 +226,7 @@ async def fetch_step(
         limit_s = STALL_TIMEOUT_S + 2 * 4 * plan_of_code(NONE.code).numel / MIN_BYTES_PER_S  # the donor cuts the pieces
         async with time_limit(limit_s, f"the step that peer {donor} keeps"):
             kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
-            _check_manifest(donor, kept.manifest, position)
+            check_manifest(donor, kept.manifest, position)
             try:
                 mean_N = await _receive_mean(stream, kept, plan_of_code(kept.codec))
             except BadEncoding as error:
@@ -228,7 +236,7 @@ async def fetch_step(
         endpoint.release(stream)
 
 
-def _check_manifest(donor: PeerId, manifest: RoundManifest, position: Position) -> None:
+def check_manifest(donor: PeerId, manifest: RoundManifest, position: Position) -> None:
     """Check that a step begins at a position, and that samples and the roster can be counted by it."""
     if manifest.position != position:
         raise ProtocolViolation(donor, f"sent a step from {manifest.position}, in place of {position}")

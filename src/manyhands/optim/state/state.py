@@ -15,6 +15,7 @@ import torch
 
 from manyhands.averaging.memory import bytes_of, whole_lines
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster
 from manyhands.averaging.state.content import (
     DTYPE_NAMED,
     DTYPES_OF_STATES,
@@ -122,6 +123,8 @@ class Capture:
         extra: Sequence[tuple[ParameterSpec, torch.Tensor]] = (),
         inner: torch.optim.Optimizer | None = None,
         ancestry: bytes = b"",
+        roster: Roster | None = None,
+        seal: bytes = b"",
     ) -> None:
         parameters = parameters_of(optimizer)
         self._sources = [parameter.detach() for parameter in parameters] + [tensor for _, tensor in extra]
@@ -133,7 +136,9 @@ class Capture:
             scalars.inner_statistics = self._add_statistics(inner, INNER, specs)
             scalars.inner_groups = hyper_parameters_of(inner.param_groups)
         plain = msgspec.msgpack.encode(scalars, order="sorted")
-        self._header = StateHeader(position, lineage_samples, specs, plain, b"", origin, ancestry)
+        self._header = StateHeader(
+            position, lineage_samples, specs, plain, b"", origin, ancestry, roster or Roster(), seal
+        )
         if fault := _fault_of_size(specs[len(parameters) + len(extra) :], specs[: len(parameters)]):
             raise ConfigError(f"a newcomer would refuse the state of this optimizer: {fault}")
         if (num_bytes := len(msgspec.msgpack.encode(self._header))) > MAX_HEADER_BYTES:

@@ -14,13 +14,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Attendance, lineage_of
 from manyhands.base.errors import ConfigError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import Accumulator, Contribution
 from manyhands.optim.health import Statistics
-from manyhands.optim.metrics import alone_lineage
+from manyhands.optim.metrics import alone_seal
 from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.step_rounds import LEFT, Averaged
 from manyhands.optim.step.replica import Replica
@@ -68,12 +69,19 @@ class GlobalStep:
         """Whether the replica is at the position after the step."""
         return self._replica.position != self.left_from
 
-    def use_own_gradient(self, own_id: PeerId) -> None:
-        """Use this peer's own gradient as the average: no other peer is there."""
-        lineage = alone_lineage(self.left_from.lineage, own_id)
+    def use_own_gradient(self, own_id: PeerId, *, can_lead: bool) -> None:
+        """Use this peer's own gradient as the average: no other peer is there.
+
+        Args:
+            can_lead: it can be dialled.
+        """
+        seal = alone_seal(self.left_from.lineage, own_id)
+        roster = self._replica.roster.after(Attendance.alone(own_id, can_lead=can_lead))
         samples = round(self.contribution.weight)
         shares = {own_id: self.contribution.weight}
-        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, shares=shares)
+        self.outcome = Averaged(
+            self.contribution.mean_N, lineage_of(seal, roster), samples, shares=shares, roster=roster, seal=seal
+        )
 
     def advance(self) -> None:
         """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster
 from manyhands.averaging.state.ancestry import extended
 from manyhands.averaging.state.content import Origin, State, spec_of
 from manyhands.averaging.tensor_list import overlapping
@@ -68,6 +70,8 @@ class Replica:
         origin: the last of these steps; None at the beginning, or if unknown.
         ancestry: these steps, by which branches of one run are told apart; see
             :mod:`manyhands.averaging.state.ancestry`.
+        roster: of the run at the position; empty before the first step.
+        seal: the lineage follows from it and the roster; see :mod:`manyhands.averaging.roster`.
         options: of the parameter groups, as left by the last step, its schedule or a loaded state.
         mode: which of ``MODES`` was called last; empty if none was since a checkpoint changed the options.
         can_replay: whether a newcomer can make past steps from their averaged vectors alone.
@@ -103,6 +107,8 @@ class Replica:
         self.lineage_samples = 0
         self.origin: Origin | None = None
         self.ancestry = b""
+        self.roster = Roster()
+        self.seal = b""
         self._agreed_options = hyper_parameters_of(optimizer.param_groups)
         self.options = options_of(self.wrapped.param_groups)
         self.mode = ""
@@ -152,6 +158,7 @@ class Replica:
                 shares = None if outcome.is_in_grid else list(outcome.shares)  # no peer there knows all contributors
                 self.origin = Origin(self.position, shares)
                 self.ancestry = extended(self.ancestry, outcome.lineage)
+                self.roster, self.seal = outcome.roster, outcome.seal
                 self.position = Position(self.position.step + 1, outcome.lineage)
                 self.options = options_of(self.wrapped.param_groups)
         return reason
@@ -302,7 +309,7 @@ class Replica:
         extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
         place = self.position, self.lineage_samples, self.origin
         optimizer, inner = self._as_trained(self.optimizer), self._as_trained(inner)
-        return Capture(optimizer, schedule, *place, extra, inner, self.ancestry)
+        return Capture(optimizer, schedule, *place, extra, inner, self.ancestry, self.roster, self.seal)
 
     def _as_trained(self, optimizer: Any) -> Any:
         """An optimizer as it is in train mode."""
@@ -335,6 +342,7 @@ class Replica:
         self.lineage_samples = state.header.lineage_samples
         self.origin = state.header.origin
         self.ancestry = state.header.ancestry
+        self.roster, self.seal = state.header.roster, state.header.seal
 
     def _options_due(self, state: State) -> Sequence[Mapping[str, Any]]:
         """The options of the parameter groups that a state must have; raises ``ValueError`` if its schedule is bad."""
@@ -355,6 +363,8 @@ class Replica:
             "lineage": self.position.lineage.hex(),
             "lineage_samples": self.lineage_samples,
             "ancestry": self.ancestry.hex(),
+            "roster": msgspec.msgpack.encode(self.roster).hex(),
+            "seal": self.seal.hex(),
             "scheduler": serializable_part(self.scheduler.state_dict()) if self.scheduler is not None else {},
             DTYPES: self._dtypes(),
         }
@@ -393,6 +403,8 @@ class Replica:
             self.lineage_samples = place["lineage_samples"]
             self.origin = None
             self.ancestry = bytes.fromhex(place["ancestry"])
+            self.roster = msgspec.msgpack.decode(bytes.fromhex(place["roster"]), type=Roster)
+            self.seal = bytes.fromhex(place["seal"])
 
     def _load_optimizer(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], place: dict[str, Any] | None
