@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
@@ -30,14 +30,8 @@ class Everybody:
     def expected(self) -> Mapping[PeerId, bool]:
         return self._others
 
-    def is_known(self, peer_id: PeerId) -> bool:
-        return peer_id in self._others
-
-    async def refresh(self) -> None:
-        """Does nothing."""
-
-    def contributors(self) -> Container[PeerId]:
-        return ()
+    def roster(self) -> None:
+        """None: the lowest peer id leads."""
 
     def report_missing(self, peer_id: PeerId) -> None:
         if not self._may_leave:

@@ -27,7 +27,7 @@ from _roster import Everybody
 
 from manyhands.averaging.averager_loop import AveragerLoop
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.messages import Position
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.tensor_list import TensorList

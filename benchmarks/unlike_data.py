@@ -1,14 +1,13 @@
 """How often the limit of norms meets honest peers, by how alike their data are.
 
-    python benchmarks/unlike_data.py [--steps 600] [--seeds 1] [--spreads 6]
+    python benchmarks/unlike_data.py [--steps 600] [--seeds 1]
 
 Eight peers train a small classifier of ten clusters in one process, without a network. In each step the limits of the
-library (:mod:`manyhands.averaging.round.limits`) are applied to the norms of their gradients. Where the clusters do
-not overlap, the model soon fits all samples but a few. A peer that is refused is away for 100 steps, then 200, and so
-on. ``--spreads 0`` is the rule of before, under which each norm over the limit was a strike.
+library (:mod:`manyhands.averaging.round.limits`) are applied to the norms of their gradients, and the rules of the
+roster to those that are left out. Where the clusters do not overlap, the model soon fits all samples but a few.
 
-Printed for each case: contributions of honest peers that were left out, in percent, and how often honest peers were
-refused; with a liar, which sends -100 times its gradient, also how often it did so before it was first refused.
+Printed for each case: contributions of honest peers that were left out, and steps from which honest peers were barred,
+in percent; with a liar, which sends -100 times its gradient, the share of the steps from which that one was barred.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from manyhands.averaging.matchmaking.candidates import GOOD_ROUNDS, STRIKES
+from manyhands.averaging.roster import Attendance, Roster
 from manyhands.averaging.round import limits
+from manyhands.base.identity import PeerId
 
 NUM_CLASSES = 10
 NUM_INPUTS = 32
 BATCH = 64
-AWAY_STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +79,9 @@ def run(case: Case, num_steps: int, seed: int) -> str:
     )
     peers = range(case.num_peers)
     last = case.num_peers - 1
-    strikes, refused, back_at = [0.0] * len(peers), [0] * len(peers), [0] * len(peers)
-    back_at[last] = case.comes_at
-    num_honest = num_left_out = num_lies = 0
+    ids = [PeerId(f"peer {peer}") for peer in peers]
+    roster = Roster()
+    num_honest = num_left_out = num_barred = num_liar_barred = 0
 
     def gradient(peer: int) -> torch.Tensor:
         labels = (peer * case.num_labels + torch.randint(case.num_labels, (BATCH,), generator=generator)) % NUM_CLASSES
@@ -95,37 +94,35 @@ def run(case: Case, num_steps: int, seed: int) -> str:
         return -100.0 * flat if case.has_liar and peer == 0 else flat
 
     for step in range(num_steps):
-        here = [peer for peer in peers if back_at[peer] <= step]
+        due = [peer for peer in peers if peer != last or step >= case.comes_at]
+        here = [peer for peer in due if not roster.barred_rounds(ids[peer])]
         gradients = [gradient(peer) for peer in here]
         norms = [float(one.norm()) for one in gradients]
-        found, struck = limits.witnessed([norms], [float(BATCH)] * len(here), limits.OPEN_LIMITS)
-        for rank, peer in enumerate(here):
-            is_liar = case.has_liar and peer == 0
-            num_lies += is_liar and not refused[0]
-            num_honest += not is_liar
-            num_left_out += rank in found and not is_liar
-            strikes[peer] = max(0.0, strikes[peer] + (rank in struck) - (rank not in found) / GOOD_ROUNDS)
-            if strikes[peer] > STRIKES - 1:
-                strikes[peer], back_at[peer], refused[peer] = (
-                    0.0,
-                    step + AWAY_STEPS * 2 ** refused[peer],
-                    refused[peer] + 1,
-                )
+        found = limits.outsized(norms, [float(BATCH)] * len(here), limits.OPEN_LIMITS)
+        for peer in due:
+            if case.has_liar and peer == 0:
+                num_liar_barred += peer not in here
+                continue
+            num_honest += 1
+            num_barred += peer not in here
+            num_left_out += peer in here and here.index(peer) in found
+        leader = next(one for one in roster.leaders(ids) if one in {ids[peer] for peer in here})
+        out = {ids[here[rank]] for rank in found}
+        accused = {one: {leader} for one in out - {leader}}
+        roster = roster.after(Attendance(leader, dict.fromkeys((ids[peer] for peer in here), True), out, accused))
         mean = torch.stack([one for rank, one in enumerate(gradients) if rank not in found]).mean(dim=0)
         for parameter, part in zip(parameters, mean.split([one.numel() for one in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         optimizer.step()
-    liar = f", liar refused after {num_lies} lies" if case.has_liar else ""
-    return f"left out {100 * num_left_out / num_honest:4.1f}%, refused {sum(refused[case.has_liar :]):2d}{liar}"
+    liar = f", liar barred {100 * num_liar_barred / num_steps:4.1f}%" if case.has_liar else ""
+    return f"left out {100 * num_left_out / num_honest:4.1f}%, barred {100 * num_barred / num_honest:4.1f}%{liar}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--spreads", type=float, default=limits.SPREADS)
     arguments = parser.parse_args()
-    limits.SPREADS = arguments.spreads
     torch.set_num_threads(1)
     for case in CASES:
         told = ", ".join(f"{name}={value}" for name, value in vars(case).items() if value != getattr(Case, name))

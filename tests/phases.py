@@ -92,8 +92,7 @@ def change_first_vote(runner: RoundRunner, change: Callable[[Contribution, Vote]
 def on_phase(runner: RoundRunner, notify: Callable[[Phase], None]) -> None:
     """Call ``notify`` whenever a peer enters a phase of its round."""
     find_group = runner._find_group
-    candidates = runner.matchmaker.candidates
-    note_round = candidates.note_round
+    round_over = runner.matchmaker.round_over
 
     async def find(weight: float, gather_s: float | None) -> Group:
         notify(Phase.JOINING)
@@ -112,8 +111,8 @@ def on_phase(runner: RoundRunner, notify: Callable[[Phase], None]) -> None:
 
     def note(*arguments: Any, **options: Any) -> None:
         notify(Phase.CONCLUDED)
-        note_round(*arguments, **options)
+        round_over(*arguments, **options)
 
     runner._find_group = find  # type: ignore[method-assign]
     on_driver(runner, watch)
-    candidates.note_round = note  # type: ignore[method-assign]
+    runner.matchmaker.round_over = note  # type: ignore[method-assign]

@@ -9,34 +9,33 @@ from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster, Standing
 from manyhands.averaging.round.limits import MemberLimits
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from tests.network import endpoints, identity_of
 
-__all__ = ["RUN_ID", "FixedRoster", "averagers", "endpoints", "identity_of"]
+__all__ = ["RUN_ID", "FixedMeeting", "averagers", "endpoints", "identity_of"]
 
 RUN_ID = "test-run"
 
 
 @dataclass
-class FixedRoster:
-    """A roster whose members are given, for rounds without a DHT.
+class FixedMeeting:
+    """A meeting with given peers, for rounds without a DHT.
 
     Attributes:
-        unknown: peers of which there is no record; with ``appear`` until the records have been read again.
-        helped: the peers whose values are in the state at this position.
+        members: the members of the run's roster; without any, peers share no roster.
+        num_calls: to the training loop.
     """
 
     others: dict[PeerId, bool]
     at: Position = field(default_factory=lambda: Position(0, b"start"))
     missing: list[PeerId] = field(default_factory=list)
     num_calls: int = 0
-    num_refreshes: int = 0
-    unknown: set[PeerId] = field(default_factory=set)
-    helped: set[PeerId] = field(default_factory=set)
-    appear: bool = False
+    members: set[PeerId] = field(default_factory=set)
+    of_run: Roster | None = None
 
     def position(self) -> Position:
         return self.at
@@ -44,16 +43,14 @@ class FixedRoster:
     def expected(self) -> dict[PeerId, bool]:
         return {peer_id: is_client for peer_id, is_client in self.others.items() if peer_id not in self.missing}
 
-    def is_known(self, peer_id: PeerId) -> bool:
-        return peer_id not in self.unknown
-
-    async def refresh(self) -> None:
-        self.num_refreshes += 1
-        if self.appear:
-            self.unknown.clear()
-
-    def contributors(self) -> set[PeerId]:
-        return self.helped
+    def roster(self) -> Roster | None:
+        if self.of_run is not None:
+            return self.of_run
+        standings = {
+            peer_id: Standing(3, is_member=True, can_lead=not self.others.get(peer_id, False))
+            for peer_id in sorted(self.members)
+        }
+        return Roster(standings) if standings else None
 
     def report_missing(self, peer_id: PeerId) -> None:
         self.missing.append(peer_id)
@@ -71,17 +68,17 @@ async def averagers(
     config: AveragingConfig | None = None,
     rpc_config: RpcConfig | None = None,
     limits: MemberLimits | None = None,
-) -> AsyncIterator[list[tuple[RoundRunner, FixedRoster, Endpoint]]]:
+) -> AsyncIterator[list[tuple[RoundRunner, FixedMeeting, Endpoint]]]:
     """``num_peers`` averagers of one run that expect each other."""
     async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
         members = []
         for number, endpoint in enumerate(swarm):
             others = {other.peer_id: other.client_mode for other in swarm if other is not endpoint}
-            roster = FixedRoster(others)
+            meeting = FixedMeeting(others)
             config = config or AveragingConfig(chunk_bytes=4096, matchmaking_time_s=3.0, averaging_timeout_s=20.0)
             rng = random.Random(number)
-            runner = RoundRunner(endpoint, RUN_ID, b"same", roster, config, rng, limits=limits)
-            members.append((runner, roster, endpoint))
+            runner = RoundRunner(endpoint, RUN_ID, b"same", meeting, config, rng, limits=limits)
+            members.append((runner, meeting, endpoint))
         try:
             yield members
         finally:

@@ -16,9 +16,9 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.rpc import Endpoint
-from tests.swarm import FixedRoster, averagers
+from tests.swarm import FixedMeeting, averagers
 
-Members = list[tuple[RoundRunner, FixedRoster, Endpoint]]
+Members = list[tuple[RoundRunner, FixedMeeting, Endpoint]]
 
 
 @dataclass(frozen=True)

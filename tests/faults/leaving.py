@@ -152,14 +152,13 @@ def _leave_in_mid_round(leaver: Member, close: Callable[[], None], rng: random.R
 
 
 def _on_blame(runner: RoundRunner, notify: Callable[[Sequence[str]], None]) -> None:
-    candidates = runner.matchmaker.candidates
-    note_round = candidates.note_round
+    round_over = runner.matchmaker.round_over
 
-    def note(members: Any, blamed: Any, *arguments: Any, **options: Any) -> None:
+    def note(group: Any, blamed: Any, **options: Any) -> None:
         notify(blamed)
-        note_round(members, blamed, *arguments, **options)
+        round_over(group, blamed, **options)
 
-    candidates.note_round = note  # type: ignore[method-assign]
+    runner.matchmaker.round_over = note  # type: ignore[method-assign]
 
 
 def _trains(peer: manyhands.Peer) -> Member:

@@ -21,7 +21,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint
 from manyhands.transport import TlsTransport
 from tests.phases import on_phase
-from tests.swarm import FixedRoster
+from tests.swarm import FixedMeeting
 
 NUMEL = 4_000_000
 NUM_BYTES = 4 * NUMEL
@@ -73,7 +73,7 @@ async def _run(number: int, phase: str, fault: signal.Signals | None, pipe: Conn
     for peer_id, texts in addresses.items():
         endpoint.learn(peer_id, [Address.parse(text) for text in texts])
     others = {peer_id: False for peer_id in addresses if peer_id != endpoint.peer_id}
-    runner = RoundRunner(endpoint, "faults", b"", FixedRoster(others), CONFIG, random.Random(number))
+    runner = RoundRunner(endpoint, "faults", b"", FixedMeeting(others), CONFIG, random.Random(number))
     vector_N = torch.full((NUMEL,), float(number))
 
     def fail_in(now: str) -> None:

@@ -15,17 +15,14 @@ from manyhands.averaging.allreduce.partition import owned_spans
 from manyhands.averaging.messages import (
     ASK_MOVED,
     ASK_VERDICT,
-    INVITE,
+    CALL,
     JOIN,
-    LEAVE,
     VOTE,
+    CallRequest,
+    CallResponse,
     Group,
-    InviteRequest,
-    InviteResponse,
     JoinRequest,
     JoinResponse,
-    LeaveRequest,
-    LeaveResponse,
     Member,
     Moved,
     MovedQuery,
@@ -274,17 +271,15 @@ def _decoder(name: str, kind: type[msgspec.Struct], *seeds: msgspec.Struct) -> T
 
 _VIOLATION = (ProtocolViolation,)
 _VERDICTS = _messages(Verdict(True, MANIFEST), Verdict(True, None, "lost", [IDS[1]]), Verdict(False))
-_JOINS = _messages(JoinRequest(b"f" * 32, AT, MEMBERS[1]), JoinRequest(b"", AT, MEMBERS[0], is_early=True))
+_JOINS = _messages(JoinRequest(b"f" * 32, AT, MEMBERS[1], 15.0), JoinRequest(b"", AT, MEMBERS[0], 0.0))
 _JOINED = _messages(JoinResponse(GROUP), JoinResponse(None, IDS[0], ["/ip4/10.0.0.1/tcp/1"]))
 _VOTES = _messages(Vote(GROUP.group_id, 0, b"d" * 32), Vote(GROUP.group_id, 0, reason="no result"))
 
 TARGETS = [
     Target(name=f"{JOIN.name}.request", seeds=_JOINS, run=_join_request, errors=_VIOLATION),
     Target(name=f"{JOIN.name}.response", seeds=_JOINED, run=_join_response, errors=_VIOLATION),
-    _decoder(f"{INVITE.name}.request", InviteRequest, InviteRequest(AT), InviteRequest(AT, is_early=True)),
-    _decoder(f"{INVITE.name}.response", InviteResponse, InviteResponse()),
-    _decoder(f"{LEAVE.name}.request", LeaveRequest, LeaveRequest(AT)),
-    _decoder(f"{LEAVE.name}.response", LeaveResponse, LeaveResponse(is_too_late=True)),
+    _decoder(f"{CALL.name}.request", CallRequest, CallRequest(b"f" * 32, AT)),
+    _decoder(f"{CALL.name}.response", CallResponse, CallResponse(), CallResponse(MEMBERS[0].peer_id)),
     Target(name=f"{VOTE.name}.request", seeds=_VOTES, run=_vote, errors=_VIOLATION),
     _decoder(f"{VOTE.name}.response", Received, Received()),
     _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),

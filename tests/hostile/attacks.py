@@ -27,9 +27,9 @@ from manyhands.access.charters import read_charters
 from manyhands.access.lease import SignedLease
 from manyhands.access.messages import LEASE_RECORD_TTL_S, CharterRecord, charter_key, leases_key
 from manyhands.averaging.messages import (
-    INVITE,
+    CALL,
     JOIN,
-    InviteRequest,
+    CallRequest,
     JoinRequest,
     JoinResponse,
     Member,
@@ -339,7 +339,7 @@ def join_and_never_come(is_member: bool) -> Attack:
                 await attacker.publish(presence, position=record.position, lineage_samples=record.lineage_samples)
             me = Member(presence.peer_id, addresses, is_client=False, weight=480.0)
             requests = [
-                runs.call(peer_id, JOIN, JoinRequest(fingerprint, record.position, me), CALL_S)  # type: ignore[arg-type]
+                runs.call(peer_id, JOIN, JoinRequest(fingerprint, record.position, me, 15.0), CALL_S)  # type: ignore[arg-type]
                 for peer_id, record in records.items()
                 if record.position.step
             ]
@@ -374,7 +374,7 @@ def lead_and_never_close(is_member: bool) -> Attack:
                 record = max(records.values(), key=lambda record: record.position.step)
                 await attacker.publish(presence, position=record.position, lineage_samples=record.lineage_samples)
             calls = [
-                runs.call(peer_id, INVITE, InviteRequest(record.position, fingerprint), CALL_S)  # type: ignore[arg-type]
+                runs.call(peer_id, CALL, CallRequest(fingerprint, record.position), CALL_S)  # type: ignore[arg-type]
                 for peer_id, record in records.items()
             ]
             await asyncio.gather(*calls, return_exceptions=True)

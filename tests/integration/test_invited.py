@@ -77,7 +77,7 @@ def member(run: Run, ticket: str) -> manyhands.Peer:
 
 async def join_a_round(peer: manyhands.Peer, leader: Trainer) -> None:
     own = Member(peer.peer_id, [], False, 4.0, 0)
-    request = JoinRequest(leader.optimizer.manifest.fingerprint(), Position(2, b""), own)
+    request = JoinRequest(leader.optimizer.manifest.fingerprint(), Position(2, b""), own, 5.0)
     await RunEndpoint(peer.endpoint, RUN).call(leader.peer.peer_id, JOIN, request, 5.0)
 
 

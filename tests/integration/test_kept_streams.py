@@ -21,11 +21,11 @@ from manyhands.base.errors import PeerLost, ProtocolViolation, RoundAborted
 from manyhands.rpc import Endpoint
 from tests.network import PATIENCE_S
 from tests.phases import before_voting
-from tests.swarm import RUN_ID, FixedRoster, averagers
+from tests.swarm import RUN_ID, FixedMeeting, averagers
 
 CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0, min_span_bytes=4, codec="none")
 NUMEL = 50
-Members = list[tuple[RoundRunner, FixedRoster, Endpoint]]
+Members = list[tuple[RoundRunner, FixedMeeting, Endpoint]]
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -28,7 +28,7 @@ from manyhands.transport import Stream
 from manyhands.transport.passing import PassingStream
 from tests.network import PATIENCE_S
 from tests.phases import change_butterflies, on_driver
-from tests.swarm import RUN_ID, FixedRoster, averagers, identity_of
+from tests.swarm import RUN_ID, FixedMeeting, averagers, identity_of
 from tests.sweeps import few_of
 
 CONFIG = AveragingConfig(
@@ -39,7 +39,7 @@ SHAPE = (200, 100)
 RANKS = [0, 2]
 """The leader, and another one."""
 
-Member = tuple[RoundRunner, FixedRoster, Endpoint]
+Member = tuple[RoundRunner, FixedMeeting, Endpoint]
 Lie = Callable[[RoundRunner], torch.Tensor]
 """Has a peer lie in its next round, and gives it its values."""
 

@@ -35,7 +35,7 @@ from manyhands.optim.state.replay import (
 )
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
-from tests.swarm import RUN_ID, FixedRoster, averagers
+from tests.swarm import RUN_ID, FixedMeeting, averagers
 
 SHAPES = [(120, 100), (30,)]
 NUMEL = 12_030
@@ -54,7 +54,7 @@ class Donor:
         made: what each of its rounds has committed.
     """
 
-    def __init__(self, runner: RoundRunner, roster: FixedRoster, endpoint: Endpoint) -> None:
+    def __init__(self, runner: RoundRunner, roster: FixedMeeting, endpoint: Endpoint) -> None:
         self.runner, self.roster, self.endpoint = runner, roster, endpoint
         self.peer_id = endpoint.peer_id
         self.server = StateServer(endpoint, RUN_ID, self._capture, lambda: roster.at)

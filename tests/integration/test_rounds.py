@@ -46,7 +46,7 @@ from manyhands.transport.memory import MemoryStream
 from tests.integration.test_liars import send_unchecked
 from tests.network import PATIENCE_S
 from tests.phases import before_voting, change_butterflies, change_first_vote, on_driver
-from tests.swarm import RUN_ID, FixedRoster, averagers, endpoints, identity_of
+from tests.swarm import RUN_ID, FixedMeeting, averagers, endpoints, identity_of
 from tests.sweeps import few_of
 
 PATIENT = AveragingConfig(matchmaking_time_s=15.0, averaging_timeout_s=60.0, chunk_bytes=4096)
@@ -59,7 +59,7 @@ START = Position(0, b"start")
 class Peer:
     """One member of a test's swarm."""
 
-    def __init__(self, number: int, averager: RoundRunner, roster: FixedRoster, endpoint: Endpoint) -> None:
+    def __init__(self, number: int, averager: RoundRunner, roster: FixedMeeting, endpoint: Endpoint) -> None:
         self.averager, self.roster, self.endpoint = averager, roster, endpoint
         self.run = RunEndpoint(endpoint, RUN_ID)
         self.peer_id = endpoint.peer_id
@@ -77,7 +77,7 @@ class Peer:
             await listener.close()
 
 
-def by_id(members: Sequence[tuple[RoundRunner, FixedRoster, Endpoint]]) -> list[Peer]:
+def by_id(members: Sequence[tuple[RoundRunner, FixedMeeting, Endpoint]]) -> list[Peer]:
     """Members by peer id: the first one leads."""
     peers = [Peer(number, *member) for number, member in enumerate(members)]
     return sorted(peers, key=lambda peer: peer.peer_id)
@@ -143,49 +143,6 @@ async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
 # matchmaking
 
 
-async def test_a_leader_that_is_called_leaves_nobody_out_whom_it_has_not_heard_of() -> None:
-    async with averagers(3, config=PATIENT) as members:
-        leader, caller, third = by_id(members)
-        everybody = dict(leader.roster.others)
-        leader.roster.others = {}
-
-        async def read_records() -> None:
-            leader.roster.others = everybody
-
-        leader.roster.refresh = read_records  # type: ignore[method-assign]
-        leader.roster.call_to_round = lambda: joining.set()  # type: ignore[method-assign]
-        joining = asyncio.Event()
-        calling = start([caller])
-        await joining.wait()
-        results = await outcomes([*calling, *start([leader, third])])
-        assert [len(result.manifest.members) for result in results] == [3, 3, 3]
-
-
-async def test_two_would_be_leaders_settle_on_the_lower_at_once() -> None:
-    async with averagers(3, config=PATIENT) as members:
-        low, middle, high = by_id(members)
-        for peer, other in ((middle, high), (high, middle)):
-            peer.roster.others = {other.peer_id: False}
-        waiting = start([middle])
-        await until(lambda: middle.averager.matchmaker._group_leader.pending)
-        results = await outcomes([*waiting, *start([low, high])])
-        assert [len(result.manifest.members) for result in results] == [3, 3, 3]
-
-
-async def test_a_peer_that_knows_nobody_comes_to_the_round_that_it_is_invited_to() -> None:
-    async with averagers(2, config=PATIENT) as members:
-        low, high = by_id(members)
-        low.roster.others = {}
-        high.endpoint._book._known.pop(low.peer_id)  # it leads, as it cannot reach the lower one,
-        await low.endpoint.connect(high.endpoint.addresses[0])  # until that one has dialled it
-        low.endpoint._book._known.clear()
-        high.averager.matchmaker._choose_leader = lambda *_: high.peer_id  # type: ignore[method-assign]
-        waiting = start([high])
-        await until(lambda: low.roster.num_calls)
-        results = await outcomes([*waiting, *start([low])])
-        assert [len(result.manifest.members) for result in results] == [2, 2]
-
-
 async def test_who_comes_while_the_leader_still_applies_the_last_round_is_not_sent_away() -> None:
     async with averagers(2, config=PATIENT) as members:
         leader, fast = by_id(members)
@@ -204,7 +161,7 @@ async def test_who_comes_early_is_not_held_by_a_peer_that_has_missed_the_round()
     async with averagers(2, config=PATIENT) as members:
         behind, ahead = by_id(members)
         ahead.roster.at = Position(1, b"later")
-        request = JoinRequest(b"same", ahead.roster.at, Member(ahead.peer_id, [], False, 1.0))
+        request = JoinRequest(b"same", ahead.roster.at, Member(ahead.peer_id, [], False, 1.0), 5.0)
         with pytest.raises(Refused, match="other_position"):
             await ahead.run.call(behind.peer_id, JOIN, request, 5.0)
 
@@ -234,12 +191,12 @@ async def test_a_leader_that_is_left_behind_hears_it_from_whom_it_invites() -> N
 async def test_those_who_wait_for_a_leader_that_has_moved_on_are_told_at_once() -> None:
     async with averagers(2, config=PATIENT) as members:
         leader, waiting = by_id(members)
-        request = JoinRequest(b"same", START, Member(waiting.peer_id, [], False, 1.0))
+        request = JoinRequest(b"same", START, Member(waiting.peer_id, [], False, 1.0), 5.0)
         call = asyncio.ensure_future(waiting.run.call(leader.peer_id, JOIN, request, 10.0))
         await until(lambda: leader.roster.num_calls)
         leader.roster.at = Position(1, b"loaded from elsewhere")
         async with time_limit(PATIENCE_S, "waiting for the answer"):
-            with pytest.raises(Refused, match="gone to another position"):
+            with pytest.raises(Refused, match="the run is at step 1, not 0"):
                 await call
         assert leader.roster.missing == [], "the absent are those of the position that it left"
 
@@ -259,7 +216,7 @@ async def test_a_member_that_asks_twice_has_one_place() -> None:
     async with averagers(2, config=PATIENT) as members:
         leader, member = by_id(members)
         own = Member(member.peer_id, [], False, 1.0)
-        request = JoinRequest(b"same", START, own)
+        request = JoinRequest(b"same", START, own, 5.0)
         calls = [asyncio.ensure_future(member.run.call(leader.peer_id, JOIN, request, 10.0)) for _ in range(2)]
         await until(lambda: leader.roster.num_calls == 2)
         calls[0].cancel()
@@ -275,10 +232,10 @@ async def test_a_peer_that_leaves_the_run_lets_nobody_wait() -> None:
     async with averagers(3, config=PATIENT) as members:
         leader, member, _ = by_id(members)
         tasks = start([leader])
-        await until(lambda: leader.averager.matchmaker._group_leader.pending)
-        request = JoinRequest(b"same", START, Member(member.peer_id, [], False, 1.0))
+        await until(lambda: leader.averager.matchmaker._machine.is_wanted)
+        request = JoinRequest(b"same", START, Member(member.peer_id, [], False, 1.0), 5.0)
         call = asyncio.ensure_future(member.run.call(leader.peer_id, JOIN, request, 10.0))
-        await until(lambda: leader.roster.num_calls)
+        await until(lambda: leader.averager.matchmaker._waiting)
         await leader.averager.close()
         async with time_limit(PATIENCE_S, "waiting for the answers"):
             (own,) = await asyncio.gather(*tasks, return_exceptions=True)
@@ -363,7 +320,7 @@ async def test_the_leader_dies_after_the_votes_and_told_nobody() -> None:
         await end(dying)
 
 
-@pytest.mark.parametrize(("num_turns", "commits"), [(30, False), (60, False), (90, True), (120, True)])
+@pytest.mark.parametrize(("num_turns", "commits"), [(20, False), (40, False), (90, True), (120, True)])
 async def test_a_leader_whose_round_is_interrupted_ends_it_for_all_at_once(num_turns: int, commits: bool) -> None:
     """It lives on, and says so: no member is in doubt."""
     async with averagers(4, config=replace(PATIENT, in_doubt_timeout_s=60.0)) as members:
@@ -593,7 +550,8 @@ async def test_failed_rounds_leave_nothing_behind() -> None:
             assert averager._streams._awaited == {}
             assert averager._answers._rounds == {}
             assert len(averager._answers._verdicts) <= 16
-            assert averager.matchmaker._group_leader.pending is None
+            assert averager.matchmaker._waiting == {}
+            assert averager.matchmaker._looking is None
             assert len(peer.endpoint.on_lost) == num_listeners
             assert len(averager._tasks) == len(averager.matchmaker._tasks) == 0
         await committed(peers)
@@ -835,7 +793,7 @@ async def test_join_requests_that_make_no_sense_are_refused() -> None:
         leader, client = peers[False], peers[True]
         caller = next(Peer(1, *member) for member in members if member[2] not in (leader.endpoint, client.endpoint))
         own = Member(caller.peer_id, [], False, 1.0)
-        good = JoinRequest(b"same", START, own)
+        good = JoinRequest(b"same", START, own, 5.0)
         bad: dict[str, JoinRequest] = {
             "other_manifest": msgspec.structs.replace(good, run_fingerprint=b"another"),
             "other_position": msgspec.structs.replace(good, position=Position(0, b"another")),
@@ -853,7 +811,7 @@ async def test_join_requests_that_make_no_sense_are_refused() -> None:
         await client.endpoint.connect(caller.endpoint.addresses[0])
         with pytest.raises(Refused, match="leads no group"):
             await caller.run.call(client.peer_id, JOIN, good, 2.0)
-        assert leader.averager.matchmaker._group_leader.pending is None
+        assert not leader.averager.matchmaker._machine.is_wanted
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
@@ -902,7 +860,7 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
     async with averagers(3, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
         liar, *others = by_id(members)
         groups: list[Group] = []
-        join = liar.averager.matchmaker._handlers._on_join
+        join = liar.averager.matchmaker._on_join
 
         async def remember(remote: PeerId, request: JoinRequest) -> JoinResponse:
             response = await join(remote, request)
@@ -969,7 +927,7 @@ async def test_votes_of_strangers_count_nothing() -> None:
 async def test_a_leader_that_sends_everybody_in_circles_ends_the_attempt() -> None:
     async with endpoints(3) as swarm:
         one, another, own = sorted(swarm, key=lambda endpoint: endpoint.peer_id)
-        roster = FixedRoster({one.peer_id: False, another.peer_id: False})
+        roster = FixedMeeting({one.peer_id: False, another.peer_id: False})
         averager = RoundRunner(own, RUN_ID, b"same", roster, PATIENT, random.Random(1))
 
         def point_to(other: Endpoint) -> Callable[[PeerId, JoinRequest], Awaitable[JoinResponse]]:
@@ -981,6 +939,6 @@ async def test_a_leader_that_sends_everybody_in_circles_ends_the_attempt() -> No
         RunEndpoint(one, RUN_ID).handle(JOIN, point_to(another))
         RunEndpoint(another, RUN_ID).handle(JOIN, point_to(one))
         async with time_limit(PATIENCE_S, "waiting for the end of the attempt"):
-            with pytest.raises(RoundAborted, match="no group found after 8 redirects"):
+            with pytest.raises(RoundAborted, match=r"the others follow peer .*, which gives this one no place"):
                 await averager.average(torch.ones(3), 1.0)
         await averager.close()

@@ -17,7 +17,7 @@ from manyhands.rpc import Endpoint, RpcConfig
 from tests.averagers import close_all, join, sim_peers, step_all, weighted_mean
 from tests.machine import Machine
 from tests.network import ECHO, Text, endpoints, serve_echo
-from tests.swarm import FixedRoster
+from tests.swarm import FixedMeeting
 
 CONFIG = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=60.0, codec="none")
 CAP_MBIT_S = 16.0
@@ -31,7 +31,7 @@ def runners_of(run_id: str, members: Sequence[Endpoint]) -> list[RoundRunner]:
             endpoint,
             run_id,
             b"same",
-            FixedRoster({other.peer_id: False for other in members if other is not endpoint}),
+            FixedMeeting({other.peer_id: False for other in members if other is not endpoint}),
             CONFIG,
             random.Random(number),
         )

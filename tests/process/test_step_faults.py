@@ -16,7 +16,7 @@ import torch
 
 import manyhands
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.round.machine import Round
 from manyhands.optim import ProgressConfig
 from manyhands.optim.run.collaboration import Collaboration

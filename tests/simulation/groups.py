@@ -1,14 +1,13 @@
-"""Peers that look for their group in virtual time, with rosters that a test gives: no DHT, no values."""
+"""Peers that look for their group in virtual time, with meetings that a test gives: no DHT, no values."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.messages import ASK_VERDICT, Group, Position, Verdict
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
@@ -16,7 +15,7 @@ from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
-from tests.swarm import FixedRoster
+from tests.swarm import FixedMeeting
 
 START = Position(0, b"start")
 CONFIG = AveragingConfig(matchmaking_time_s=15.0, averaging_timeout_s=60.0)
@@ -36,12 +35,9 @@ class Seeker:
         knows: whom it expects.
         begins_s: when it begins to look; None if it never does.
         guest_of: to whom it is connected before.
-        holds_s: when it begins to hold a place; None if it does not.
-        gives_up_s: until when it holds it; until it looks, if that is None.
         failures: so many of its rounds fail, and it looks again ``pause_s`` later.
         gather_s: how long it waits for those whom it expects; ``matchmaking_time_s`` if that is None.
-        helped: the peers whose values are in the state at its position, as it knows.
-        unread: peers whose records it has not read; it reads them when it looks again if ``appear``.
+        run_members: the members of the run, as it knows.
         finding: a further search that a test has begun.
     """
 
@@ -56,16 +52,12 @@ class Seeker:
     group: Group | None = None
     reasons: list[str] = field(default_factory=list)
     took_s: float = -1.0
-    roster: FixedRoster = field(default_factory=lambda: FixedRoster({}))
+    meeting: FixedMeeting = field(default_factory=lambda: FixedMeeting({}))
     matchmaker: Matchmaker | None = None
-    holds_s: float | None = None
-    gives_up_s: float | None = None
     failures: int = 0
     pause_s: float = 0.0
     gather_s: float | None = None
-    helped: Iterable[str] = ()
-    unread: Iterable[str] = ()
-    appear: bool = False
+    run_members: Iterable[str] = ()
     finding: asyncio.Task[None] | None = None
 
 
@@ -122,25 +114,21 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
         if not seeker.is_client:
             await endpoint.listen([Address.of(host.ip, 0)])
             addresses[host.name] = endpoint.addresses
-        seeker.roster = FixedRoster(
+        seeker.meeting = FixedMeeting(
             {ids[name]: by_name[name].is_client for name in seeker.knows},
             seeker.position,
-            unknown={ids[name] for name in seeker.unread},
-            helped={ids[name] for name in seeker.helped},
-            appear=seeker.appear,
+            members={ids[name] for name in seeker.run_members},
         )
         rng = world.rng(f"groups of {host.name}")
         run_endpoint = RunEndpoint(endpoint, "run")
         run_endpoint.handle(ASK_VERDICT, lambda remote, query: Verdict(False))  # as each peer of a run does
-        seeker.matchmaker = Matchmaker(run_endpoint, seeker.fingerprint, seeker.roster, config, rng)
+        seeker.matchmaker = Matchmaker(run_endpoint, seeker.fingerprint, seeker.meeting, config, rng)
         try:
             await asyncio.sleep(0.5)
             for name in seeker.knows:
                 endpoint.learn(ids[name], addresses.get(name, []))
             if seeker.guest_of:
                 await endpoint.connect(addresses[seeker.guest_of][0])
-            if seeker.holds_s is not None:
-                await hold(seeker, seeker.matchmaker, seeker.holds_s)
             if seeker.begins_s is not None:
                 await asyncio.sleep(seeker.begins_s - world.loop.time())
                 await seek(seeker, seeker.matchmaker)
@@ -148,16 +136,6 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
         finally:
             await seeker.matchmaker.close()
             await endpoint.close()
-
-    async def hold(seeker: Seeker, matchmaker: Matchmaker, holds_s: float) -> None:
-        await asyncio.sleep(holds_s - world.loop.time())
-        holding = asyncio.get_running_loop().create_task(matchmaker.hold_place())
-        until = seeker.gives_up_s if seeker.gives_up_s is not None else seeker.begins_s
-        try:
-            await asyncio.sleep(FOREVER_S if until is None else until - world.loop.time())
-        finally:
-            holding.cancel()
-            await asyncio.gather(holding, return_exceptions=True)
 
     async def seek(seeker: Seeker, matchmaker: Matchmaker) -> None:
         loop = asyncio.get_running_loop()
@@ -172,15 +150,14 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
                 continue
             seeker.took_s = loop.time() - began
             if len(seeker.reasons) < seeker.failures:
-                with suppress(RoundAborted), matchmaker.in_round(seeker.group):
-                    await asyncio.sleep(ROUND_S)
-                    seeker.reasons.append("the round failed")
-                    raise RoundAborted(seeker.reasons[-1])
+                await asyncio.sleep(ROUND_S)
+                seeker.reasons.append("the round failed")
+                matchmaker.round_over(seeker.group, (), is_committed=False)
                 await asyncio.sleep(seeker.pause_s)
                 continue
-            with matchmaker.in_round(seeker.group):
-                await asyncio.sleep(ROUND_S)
-            seeker.roster.at = Position(seeker.position.step + 1, b"after the round")
+            await asyncio.sleep(ROUND_S)
+            matchmaker.round_over(seeker.group, (), is_committed=True)
+            seeker.meeting.at = Position(seeker.position.step + 1, b"after the round")
             return
 
     for name in by_name:

@@ -25,7 +25,7 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 from tests.phases import Phase, change_butterflies, on_driver, on_phase
-from tests.swarm import FixedRoster
+from tests.swarm import FixedMeeting
 
 NUMEL = 60_000
 NUM_BYTES = 4 * NUMEL
@@ -143,7 +143,7 @@ class RoundWorld:
         others = {self.ids[name]: name == self.name_of("client") for name in self.names if name != host.name}
         says_mbit_s = self.believes.get(host.name, 0.1 if is_sender else self.slow.get(host.name, LINK_MBIT_S))
         config = replace(self.config, bandwidth_mbit_s=says_mbit_s)
-        roster = FixedRoster(others)
+        roster = FixedMeeting(others)
         runner = RoundRunner(endpoint, "simulated", b"", roster, config, self.world.rng(f"round of {host.name}"))
         on_phase(runner, lambda phase: self._entered(host.name, phase))
         self.runners[host.name] = runner

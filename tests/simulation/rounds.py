@@ -17,7 +17,7 @@ from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
-from tests.swarm import FixedRoster
+from tests.swarm import FixedMeeting
 
 NUMEL = 30_000
 CONFIG = AveragingConfig(
@@ -82,7 +82,7 @@ def start_rounds(world: World, names: list[str]) -> Commits:
     async def peer(host: Host) -> None:
         rng = world.rng(f"rounds of {host.name} from {world.loop.time()}")
         endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
-        roster = FixedRoster({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
+        roster = FixedMeeting({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
         averager = RoundRunner(endpoint, "simulated", b"", roster, CONFIG, rng)
         try:
             await endpoint.listen([Address.of(host.ip, 0)])
@@ -98,7 +98,7 @@ def start_rounds(world: World, names: list[str]) -> Commits:
             await endpoint.close()
 
     async def take_part(
-        endpoint: Endpoint, roster: FixedRoster, averager: RoundRunner, vector_N: torch.Tensor, rng: random.Random
+        endpoint: Endpoint, roster: FixedMeeting, averager: RoundRunner, vector_N: torch.Tensor, rng: random.Random
     ) -> None:
         roster.at = max(roster.at, commits.latest, key=lambda at: (at.step, at.lineage))
         roster.missing.clear()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from unittest import mock
 
-from manyhands.averaging.matchmaking.candidates import Candidates
 from manyhands.averaging.state import content as state_module
 from manyhands.base.address import Address
 from manyhands.base.errors import PeerError, Unavailable
@@ -59,19 +58,15 @@ class Scenario:
 
 @contextlib.contextmanager
 def nobody_is_shunned() -> Iterator[None]:
-    """All peers of these worlds are honest: none may count another's values as too large, or disbelieve its state."""
+    """All peers of these worlds are honest: none may disbelieve another's state."""
     shunned: list[PeerId] = []
-    strike, shun = Candidates.strike, BranchChoice.shun
-
-    def note_strike(self: Candidates, peer_id: PeerId) -> float:
-        shunned.append(peer_id)
-        return strike(self, peer_id)
+    shun = BranchChoice.shun
 
     def note_shun(self: BranchChoice, peer_id: PeerId, now: float, reason: str) -> None:
         shunned.append(peer_id)
         shun(self, peer_id, now, reason)
 
-    with mock.patch.object(Candidates, "strike", note_strike), mock.patch.object(BranchChoice, "shun", note_shun):
+    with mock.patch.object(BranchChoice, "shun", note_shun):
         yield
     assert not shunned, f"honest peers were shunned: {shunned}"
 

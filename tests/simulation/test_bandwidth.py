@@ -15,7 +15,7 @@ from manyhands.averaging.rounds import RoundMeter, RoundRunner
 from manyhands.base.address import Address
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.testing import Host, World
-from tests.swarm import FixedRoster
+from tests.swarm import FixedMeeting
 from tests.sweeps import few_of
 
 NUMEL = 2_000_000
@@ -67,7 +67,7 @@ def run_rounds(
     async def peer(host: Host) -> None:
         rpc_config = RpcConfig(heartbeat_period_s=HEARTBEAT_S)
         endpoint = Endpoint(world.transport(host), config=rpc_config, rng=world.rng(f"endpoint of {host.name}"))
-        roster = FixedRoster({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
+        roster = FixedMeeting({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
         config = AveragingConfig(averaging_timeout_s=600.0, bandwidth_mbit_s=(declared or {}).get(host.name))
         averager = RoundRunner(endpoint, "simulated", b"", roster, config, random.Random(1))
         await endpoint.listen([Address.of(host.ip, 0)])

@@ -70,7 +70,9 @@ def test_a_peer_that_does_not_call_step_is_told_of_without_a_flood(caplog: pytes
             begins_s=begins_s, target_batch_size=256, batch_size_per_step=4,
         )  # fmt: skip
     swarm.run()
-    assert swarm.members["one"].optimizer.statistics.rounds_aborted > 100
+    counts = swarm.members["one"].optimizer.statistics
+    assert counts.rounds_aborted >= 5
+    assert counts.samples_computed > 0.7 * 40 * (ends_s - 1.0), "it waits less each time"
     skipped = [record.message for record in caplog.records if record.message.startswith("Skipped averaging: ")]
     advice = [record.message for record in caplog.records if "attempts failed in a row" in record.message]
     assert len(skipped) <= 10

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.round.machine import Round
 from manyhands.base.errors import ManifestMismatch
 from manyhands.optim.run.step_rounds import PARAMETERS_EVERY

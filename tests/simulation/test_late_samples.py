@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round.machine import Round
 from manyhands.optim.health import Statistics

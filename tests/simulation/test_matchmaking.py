@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
-from manyhands.averaging.messages import JOIN, Group, JoinRequest, JoinResponse, Position
-from manyhands.base.errors import Refused
+from manyhands.averaging.messages import CALL, JOIN, Group, JoinRequest, JoinResponse, Position
+from manyhands.base.errors import Refused, RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.testing import World, at, between
 from tests.simulation.groups import AT_ONCE_S, CONFIG, ROUND_S, START, Search, Seeker, everybody, search
@@ -31,8 +32,8 @@ def test_those_who_know_each_other_are_one_group_at_once() -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [-0.3, -0.03, 0.0, 0.03, 0.3])
-def test_two_would_be_leaders_settle_on_the_lower_whichever_began_first(ahead_s: float) -> None:
-    """c and d do not know of a, nor a of them; b knows all, so both have followers."""
+def test_of_two_would_be_leaders_the_lower_leads_those_that_it_knows_and_nobody_waits_long(ahead_s: float) -> None:
+    """c and d do not know of a, nor a of them; b knows all. As at the start of a run; the rest is in the next group."""
     world = search(
         [
             Seeker("a", "b", 2.0 + ahead_s),
@@ -42,9 +43,10 @@ def test_two_would_be_leaders_settle_on_the_lower_whichever_began_first(ahead_s:
         ]
     )
     world.run()
+    assert world.members("a") == world.members("b") >= set("ab")
     for name in "abcd":
-        assert world.members(name) == set("abcd"), world[name].reasons
-        assert world[name].took_s < AT_ONCE_S
+        assert world.members(name) or "the run is at step 1, not 0" in world[name].reasons[0]
+        assert world[name].took_s < 2 * AT_ONCE_S
     world.check_that_groups_agree()
 
 
@@ -179,17 +181,6 @@ def test_a_leader_that_does_not_begin_is_waited_for_as_long_as_anybody_and_once(
         assert began_s + world[name].took_s < first_s + 1.5 + AT_ONCE_S
 
 
-def test_who_comes_after_a_leader_was_given_up_leads_nobody_back_to_it() -> None:
-    """f asks a when the others have left it and wait for g with b; a does not begin, and says so at once."""
-    changes = {name: {"gather_s": 3.0} for name in "bcde"} | {"f": {"begins_s": 4.5}, "g": {"begins_s": 5.0}}
-    world = search(everybody("abcdefg", a={"begins_s": None}, **changes))
-    world.run()
-    for name in "bcdefg":
-        assert world.members(name) == set("bcdefg"), world[name].reasons
-        assert world[name].reasons == []
-    assert world["g"].took_s < AT_ONCE_S
-
-
 def test_a_leader_whose_round_failed_has_as_long_as_before_its_first_round_to_come_again() -> None:
     """b came to the first round after a, and comes to the second one 0.9 s before it: after a pause, but in time."""
     changes: dict[str, dict[str, object]] = {
@@ -211,14 +202,10 @@ def test_one_that_is_in_a_hurry_has_nobody_else_go_on_without_a_leader_that_is_a
     changes = {name: {"gather_s": 6.0} for name in "cd"} | {"b": {"gather_s": haste_s}, "a": {"begins_s": 3.0}}
     world = search(everybody("abcd", **changes))
     world.run()
-    is_back = 2 * haste_s > 2.0  # a calls it before it has given the round up
     for name in "acd":
-        assert world.members(name) == set("abcd" if is_back else "acd"), world[name].reasons
+        assert world.members(name) >= set("acd"), world[name].reasons
         assert world[name].reasons == []
-    if is_back:
-        assert world["a"].took_s < AT_ONCE_S
-    else:
-        assert world["b"].took_s < 2 * haste_s + 2 * AT_ONCE_S
+    assert world["a"].took_s < 6.0, "nobody waits longer than the others are patient"
     world.check_that_groups_agree()
 
 
@@ -248,68 +235,7 @@ def test_a_leader_that_does_not_come_is_given_up_with_the_most_patient_one() -> 
     assert world["e"].took_s < AT_ONCE_S, "it hears at once that a was given up"
 
 
-def avoid(world: Search, name: str, avoided: str) -> None:
-    """Let a peer have waited for another one in vain, twice."""
-    matchmaker = world[name].matchmaker
-    assert matchmaker is not None
-    for _ in range(2):
-        matchmaker.candidates.note_in_vain([world.ids[avoided]])
-    assert world.ids[avoided] not in matchmaker.candidates.expected()
-
-
-@pytest.mark.parametrize("name", ["a", "c"])
-def test_a_peer_that_was_waited_for_in_vain_and_comes_back_by_itself_is_in_the_group(name: str) -> None:
-    """Also that with the lowest id, which leads nobody meanwhile and is told so."""
-    others = set("abcd") - {name}
-    world = search(everybody("abcd", **{name: {"begins_s": 1.0}}, **{other: {"begins_s": 1.2} for other in others}))
-
-    for other in others:
-        world.world.loop.call_at(0.8, avoid, world, other, name)
-    world.run()
-    for other in "abcd":
-        assert world.members(other) == set("abcd"), world[other].reasons
-        assert world[other].took_s < AT_ONCE_S
-
-
-def test_a_peer_that_avoids_the_leader_and_says_so_is_neither_waited_for_nor_avoided() -> None:
-    """c leads alone meanwhile; the others follow a."""
-    world = search(everybody("abcd"))
-    world.world.loop.call_at(0.8, avoid, world, "c", "a")
-    world.run(10.0)
-    for name in "abd":
-        assert world.members(name) == set("abd"), world[name].reasons
-        assert world[name].took_s < AT_ONCE_S
-        matchmaker = world[name].matchmaker
-        assert matchmaker is not None
-        assert not matchmaker.candidates._avoided.known
-
-
-def blame(world: Search, name: str, blamed: str) -> None:
-    """Let a peer have been in two committed rounds in which another one, or itself, was to blame."""
-    matchmaker = world[name].matchmaker
-    assert matchmaker is not None
-    others = [peer_id for other, peer_id in world.ids.items() if other != name]
-    for _ in range(2):
-        matchmaker.candidates.note_round(others, [world.ids[blamed]], is_committed=True)
-
-
-@pytest.mark.parametrize("knows_it", [True, False])
-@pytest.mark.parametrize("name", ["a", "d"])
-def test_a_peer_that_was_to_blame_twice_in_a_row_gets_no_place_and_reads_why(name: str, *, knows_it: bool) -> None:
-    world = search(everybody("abcd"))
-    others = set("abcd") - {name}
-    for other in "abcd" if knows_it else others:
-        world.world.loop.call_at(0.8, blame, world, other, name)
-    world.run(10.0)
-    for other in others:
-        assert world.members(other) == others, world[other].reasons
-        assert world[other].took_s < AT_ONCE_S
-    assert world.members(name) == set()
-    if name == "d":
-        assert "to blame twice in a row; it gets no place" in "".join(world[name].reasons)
-
-
-@pytest.mark.parametrize("code", ["paused", "full"])
+@pytest.mark.parametrize("code", ["barred", "full"])
 def test_a_leader_that_refuses_everybody_is_not_followed(code: str) -> None:
     """a has the lowest id; neither was anybody to blame nor is its group full."""
     world = search(everybody("abcd"))
@@ -327,46 +253,6 @@ def test_a_leader_that_refuses_everybody_is_not_followed(code: str) -> None:
     world.run()
     for name in "bcd":
         assert world.members(name) == set("bcd"), world[name].reasons
-
-
-@pytest.mark.parametrize(("says_so_s", "num_in_vain"), [(5.0, 0), (10.0, 1)])
-def test_a_peer_that_lets_the_leader_wait_and_then_says_that_it_avoids_it_is_to_blame(
-    says_so_s: float, num_in_vain: int
-) -> None:
-    """It is once it has cost half of the matchmaking time. The group is complete as soon as it says so."""
-    world = search(everybody("abc", c={"begins_s": None}))
-    world.world.loop.call_at(says_so_s, avoid, world, "c", "a")
-    world.run()
-    for name in "ab":
-        assert world.members(name) == set("ab")
-        assert world[name].took_s < says_so_s + AT_ONCE_S
-    matchmaker = world["a"].matchmaker
-    assert matchmaker is not None
-    assert matchmaker.candidates._avoided.known.get(world.ids["c"], (0, 0.0))[0] == num_in_vain
-
-
-@pytest.mark.parametrize("others", ["bc", "b"])
-def test_a_peer_that_has_lost_all_its_connections_was_cut_off_itself_and_avoids_nobody_any_more(others: str) -> None:
-    early: dict[str, object] = {"holds_s": 1.0, "begins_s": 40.0}
-    world = search(everybody("abc", a=early, b=early, c=early))
-    world.world.loop.call_at(5.0, avoid, world, "a", "b")
-    world.world.schedule(between(6.0, 20.0).partition(["a"], list(others)))
-    world.run()
-    matchmaker = world["a"].matchmaker
-    assert matchmaker is not None
-    assert set(matchmaker.candidates._avoided.known) == (set() if others == "bc" else {world.ids["b"]})
-
-
-def test_a_peer_that_no_longer_avoids_the_leader_is_waited_for_by_the_group_that_forms() -> None:
-    """a and b hold places while c avoids a, and until long after."""
-    now_s = 0.8 + CONFIG.matchmaking_time_s + 5.0
-    early: dict[str, object] = {"holds_s": 1.0, "begins_s": now_s}
-    world = search(everybody("abc", a=early, b=early, c={"begins_s": now_s + AT_ONCE_S / 2}))
-    world.world.loop.call_at(0.8, avoid, world, "c", "a")
-    world.run()
-    for name in "abc":
-        assert world.members(name) == set("abc"), world[name].reasons
-        assert world[name].took_s < AT_ONCE_S
 
 
 @pytest.mark.parametrize("seed", few_of([4, 7, 0, 1, 2, 3, 5, 6], 2))
@@ -424,9 +310,9 @@ def test_a_peer_of_another_manifest_is_refused_in_words_and_waited_for_by_nobody
     assert world[name].took_s < AT_ONCE_S
 
 
-@pytest.mark.parametrize("helped", ["", "dfg"])
+@pytest.mark.parametrize("run_members", ["", "dfg"])
 @pytest.mark.parametrize("seed", few_of(range(12), 2))
-def test_a_swarm_that_each_sees_otherwise(seed: int, helped: str) -> None:
+def test_a_swarm_that_each_sees_otherwise(seed: int, run_members: str) -> None:
     """Each knows its neighbours in a ring, and some others. All find a group or a reason, none waits for a timer."""
     rng = random.Random(seed)
     names = "abcdefgh"
@@ -436,7 +322,10 @@ def test_a_swarm_that_each_sees_otherwise(seed: int, helped: str) -> None:
         for index, name in enumerate(order)
     }
     world = search(
-        [Seeker(name, sorted(knows[name]), rng.uniform(1.0, 1.5), attempts=6, helped=helped) for name in names],
+        [
+            Seeker(name, sorted(knows[name]), rng.uniform(1.0, 1.5), attempts=6, run_members=run_members)
+            for name in names
+        ],
         seed=seed,
     )
     world.run()
@@ -445,13 +334,15 @@ def test_a_swarm_that_each_sees_otherwise(seed: int, helped: str) -> None:
         assert world.members(name) or world[name].reasons
         assert world[name].took_s < 4.0, (name, world[name].reasons)
     largest = max(len(world.members(name)) for name in names)
-    assert largest >= len(names) - 2
+    assert largest >= 3, "the others come to the next one"
 
 
 @pytest.mark.parametrize("client", ["", "c"])
 def test_one_of_the_peers_whose_values_are_in_the_state_leads(client: str) -> None:
     """a and b have the lowest ids and call the others, but are new."""
-    world = search(everybody("abcde", **{name: {"helped": "cde", "is_client": name == client} for name in "abcde"}))
+    world = search(
+        everybody("abcde", **{name: {"run_members": "cde", "is_client": name == client} for name in "abcde"})
+    )
     world.run()
     for name in "abcde":
         assert world.members(name) == set("abcde"), world[name].reasons
@@ -460,26 +351,13 @@ def test_one_of_the_peers_whose_values_are_in_the_state_leads(client: str) -> No
     world.check_that_groups_agree()
 
 
-@pytest.mark.parametrize("begins_s", [0.8, 1.0, 1.5])
-@pytest.mark.parametrize("others", ["cde", "bcde"])
-def test_a_peer_that_does_not_know_whose_values_are_in_the_state_is_led_all_the_same(
-    begins_s: float, others: str
-) -> None:
-    """As after it began from a checkpoint. a has the lowest id, and would lead."""
-    world = search(everybody("abcde", a={"begins_s": begins_s}, **{name: {"helped": others} for name in "bcde"}))
-    world.run()
-    for name in "abcde":
-        assert world.members(name) == set("abcde"), world[name].reasons
-        assert world[name].took_s < AT_ONCE_S
-        assert world[name].group.leader == world.ids[others[0]]  # type: ignore[union-attr]
-    world.check_that_groups_agree()
-
-
 @pytest.mark.parametrize("gone", [["b", "c"], ["c"]])
 def test_others_lead_if_none_of_the_peers_whose_values_are_in_the_state_can(gone: list[str]) -> None:
     """c is a client in one case."""
-    changes = {name: {"helped": "bc"} for name in "ade"} | {name: {"helped": "bc", "begins_s": None} for name in gone}
-    world = search(everybody("abcde", **{"b": {"helped": "bc", "is_client": True}, **changes}))
+    changes = {name: {"run_members": "bc"} for name in "ade"} | {
+        name: {"run_members": "bc", "begins_s": None} for name in gone
+    }
+    world = search(everybody("abcde", **{"b": {"run_members": "bc", "is_client": True}, **changes}))
     for name in gone:
         world.world.schedule(at(0.9).kill(name))
     world.run()
@@ -490,12 +368,12 @@ def test_others_lead_if_none_of_the_peers_whose_values_are_in_the_state_can(gone
         assert world[name].group.leader == world.ids["a"]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("helped", "num_calls"), [("", 1), ("c", 1), ("b", 0)])
-def test_a_newcomer_calls_nobody_to_a_round_that_others_can_lead(helped: str, num_calls: int) -> None:
+@pytest.mark.parametrize(("run_members", "num_calls"), [("", 1), ("c", 1), ("b", 0)])
+def test_a_newcomer_calls_nobody_to_a_round_that_others_can_lead(run_members: str, num_calls: int) -> None:
     """c asks b for a place or calls it, and b has not read yet that the step is due."""
-    world = search(everybody("bc", b={"begins_s": None, "helped": helped}, c={"helped": helped}))
+    world = search(everybody("bc", b={"begins_s": None, "run_members": run_members}, c={"run_members": run_members}))
     world.run(5.0)
-    assert min(world["b"].roster.num_calls, 1) == num_calls
+    assert min(world["b"].meeting.num_calls, 1) == num_calls
 
 
 def test_a_peer_that_does_not_answer_the_leader_is_not_waited_for_because_of_a_fresh_record() -> None:
@@ -504,10 +382,11 @@ def test_a_peer_that_does_not_answer_the_leader_is_not_waited_for_because_of_a_f
 
     def deaf() -> None:
         assert world["d"].matchmaker is not None
-        world["d"].matchmaker._handlers.close()
+        world["d"].matchmaker._endpoint.unhandle(CALL)
+        world["d"].matchmaker._endpoint.unhandle(JOIN)
 
     def publish() -> None:
-        world["a"].roster.missing.remove(world.ids["d"])
+        world["a"].meeting.missing.remove(world.ids["d"])
 
     world.world.loop.call_at(0.8, deaf)
     world.world.loop.call_at(1.25, publish)
@@ -553,10 +432,9 @@ def test_a_peer_that_nobody_can_reach_says_so_and_holds_nobody_up(name: str, is_
     assert world[name].took_s < DIAL_S
 
 
-@pytest.mark.parametrize("host", ["a", "c"])
-def test_a_client_that_comes_late_is_waited_for_as_long_as_it_is_connected_to_somebody(host: str) -> None:
-    """It may still compute; the leader hears of it from a member, if it is not its own guest."""
-    world = search(everybody("abcd", d={"is_client": True, "begins_s": 9.0, "guest_of": host}))
+def test_a_client_that_comes_late_is_waited_for_as_long_as_it_is_connected_to_the_leader() -> None:
+    """It may still compute."""
+    world = search(everybody("abcd", d={"is_client": True, "begins_s": 9.0, "guest_of": "a"}))
     world.run()
     for name in "abcd":
         assert world.members(name) == set("abcd"), world[name].reasons
@@ -577,17 +455,6 @@ def test_a_peer_at_a_closed_port_is_left_out_at_once() -> None:
     world.run()
     for name in "ac":
         assert world.members(name) == set("ac")
-        assert world[name].took_s < AT_ONCE_S
-
-
-def test_a_peer_of_which_a_member_tells_is_waited_for_until_the_leader_has_its_record() -> None:
-    """Then it is as any other: this one has gone."""
-    world = search([Seeker("a", "b"), Seeker("b", "ac"), Seeker("c", "", begins_s=None)])
-    world.world.schedule(at(0.9).kill("c"))
-    world.world.loop.call_at(1.3, lambda: world["a"].roster.others.update({world.ids["c"]: False}))
-    world.run()
-    for name in "ab":
-        assert world.members(name) == set("ab"), world[name].reasons
         assert world[name].took_s < AT_ONCE_S
 
 
@@ -621,7 +488,7 @@ def test_who_is_called_away_as_its_group_closes_is_in_one_of_the_two(first_ms: i
         for name in "abcd":
             for other in world.members(name):
                 assert world.members(other) == world.members(name), f"{other} is not in the group that {name} has"
-        assert world["d"].took_s < AT_ONCE_S
+        assert world["d"].took_s < 2 * AT_ONCE_S, "b calls c again after a second"
 
 
 def test_who_is_called_away_before_its_leader_has_come_to_the_position_gets_no_place_there() -> None:
@@ -635,21 +502,22 @@ def test_who_is_called_away_before_its_leader_has_come_to_the_position_gets_no_p
         next_groups: list[Group] = []
         world.world.loop.call_at(1.4, lead_next_round, world, next_groups)
         world.run(40.0)
-        (led,) = next_groups
-        if led.rank_of(world.ids["c"]) is not None:
-            assert world["c"].group == led, f"called at {ahead_ms} ms, c is in two groups"
+        for led in next_groups:  # none if c has told that the run went on
+            if led.rank_of(world.ids["c"]) is not None:
+                assert world["c"].group == led, f"called at {ahead_ms} ms, c is in two groups"
 
 
 def lead_next_round(world: Search, groups: list[Group]) -> None:
     """Have b look for its next group, with c and d, as soon as it has made its first round."""
     leader, loop = world["b"], world.world.loop
-    if leader.roster.at == START:
+    if leader.meeting.at == START:
         loop.call_later(0.002, lead_next_round, world, groups)
         return
 
     async def find() -> None:
         assert leader.matchmaker is not None
-        groups.append(await leader.matchmaker.find_group(1.0, 0))
+        with suppress(RoundAborted):
+            groups.append(await leader.matchmaker.find_group(1.0, 0))
 
-    leader.roster.others = {world.ids[name]: False for name in "cd"}
+    leader.meeting.others = {world.ids[name]: False for name in "cd"}
     leader.finding = loop.create_task(find())

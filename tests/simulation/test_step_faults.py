@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.round.machine import Round
 from manyhands.optim.local_steps import LocalSteps, nesterov
 from manyhands.optim.run.collaboration import Collaboration

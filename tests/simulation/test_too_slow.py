@@ -16,13 +16,14 @@ import torch
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.presence import next_position
+from manyhands.averaging.roster import Roster, Standing
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted, TooSlow
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, links, stream
-from tests.swarm import FixedRoster
+from tests.swarm import FixedMeeting
 
 NUM_PEERS = 8
 NUMEL = 250_000
@@ -40,7 +41,7 @@ class Lines:
     Attributes:
         up_mbit_s: what each peer sends a second.
         down_mbit_s: what each receives.
-        doubted: a peer that all others doubt in the first round, as if it had been to blame in rounds before.
+        guest: a peer that is no member of the run, in which there was trouble.
         results: what came of the rounds of each peer.
         seconds: how long each took it.
     """
@@ -50,7 +51,7 @@ class Lines:
     latency_s: float
     config: AveragingConfig
     numel: int = NUMEL
-    doubted: str = ""
+    guest: str = ""
     results: dict[str, list[Result]] = field(default_factory=lambda: defaultdict(list))
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -73,10 +74,12 @@ class Lines:
     async def _peer(self, host: Host) -> None:
         world, name = self._world, host.name
         endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {name}"))
-        roster = FixedRoster({peer_id: False for other, peer_id in self.ids.items() if other != name})
-        runner = RoundRunner(endpoint, "run", b"", roster, self.config, world.rng(f"rounds of {name}"))
-        if self.doubted not in ("", name):
-            runner.matchmaker.candidates._doubted.add(self.ids[self.doubted])
+        meeting = FixedMeeting({peer_id: False for other, peer_id in self.ids.items() if other != name})
+        if self.guest:
+            members = {peer_id: Standing(3, is_member=True, can_lead=True) for peer_id in sorted(self.ids.values())}
+            del members[self.ids[self.guest]]
+            meeting.of_run = Roster(members, troubled=(True,))
+        runner = RoundRunner(endpoint, "run", b"", meeting, self.config, world.rng(f"rounds of {name}"))
         await endpoint.listen([Address.of(host.ip, 0)])
         self._addresses[endpoint.peer_id] = endpoint.addresses
         try:
@@ -84,8 +87,10 @@ class Lines:
                 await asyncio.sleep(number * PERIOD_S + 1.0 - world.loop.time())
                 for other, where in self._addresses.items():
                     endpoint.learn(other, where)
-                roster.at = self._latest
-                roster.missing.clear()
+                meeting.at = self._latest
+                if number:
+                    meeting.of_run = None
+                meeting.missing.clear()
                 await self._take_part(name, runner)
         finally:
             await runner.close()
@@ -106,11 +111,11 @@ class Lines:
         self.seconds[name].append(self._world.loop.time() - began)
 
 
-def rounds_with_one_slow_peer(up_mbit_s: float, num_rounds: int, *, is_doubted: bool = False) -> tuple[Lines, PeerId]:
+def rounds_with_one_slow_peer(up_mbit_s: float, num_rounds: int, *, is_guest: bool = False) -> tuple[Lines, PeerId]:
     """One of ``NUM_PEERS`` sends so much a second, the others have 50 Mbit/s."""
     up = {f"p{number}": 50.0 for number in range(NUM_PEERS)} | {SLOW: up_mbit_s}
     config = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, codec="none")
-    lines = Lines(up, 50.0, 0.005, config, doubted=SLOW if is_doubted else "")
+    lines = Lines(up, 50.0, 0.005, config, guest=SLOW if is_guest else "")
     lines.run(num_rounds)
     return lines, lines.ids[SLOW]
 
@@ -174,7 +179,7 @@ def test_whose_own_values_are_too_much_for_a_round_is_told_so() -> None:
 @pytest.mark.parametrize("values_s", [2.0, 20.0])
 def test_one_that_was_to_blame_is_not_waited_for_where_it_is_far_slower_than_the_others(values_s: float) -> None:
     """But where it is only a little slower it is, else it would be to blame again and again."""
-    rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / values_s, 2, is_doubted=True)
+    rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / values_s, 2, is_guest=True)
     for name, (first, second) in rounds.results.items():
         assert isinstance(first, CommittedRound)
         assert isinstance(second, CommittedRound)

@@ -11,7 +11,6 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from manyhands.averaging.grid.seats import MAX_AXES
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.base.identity import PeerId
@@ -36,7 +35,6 @@ SHORT_ID_BYTES = 8
 MAX_ROUND_S = 1e6
 NAME_BYTES = 16
 """Length of a round's name on a stream."""
-MAX_EXPECTED = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_SUM_WEIGHT)]
@@ -49,8 +47,14 @@ ExchangeNumber = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 LateNumber = Annotated[int, msgspec.Meta(ge=0, le=2)]
 MarkNumber = Annotated[int, msgspec.Meta(ge=0, le=7)]
 MAX_PARTS = 4096
-RecentRounds = Annotated[list[Annotated[bytes, msgspec.Meta(max_length=8 * MAX_AXES)]], msgspec.Meta(max_length=4)]
-"""Of reserved fields: nothing sends or reads them."""
+
+
+class Late(enum.IntEnum):
+    """Who was waited for in vain as a group formed."""
+
+    NOBODY = 0
+    GUESTS = 1
+    MEMBERS = 2
 
 
 class Position(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,14 +70,6 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
     step: Count
     lineage: Digest
     group_key: Annotated[str, msgspec.Meta(max_length=100)] = ""
-
-
-class Late(enum.IntEnum):
-    """Who was waited for in vain as a group formed."""
-
-    NOBODY = 0
-    GUESTS = 1
-    MEMBERS = 2
 
 
 class Mark(enum.IntFlag):
@@ -217,55 +213,36 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
-class JoinRequest(msgspec.Struct, omit_defaults=True):
-    """Asks the supposed leader for a place in its group; answered when the group closes.
+class JoinRequest(msgspec.Struct):
+    """Asks a leader for a place in its group; answered when the group closes.
 
     Attributes:
-        expects: short ids of the peers that the asking one expects: first bytes of the SHA-256 of each peer id, joined.
-        clients: likewise, clients that are connected to it, as only such a peer knows that they are there.
-        is_early: only hold a place: another request follows once the values, and so the weight, are there.
-        gather_s: how long it waits for a leader that has not come itself; 0 if it does not say.
+        patience_s: how long the asking peer waits for the leader's own training loop.
     """
 
     run_fingerprint: Digest
     position: Position
     member: Member
-    expects: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
-    clients: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
-    is_early: bool = False
-    gather_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
+    patience_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)]
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):
-    """The formed group, or the leader that the asked peer itself follows; neither while a place is held."""
+    """The formed group, or the leader that the asked peer itself follows; neither if the asking one has asked again."""
 
     group: Group | None = None
     leader: PeerIdText = PeerId("")
     leader_addresses: list[AddressText] = []
 
 
-class LeaveRequest(msgspec.Struct):
-    """Gives up a place in a leader's group: the asking peer goes to a better leader."""
+class CallRequest(msgspec.Struct):
+    """Tells a peer that a round has begun at its position, and that the calling one leads it."""
 
+    run_fingerprint: Digest
     position: Position
 
 
-class LeaveResponse(msgspec.Struct):
-    """Whether the place is free again."""
-
-    is_too_late: bool = False  # the group has closed with the asking peer as a member; the answer is on its way
-
-
-class InviteRequest(msgspec.Struct, omit_defaults=True):
-    """Tells an expected peer that a round has begun at its position."""
-
-    position: Position
-    run_fingerprint: Digest = b""
-    is_early: bool = False  # the round has not begun, but its group forms
-
-
-class InviteResponse(msgspec.Struct):
-    """The leader of the invited peer, if not the inviting one; the lower of the two stays leader."""
+class CallResponse(msgspec.Struct, omit_defaults=True):
+    """The leader of the called peer, if not the calling one."""
 
     leader: PeerIdText = PeerId("")
     leader_addresses: list[AddressText] = []
@@ -390,8 +367,7 @@ def read_header(remote: PeerId, header: bytes, kind: type[T]) -> T:
 
 
 JOIN = Method("averaging.join", JoinRequest, JoinResponse)
-LEAVE = Method("averaging.leave", LeaveRequest, LeaveResponse)
-INVITE = Method("averaging.invite", InviteRequest, InviteResponse)
+CALL = Method("averaging.call", CallRequest, CallResponse)
 VOTE = Method("averaging.vote", Vote, Received)
 ASK_VERDICT = Method("averaging.ask_verdict", VerdictQuery, Verdict)
 ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)

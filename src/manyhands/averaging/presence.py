@@ -23,7 +23,7 @@ import hashlib
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -117,7 +117,7 @@ def order_of(position: Position) -> tuple[int, bytes]:
 class PresenceTracker(PeerRecords[PresenceRecord]):
     """The positions of this averager and the others of its run.
 
-    It is the :class:`manyhands.averaging.matchmaking.candidates.Roster` of the rounds, and in a grid the
+    It is the :class:`manyhands.averaging.matchmaking.attendees.Meeting` of the rounds, and in a grid the
     :class:`manyhands.averaging.grid.step.GridPlace`.
     """
 
@@ -195,14 +195,8 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
                 expected[peer_id] = record.is_client or is_absent
         return expected
 
-    def is_known(self, peer_id: PeerId) -> bool:
-        """Whether a peer has published its position, with matching tensors."""
-        seen = self.observed().get(peer_id)
-        return seen is not None and seen.record.tensors == self.own.tensors
-
-    def contributors(self) -> Container[PeerId]:
-        """Not known: an averager that comes later would know others."""
-        return ()
+    def roster(self) -> None:
+        """Peers share none: an averager that comes later does not know the rounds before."""
 
     def report_missing(self, peer_id: PeerId) -> None:
         super().report_missing(peer_id)

@@ -26,8 +26,7 @@ A guest with ``QUALIFYING`` complete rounds becomes a member, in a calm round, a
 not more than half of the members took part, nothing changes, as the round may be that of a split. After ``MAX_FROZEN``
 such rounds in a row the complete peers are the members of a roster that is founded anew.
 
-A second fault bars a peer from the next rounds, and each further one from four times as many; ``GOOD_ROUNDS`` complete
-rounds take one fault away.
+Each fault after the first one bars a peer from the next rounds; ``GOOD_ROUNDS`` complete rounds take one fault away.
 
 A round is *troubled* if a member was demoted in it or members were late. Trouble in the last rounds halves the patience
 of all, and ends the time in which guests become members, whoever caused it. So many identities together cost a run no
@@ -51,8 +50,9 @@ QUALIFYING = 3
 """Complete rounds after which a guest may become a member, and after which a doubt is forgotten."""
 GOOD_ROUNDS = 10
 """Complete rounds that take one fault away."""
-MAX_FAULTS = 5
-"""A peer with more is barred no longer."""
+MAX_FAULTS = 2
+BARRED_ROUNDS = 3
+"""For so many rounds a peer gets no place after a fault that is not its first one."""
 MAX_MISSED = 8
 """Rounds in a row that a peer may miss before it leaves the roster."""
 MAX_FROZEN = 16
@@ -81,7 +81,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
         can_lead: whether it could be dialled in the last round with it.
         doubted_by: the member that last accused it alone; empty once it has ``QUALIFYING`` complete rounds after that.
         cleared: these rounds, as long as it is doubted.
-        faults: how often it was at fault, less those that were taken away.
+        faults: how often it was at fault, less those that were taken away; at most ``MAX_FAULTS``.
         fault_round: the number of the last such round.
     """
 
@@ -114,8 +114,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
     def barred_rounds(self, number: int) -> int:
         """For how many rounds the peer gets no place, after the round with this number."""
-        barred = 4 ** (self.faults - 1) - 1 if self.faults else 0
-        return max(0, self.fault_round + barred - number)
+        return max(0, self.fault_round + BARRED_ROUNDS - number) if self.faults == MAX_FAULTS else 0
 
 
 class Attendance(msgspec.Struct, frozen=True):
@@ -227,6 +226,12 @@ class Roster(msgspec.Struct, frozen=True):
     def waits_for_guests(self) -> bool:
         """Whether guests are waited for: nobody was late lately."""
         return not any(self.guests_late)
+
+    def is_hurried(self, peer_id: PeerId) -> bool:
+        """Whether nobody waits long for a peer in a round: a guest that was at fault or doubted, or after trouble."""
+        standing = self.standings.get(peer_id, Standing())
+        has_failed = bool(standing.faults or standing.doubted_by)
+        return not standing.is_member and bool(self.members) and (has_failed or any(self.troubled))
 
     def patience(self, attempt: int = 0) -> float:
         """The share of the full patience for a member that does not come or does not get on, in an attempt."""

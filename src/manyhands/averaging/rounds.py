@@ -20,10 +20,10 @@ from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.codecs import INT4, INT8, Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import chosen_codec
-from manyhands.averaging.matchmaking.candidates import Roster
-from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.matchmaking.attendees import Meeting
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict
 from manyhands.averaging.round.answers import Answers
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Refill
@@ -86,14 +86,14 @@ class RoundRunner:
     Args:
         run_id: one endpoint has one runner for each run.
         run_fingerprint: digest of the settings that all peers of the run share; a peer with another one is refused.
-        roster: this peer's position, and the peers expected there.
+        meeting: this peer's position, and the peers expected there.
         limits: bounds on what one member can do to the mean, the same on all peers of the run; None for no bounds.
 
     Raises:
         ConfigError: this endpoint has a runner for this run.
 
     Attributes:
-        matchmaker: finds the groups; it may hold a place before the values are there.
+        matchmaker: finds the groups.
         memory: that only rounds need; free it while there is none.
     """
 
@@ -102,7 +102,7 @@ class RoundRunner:
         endpoint: Endpoint,
         run_id: str,
         run_fingerprint: bytes,
-        roster: Roster,
+        meeting: Meeting,
         config: AveragingConfig,
         rng: random.Random,
         limits: MemberLimits | None = None,
@@ -112,7 +112,7 @@ class RoundRunner:
         self._config = config
         self._limits = limits
         try:
-            self.matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
+            self.matchmaker = Matchmaker(own, run_fingerprint, meeting, config, rng)
         except ConfigError as error:  # the endpoint already serves this run's methods
             raise ConfigError(
                 f"this peer averages under run id {run_id!r} already, for an Optimizer or another Averager; close that "
@@ -185,7 +185,7 @@ class RoundRunner:
         contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before)
         driver = RoundDriver(
             self._endpoint, self._config, self._streams, contribution,
-            deadline=self._deadline, ends_at=self._ends_at, doubted=self.matchmaker.candidates.doubted(group),
+            deadline=self._deadline, ends_at=self._ends_at, doubted=self.matchmaker.doubted(group),
         )  # fmt: skip
         feedbacks = contribution.feedbacks
         try:
@@ -253,21 +253,18 @@ class RoundRunner:
         """Exchange values and vote in a formed group, until the round is decided."""
         group, rank = contribution.group, contribution.rank
         self._answers.begin(driver)
+        verdict: Verdict | None = None
         try:
-            with self.matchmaker.in_round(group):
-                verdict = await driver.run()
+            verdict = await driver.run()
         finally:
             self._answers.end(driver)
+            blamed, is_committed = ((), False) if verdict is None else (verdict.blamed, verdict.manifest is not None)
+            self.matchmaker.round_over(group, blamed, is_committed=is_committed)
             self._meter.averaging_s += driver.exchanging_s
             self._meter.vote_s += driver.voting_s
             self._meter.num_bytes_sent += driver.num_bytes_sent
             self._meter.num_bytes_received += driver.num_bytes_received
-        others = [member.peer_id for number, member in enumerate(group.members) if number != rank]
-        struck = {group.members[number].peer_id for number in contribution.struck} & set(verdict.blamed)
         manifest = verdict.manifest
-        self.matchmaker.candidates.note_round(
-            others, verdict.blamed, struck, leader=group.leader, is_committed=manifest is not None
-        )
         if manifest is None:
             if not any(member.weight > 0 for member in group.members):
                 raise NothingToAverage(verdict.reason, verdict.blamed)

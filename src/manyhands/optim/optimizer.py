@@ -91,8 +91,7 @@ class Optimizer(OptimizerWrapper):
         batch_size_per_step: samples behind each call of :meth:`step`; or give ``batch_size`` to each call.
         scheduler: a torch scheduler of ``optimizer``, or a function that makes one; stepped once for each global step.
         max_grad_norm: the averaged gradient is clipped to this norm, of all parameters together.
-        batch_size_lead: begin to look for a step's group this many samples before the target, while the next batches
-            are computed; 0: only once the target is reached. By default 6 s before the predicted time of the target.
+        batch_size_lead: no effect: all peers know who leads the next step, so nothing is looked for ahead of it.
         matchmaking_time_s: as in ``averaging``.
         averaging_timeout_s: as in ``averaging``.
         delay: ``"optimizer"`` to make the update in the background, ``"gradients"`` to average there too, while the
@@ -219,7 +218,7 @@ class Optimizer(OptimizerWrapper):
         """The settings of the run, which all its peers have signed."""
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
-            batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
+            is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
         )  # fmt: skip
         self._client = BlockingRunClient(peer, self._collaboration, self._replica)
         self.statistics.states_loaded += self._client.join(options.check_peers)

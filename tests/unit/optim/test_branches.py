@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.roster import Roster, Standing
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import (
     ENOUGH_VOTES,
@@ -38,6 +39,27 @@ def at(step: int, lineage: bytes = b"run", host: str = "192.168.0.1") -> Progres
 
 HONEST = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
 SYBILS = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(20)}
+
+
+def with_roster(*members: PeerId, former: tuple[PeerId, ...] = (), met: tuple[PeerId, ...] = ()) -> Belief:
+    """One that was in rounds with all of these, and whose run has these members."""
+    belief = member_of(*members, *met, own_id=DAVE)
+    belief.roster = lambda: Roster({one: Standing(is_member=True) for one in (DAVE, *members)}, former=former)
+    return belief
+
+
+def test_whoever_was_in_rounds_but_is_no_member_does_not_decide() -> None:
+    """Four identities that have joined a round each say that the run is elsewhere."""
+    eves = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(4)}
+    others = {ANN: at(10), BOB: at(10), **eves}
+    assert with_roster(ANN, BOB, met=tuple(eves)).judge(at(10), others).doubted == eves.keys()
+    assert member_of(ANN, BOB, *eves, own_id=DAVE).judge(at(10), others).doubted == frozenset(), "without a roster"
+
+
+def test_members_that_left_in_a_split_still_decide_where_the_run_is() -> None:
+    others = {BOB: at(10, b"few"), **{one: at(12) for one in (ANN, CAROL, EVE)}}
+    assert with_roster(BOB).judge(at(10, b"few"), others).doubted == {ANN, CAROL, EVE}
+    assert with_roster(BOB, former=(ANN, CAROL, EVE)).judge(at(10, b"few"), others).doubted == frozenset()
 
 
 def member_of(*met: PeerId, step: int = 10, own_id: PeerId = EVE) -> Belief:

@@ -23,7 +23,8 @@ OTHERS = sorted(identity_of(number).peer_id for number in (201, 202, 203))
 async def seats() -> AsyncIterator[tuple[Run, GridAssignment]]:
     """One peer at step 3; more than two are a grid."""
     async with run_of_one() as run:
-        assignment = GridAssignment(run.tracker, run.endpoint.peer_id, 2, random.Random(1), lambda: ROSTER)
+        run.tracker.roster = lambda: ROSTER
+        assignment = GridAssignment(run.tracker, run.endpoint.peer_id, 2, random.Random(1))
         run.tracker.on_outlook = assignment.plan
         yield run, assignment
 

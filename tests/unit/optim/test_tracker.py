@@ -12,6 +12,7 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.roster import Roster, Standing
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
@@ -283,15 +284,17 @@ async def test_batches_that_are_being_computed_complete_the_target() -> None:
         assert not run.tracker.is_due(), "a step begins by what was counted"
 
 
-async def test_only_peers_whose_samples_are_in_the_last_step_are_waited_for_where_they_are_known() -> None:
+async def test_only_the_batches_of_members_are_waited_for_once_the_run_has_some() -> None:
     async with run_of_one(target_batch_size=16) as run:
         here, me = run.tracker.own.position, run.endpoint.peer_id
-        for contributors, is_waited_for in [((), True), ((me,), False), ((me, BOB), True)]:
-            run.tracker.load(here, 0, contributors=contributors)
+        for members, is_waited_for in [((), True), ((me,), False), ((me, BOB), True)]:
+            run.tracker.roster = lambda those=members: Roster({one: Standing(is_member=True) for one in those})
+            run.tracker.load(here, 0)
             await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
             run.tracker.report(8, 4.0, 1.0)
             assert run.tracker.is_arriving() == is_waited_for
-        run.tracker.load(here, 0, contributors=(me,))
+        run.tracker.roster = lambda: Roster({me: Standing(is_member=True)})
+        run.tracker.load(here, 0)
         await run.hears(BOB, samples=8, samples_per_second=4.0, batch_s=1.0)
         run.tracker.report(8, 4.0, 1.0)
         assert run.tracker.is_due(), "what it has published counts"
@@ -520,12 +523,12 @@ async def test_a_round_that_commits_during_a_read_is_not_undone_by_it() -> None:
 # peers that cannot be dialled, and those that have no data
 
 
-async def test_a_helper_is_no_trainer_and_expected_only_where_no_trainer_can_be_dialled() -> None:
+async def test_a_helper_is_no_trainer_and_may_lead_where_no_trainer_can_be_dialled() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, is_client=True)
         await run.hears(CAROL, is_auxiliary=True)
         assert run.tracker.num_peers_here() == 2
-        assert run.tracker.view.expected == {BOB: True}, "this peer can be dialled, and leads"
+        assert run.tracker.view.expected == {BOB: True, CAROL: False}
     async with run_of_one(is_client=True) as run:
         await run.hears(BOB, is_client=True)
         assert run.tracker.is_stranded()
@@ -535,7 +538,7 @@ async def test_a_helper_is_no_trainer_and_expected_only_where_no_trainer_can_be_
         assert run.tracker.view.expected == {BOB: True, CAROL: False}
         assert run.tracker.can_meet_somebody()
         await run.hears(DAVE)
-        assert run.tracker.view.expected == {BOB: True, DAVE: False}
+        assert run.tracker.view.expected == {BOB: True, CAROL: False, DAVE: False}
         assert run.tracker.num_peers_here() == 3
 
 

@@ -33,7 +33,7 @@ class Host:
         averaging: Any = SimpleNamespace(averaging_timeout_s=60.0, matchmaking_time_s=15.0)
         self._part = Collaboration(
             presence, presence, local, averaging, ignored,
-            batch_size_lead=None, is_auxiliary=False, allow_solo=False, start_new=None,
+            is_auxiliary=False, allow_solo=False, start_new=None,
         )  # fmt: skip
         server: Any = SimpleNamespace(followers=lambda *_, **__: set(self._followers))
         self._part._server, self._part.tracker, self._part._drift = server, ignored, ignored

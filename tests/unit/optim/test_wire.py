@@ -46,7 +46,6 @@ RECORDS = st.one_of(
         st.booleans(),
         st.lists(TEXTS, max_size=3),
         AMOUNTS,
-        recent_rounds=st.lists(st.binary(max_size=128), max_size=4),
     ),
     st.builds(MetricsRecord, COUNTS, AMOUNTS, COUNTS, st.floats(-1e300, 1e300), COUNTS.filter(bool)),
     st.builds(HeldoutRecord, COUNTS, st.floats(-1e300, 1e300), st.floats(0, 1), st.floats(0, 1), COUNTS),

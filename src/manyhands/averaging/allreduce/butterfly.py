@@ -215,6 +215,8 @@ class Butterfly:
             await _all_or_none([reducing, *self._conversations.values()])
         except NotFinite as error:
             raise self._invalid(self._rank, f"are not finite: {error}") from error
+        finally:
+            self._conversations.clear()  # a cancelled one holds the frames that it went through, and so this object
         return self.averaged_N
 
     def lose(self, rank: int, reason: str, *, is_violation: bool = False, is_stalled: bool = False) -> None:

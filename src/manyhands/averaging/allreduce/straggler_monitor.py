@@ -35,7 +35,7 @@ class StragglerMonitor:
     Args:
         streams: by rank, as far as they are open.
         doubted: ranks of members that get less time, see
-            :meth:`~manyhands.averaging.matchmaking.candidates.Candidates.doubted`.
+            :meth:`~manyhands.averaging.matchmaking.matchmaker.Matchmaker.doubted`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StragglerMonitor:
             silent_s, received = now - max(stream.last_received, since), stream.bytes_received
             is_last, was_last = was_last, self._is_last(rank, wanted, received)
             if is_last and was_last:
-                return self._lose(rank, "holds up the others, and was to blame twice in a row")
+                return self._lose(rank, "holds up the others, after there was trouble")
             if wanted is Wanted.VALUES:
                 owed_s += passed_s
                 if how := self._too_slow(rank, received, owed_s):

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking.candidates import Roster
+from manyhands.averaging.matchmaking.attendees import Meeting
 from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
 from manyhands.averaging.timing import ANSWER_S, LOOK_S, MOMENT_S
@@ -40,7 +40,7 @@ LOOK_GROWTH, LAST_LOOK_S = 1.5, ANSWER_S
 """The factor by which waits between two looks at the others' records grow, from ``LOOK_S`` on, and the longest one."""
 
 
-class GridPlace(Roster, Protocol):
+class GridPlace(Meeting, Protocol):
     """A peer's place among the groups, in its current step.
 
     Attributes:

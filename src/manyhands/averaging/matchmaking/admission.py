@@ -7,21 +7,18 @@ from collections.abc import Iterable
 from manyhands.averaging.codecs import INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
 from manyhands.averaging.config import AUTO
 from manyhands.averaging.grid.seats import MAX_AXES
-from manyhands.averaging.messages import BLAMED, Group, JoinRequest, Member, Position
+from manyhands.averaging.matchmaking.machine import (
+    BARRED,
+    BEHIND,
+    OTHER_MANIFEST,
+    OTHER_POSITION,
+    name_of,
+    where_the_run_is,
+)
+from manyhands.averaging.messages import BLAMED, CallRequest, Group, JoinRequest, Member, Position
+from manyhands.averaging.roster import Roster
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
-
-# codes of refusals
-BEHIND = "behind"  # the asked peer has made steps that the asking one has not
-TOLD_BEHIND = "told_behind"  # likewise, but the asked peer only heard so from a peer that it invited
-OTHER_MANIFEST = "other_manifest"  # the asking peer has another model or other settings
-OTHER_POSITION = "other_position"  # the asking peer is at another position in the run
-UNKNOWN = "unknown"  # there is no record of the asking peer
-REFUSED = "refused"  # the values of the asking peer were too large in three rounds
-PAUSED = "paused"  # the asking peer was to blame a moment ago, in rounds twice in a row
-AVOIDED = "avoided"  # of an invitation: the inviting peer failed the asked one twice in a row, or is not to lead
-BUSY = "busy"  # the asked peer would lead, but its training loop did not come to the round
-FULL = "full"  # all places of the group are taken
 
 WIDE_AREA_RTT_S = 0.01
 """Round trip; within one site it is shorter."""
@@ -36,25 +33,25 @@ def check_ahead(me: PeerId, here: Position, position: Position) -> None:
         Refused: ``position`` is behind this peer's.
     """
     if position.step < here.step:
-        there = f"at {_name_of(position)}" if position.group_key or here.group_key else str(position.step)
-        raise Refused(me, BEHIND, f"the run is at {_name_of(here)}, not {there}")
-
-
-def _name_of(position: Position) -> str:
-    """A position in words: in a grid it has the number of a round."""
-    return f"round {position.step} of the grid" if position.group_key else f"step {position.step}"
+        raise Refused(me, BEHIND, where_the_run_is(here, position))
 
 
 def check_join(
-    me: PeerId, is_client: bool, run_fingerprint: bytes, here: Position, remote: PeerId, request: JoinRequest
+    me: PeerId,
+    run_fingerprint: bytes,
+    here: Position,
+    roster: Roster | None,
+    remote: PeerId,
+    request: JoinRequest,
+    *,
+    is_client: bool,
 ) -> None:
     """Check that a peer may have a place in the group that this one leads or would lead.
 
     Raises:
         Refused: why not.
     """
-    if request.run_fingerprint != run_fingerprint:
-        raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
+    _check_manifest(me, run_fingerprint, request.run_fingerprint)
     if request.member.peer_id != remote:
         raise Refused(me, "bad_request", "a member joins for itself")
     if is_client:
@@ -62,7 +59,21 @@ def check_join(
     check_ahead(me, here, request.position)
     if request.position != here:
         which = f" in group {here.group_key}" if here.group_key else ", perhaps of another branch"
-        raise Refused(me, OTHER_POSITION, f"this peer is at {_name_of(here)}{which}")
+        raise Refused(me, OTHER_POSITION, f"this peer is at {name_of(here)}{which}")
+    if roster is not None and (num_rounds := roster.barred_rounds(remote)):
+        why = f"your peer was at fault in rounds; it gets no place in the next {num_rounds}"
+        raise Refused(me, BARRED, why)
+
+
+def check_call(me: PeerId, run_fingerprint: bytes, here: Position, request: CallRequest) -> None:
+    """Check that a peer which calls this one to a round is not behind; raises ``Refused``."""
+    _check_manifest(me, run_fingerprint, request.run_fingerprint)
+    check_ahead(me, here, request.position)
+
+
+def _check_manifest(me: PeerId, own: bytes, theirs: bytes) -> None:
+    if theirs != own:
+        raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
 
 
 def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: str) -> str | None:

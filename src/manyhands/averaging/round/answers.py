@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from contextlib import suppress
 
-from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.messages import (
     ASK_MOVED,
     ASK_VERDICT,

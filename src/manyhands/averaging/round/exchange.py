@@ -20,7 +20,7 @@ from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import Memory, empty_vector
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Vote
-from manyhands.averaging.round.limits import MemberLimits, joined, usual_norm, witnessed
+from manyhands.averaging.round.limits import MemberLimits, joined, outsized, usual_norm
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.timing import ANSWER_S, MOMENT_S, hasty_s
 from manyhands.base.deadline import time_limit
@@ -53,7 +53,6 @@ class Contribution:
     Attributes:
         digest, means: of the result of the last exchange; None and empty if something is missing.
         outsized: ranks of members whose values are too large beside those of the others.
-        struck: those of them that at least two reducers have found too large.
         usual_norm: of the members' values; 0 if they were not measured.
     """
 
@@ -69,7 +68,6 @@ class Contribution:
     digest: bytes = b""
     means: Means | None = None
     outsized: set[int] = field(default_factory=set)
-    struck: set[int] = field(default_factory=set)
     usual_norm: float = 0.0
 
     async def butterfly(self, members: Collection[int], *, is_again: bool) -> Butterfly:
@@ -115,9 +113,8 @@ class Contribution:
             self.usual_norm = max(self.usual_norm, usual)
         if self.norm_before is not None:  # means may be as good as 0 where values cancel each other
             at_least = self.norm_before or norms[self.rank]
-        found, certain = witnessed(told, weights, self.limits, at_least=at_least)
+        found = outsized(norms, weights, self.limits, at_least=at_least)
         self.outsized |= found
-        self.struck |= certain
         return [
             Accusation(rank, f"the values of peer {self.group.members[rank].peer_id} {OUTSIZED}", is_violation=True)
             for rank in sorted(found)

@@ -32,11 +32,6 @@ OPEN_LIMITS = MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
 """For runs without an owner: a GPU beside laptops counts for all that it computes (docs/adr/0018)."""
 
 
-SPREADS = 6.0
-"""A norm counts against a member if its logarithm is this many times as far from the usual one as those of half of all:
-once a model fits its data, honest norms lie orders of magnitude apart (``benchmarks/unlike_data.py``)."""
-
-
 def limited(group: Group, limits: MemberLimits) -> Group:
     """The group with weights that are within the limits."""
     weights = capped_weights([member.weight for member in group.members], limits)
@@ -91,29 +86,6 @@ def outsized(
         return math.sqrt(max(1.0, 1 / ratio)) * (max(1.0, ratio) if limits.norm_grows else 1.0)
 
     return {rank for rank in ranks if norms[rank] > limits.max_norm_ratio * usual * allowed(rank)}
-
-
-def witnessed(
-    told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits, *, at_least: float = 0.0
-) -> tuple[set[int], set[int]]:
-    """Outsized ranks, by what each reducer told of the norms in its span, and those of them that are surely at fault.
-
-    At least two reducers find these outsized, and their norms are far from those of all others (:data:`SPREADS`).
-    """
-    everything = range(len(told))
-    norms = joined(told, everything)
-    found = outsized(norms, weights, limits, at_least=at_least)
-    if not found:
-        return set(), set()
-    sizes = [max(norm, at_least) if norm > 0 else 0.0 for norm in norms]  # small means show nothing of the spread
-    usual = usual_norm(sizes, weights)
-    away = {rank: abs(math.log(size / usual)) for rank, size in enumerate(sizes) if weights[rank] > 0 and size > 0}
-    certain = {rank for rank in found if away[rank] > SPREADS * statistics.median(away.values())}
-    if len(told) > 1:
-        for left_out in everything:
-            others = [number for number in everything if number != left_out]
-            certain &= outsized(joined(told, others), weights, limits, at_least=at_least)
-    return found, certain
 
 
 def joined(told: Sequence[Sequence[float]], of: Sequence[int]) -> list[float]:

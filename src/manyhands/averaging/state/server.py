@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.messages import Position, RecentRounds, read_header
+from manyhands.averaging.messages import Position, read_header
 from manyhands.averaging.state.content import State, StateHeader, offsets_of, sealed
 from manyhands.averaging.timing import DIAL_S, RECORD_S
 from manyhands.base.deadline import time_limit, while_moving
@@ -73,7 +73,6 @@ class StateAnswer(msgspec.Struct):
 
     header: StateHeader | None = None
     reason: str = ""
-    recent_rounds: RecentRounds = []  # reserved
     is_full: bool = False
 
 

@@ -3,7 +3,9 @@
 The branch with the highest (global step, samples in its lineage, digest) leads. But no single signed record may decide
 which model all peers hold (docs/adr/0018-weights-and-belief.md). A peer believes a branch that is ahead of it when
 
-* more than half of the peers that it met in committed rounds and that are still there are ahead on it; or else
+* at least half of the members and former members of its roster are ahead on it, of those that are still there and this
+  peer; or, without a roster, as a newcomer or in a grid,
+* more than half of the peers that it met in committed rounds and that are still there are; or else
 * at least half of all peers that have learnt anything are, itself included. Of these only peers count that it has
   reached: see :func:`sample`, and :mod:`manyhands.optim.run.canvass`, which dials them.
 
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from manyhands.averaging.messages import Position, readable_addresses
+from manyhands.averaging.roster import Roster
 from manyhands.averaging.timing import DIAL_S, IDLE_S, SHUN_S
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
@@ -142,6 +145,9 @@ class Belief:
     Args:
         vouched: returns the peers for which a coordinator of the run vouches.
         poll: returns which of all peers vote, from their records.
+
+    Attributes:
+        roster: returns that of the run at this peer's position; None where peers share none.
     """
 
     def __init__(
@@ -153,6 +159,7 @@ class Belief:
         self._own_id = own_id
         self.vouched = vouched
         self.poll = poll
+        self.roster: Callable[[], Roster | None] = lambda: None
         self._met: dict[PeerId, None] = {}  # the last ones at the end
         self.been_at: deque[Position] = deque(maxlen=MAX_BEEN_AT)  # this peer, now and before
         self._has_stepped = False
@@ -174,6 +181,11 @@ class Belief:
     def recently_met(self, num: int) -> list[PeerId]:
         """The peers met last."""
         return list(self._met)[-num:]
+
+    def _members(self) -> frozenset[PeerId]:
+        """The members and former members of the roster, once this peer has been in a round; empty without one."""
+        roster = self.roster() if self._has_stepped else None
+        return roster.members.union(roster.former) if roster is not None and roster.members else frozenset()
 
     def judge(self, own: ProgressRecord, records: Records) -> Judgement:
         """Judge the peers that claim to be ahead."""
@@ -218,14 +230,20 @@ class Belief:
         return Poll({}, num_open=0)
 
     def _electorates(self, own: ProgressRecord, records: Records) -> Iterator[_Electorate]:
-        met = {peer_id: str(peer_id) for peer_id in records if peer_id in self._met}
-        yield _Electorate(met, len(met), is_half_enough=False)
+        members = self._members()
+        met = {peer_id: str(peer_id) for peer_id in (members or self._met.keys()) if peer_id in records}
+        is_member = self._own_id in members
+        if is_member:
+            met.pop(self._own_id, None)
+        yield _Electorate(met, len(met) + is_member, is_half_enough=bool(members))
         is_own_counted = self._has_stepped and own.position.step > 0
         vouched = self.vouched()
         voters = _voters_among({peer_id: records[peer_id] for peer_id in vouched if peer_id in records})
         num_votes = len(set(voters.values())) + (is_own_counted and self._own_id in vouched)
         if voters and num_votes > bool(met):  # one alone decides nothing for members
             yield _Electorate(voters, num_votes, is_half_enough=False, is_patient=bool(met))
+            return
+        if members and met:
             return
         poll = self.poll(records)
         num_votes = len(set(poll.voters.values())) + is_own_counted + poll.num_open

@@ -11,7 +11,7 @@ import enum
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 
@@ -35,7 +35,7 @@ from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import Claim
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
-from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, LookAhead, StepRounds
+from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
@@ -89,7 +89,6 @@ class Collaboration:
     averaging: AveragingConfig
     progress: ProgressConfig
     _: KW_ONLY
-    batch_size_lead: int | None
     is_auxiliary: bool
     allow_solo: bool
     start_new: bool | None
@@ -138,9 +137,9 @@ class Collaboration:
         self._canvass = Canvass(presence.endpoint, presence.rng, self.tracker.judge)
         belief.poll = self._canvass.poll
         self._drift = Drift(self.tracker, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters)
-        assignment = GridAssignment(
-            self.tracker, presence.peer_id, self.averaging.max_group_size, presence.rng, lambda: self.local.roster
-        )
+        self.tracker.roster = lambda: self.local.roster
+        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, presence.rng)
+        belief.roster = assignment.roster
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
             members = presence.members.get(manifest.run_id)
@@ -152,7 +151,6 @@ class Collaboration:
             )  # fmt: skip
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self.tasks.close)
-            look_ahead = LookAhead(self._rounds.matchmaker, self.tracker, self.tasks, self.batch_size_lead)
             try:
                 self._server = StateServer(
                     presence.endpoint, manifest.run_id, self.local.capture, lambda: self.local.position
@@ -167,7 +165,7 @@ class Collaboration:
             )
             parts.callback(keeper.close)
             self.step_rounds = StepRounds(
-                presence.peer_id, self._rounds, assignment, self.tracker, self._drift, look_ahead, self.local,
+                presence.peer_id, self._rounds, assignment, self.tracker, self._drift, self.local,
                 self.averaging, keeper,
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
@@ -343,7 +341,7 @@ class Collaboration:
             return Decision.RELOAD
         is_arriving = may_wait and tracker.is_arriving()
         if samples and may_wait and tracker.is_near():
-            self._contacts.tell(tracker.view.reachable)
+            self._contacts.tell(tracker.view.expected)
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
             if FAR_S < min(tracker.progress.eta_s, tracker.outlook.eta_s) < math.inf:
                 self._lull_until = asyncio.get_running_loop().time() + LULL_S
@@ -440,7 +438,7 @@ class Collaboration:
         if self._awaited and self._awaited.isdisjoint(outcome.members):
             self._pause_until = asyncio.get_running_loop().time() + PAUSE_S
         self._awaited = set()
-        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, self._contributors())
+        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:
@@ -453,18 +451,13 @@ class Collaboration:
                 "The run begins from other initial parameters than those of this peer, which are replaced by those of "
                 "peer %s%s", donor, ", which begins the run, too" if self.start_new else "",
             )  # fmt: skip
-        self.tracker.load(position, lineage_samples, donor, self._contributors())
+        self.tracker.load(position, lineage_samples, donor)
         self._drift.loaded()
 
     def replayed(self, position: Position, lineage_samples: int, sketch: Sketch) -> None:
         """Record that this peer has made steps of the others on its own; its parameters are compared like theirs."""
-        self.tracker.load(position, lineage_samples, self._state_donors[0], self._contributors())
+        self.tracker.load(position, lineage_samples, self._state_donors[0])
         self._drift.moved(position, sketch, is_in_grid=False)
-
-    def _contributors(self) -> Collection[PeerId]:
-        """The peers whose samples are in the last step, as the state says; none if it is not known."""
-        origin = self.local.origin
-        return frozenset((origin and origin.contributors) or ())
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""

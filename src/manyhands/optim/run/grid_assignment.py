@@ -1,4 +1,4 @@
-"""Assigns this peer its place among the groups of a run that is too large for one group; the roster of its rounds.
+"""Assigns this peer its place among the groups of a run that is too large for one group.
 
 A global step has one round along each axis of the grid (:mod:`manyhands.averaging.grid.seats`). Rounds are numbered
 consecutively: step s in a grid of d axes has the rounds s x d to s x d + d - 1. So the step and a peer's seat, which it
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from manyhands.averaging.grid.seats import (
@@ -36,12 +36,11 @@ from manyhands.optim.run.tracker import ProgressTracker
 class GridAssignment:
     """The groups of one peer's global steps. Lives on the network thread.
 
-    It is the :class:`manyhands.averaging.matchmaking.candidates.Roster` of the run's rounds, and in a step the
+    It is the :class:`manyhands.averaging.matchmaking.attendees.Meeting` of the run's rounds, and in a step the
     :class:`manyhands.averaging.grid.step.GridPlace`.
 
     Args:
         max_group_size: larger runs form a grid.
-        local_roster: the roster of this peer's state.
 
     Attributes:
         is_settled: as far as known, all peers have seats, and no two the same.
@@ -51,7 +50,6 @@ class GridAssignment:
     own_id: PeerId
     max_group_size: int
     rng: random.Random
-    local_roster: Callable[[], Roster] = Roster
     is_settled: bool = field(default=True, init=False)
     called: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _step: Step | None = field(default=None, init=False)
@@ -61,9 +59,9 @@ class GridAssignment:
     _num_left: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.refresh, self.report_missing = self.tracker.refresh, self.tracker.report_missing
+        self.report_missing = self.tracker.report_missing
 
-    # the roster
+    # the next round
 
     def position(self) -> Position:
         """The position of this peer's next round: in a grid with its number and group."""
@@ -71,7 +69,7 @@ class GridAssignment:
         return here if step is None else Position(self._number, here.lineage, step.key(self._number))
 
     def expected(self) -> Mapping[PeerId, bool]:
-        """The other peers that should come to it."""
+        """The other peers that should come to it; in one group auxiliary ones, too."""
         step, expected = self._step, self.tracker.view.expected
         if step is None:
             return expected
@@ -81,18 +79,9 @@ class GridAssignment:
             if step.is_mate(peer_id, said_by(observed[peer_id].record), self._number)
         }  # fmt: skip
 
-    def is_known(self, peer_id: PeerId) -> bool:
-        """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
-        seen = self.tracker.observed().get(peer_id)
-        return seen is not None and seen.record.position.step <= self.tracker.own.position.step
-
-    def contributors(self) -> Container[PeerId]:
-        """The peers whose samples are in the last step; none if a grid made it, or if that is not known."""
-        return self.tracker.contributors
-
     def roster(self) -> Roster | None:
         """The roster of the run at this peer's position; None in a grid."""
-        return self.local_roster() if self._step is None else None
+        return self.tracker.roster() if self._step is None else None
 
     def call_to_round(self) -> None:
         self.called.set()

@@ -21,7 +21,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, Seat
-from manyhands.averaging.messages import Count, Position, RecentRounds
+from manyhands.averaging.messages import Count, Position
 from manyhands.averaging.peer_records import KEEP_ALIVES, PeerRecords, SeenRecord
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.averaging.timing import ANSWER_S, DAY_S, LOG_S, MOMENT_S, REMIND_S
@@ -72,7 +72,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
         sketch: sums of its parameters after its last step, as float32; see :mod:`manyhands.optim.run.drift`.
         sketch_step: the global step that this led to; 0 without one.
-        is_auxiliary: it has no data; it is expected in a round only if no other peer can be dialled.
+        is_auxiliary: it has no data; it averages with the others, and may lead where none of them can.
         began_at: start of its process, by its own wall clock, which tells two processes with one identity apart.
         claim: at step 0, why the run should begin from its parameters; see :class:`Claim`.
     """
@@ -90,7 +90,6 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     seat_round: Count = 0
     sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""
     sketch_step: Count = 0
-    recent_rounds: RecentRounds = []  # reserved
     is_auxiliary: bool = False
     began_at: float = 0.0
     claim: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
@@ -225,12 +224,10 @@ class View:
 
     Args:
         missing: peers that count, but are not expected.
-        needs_host: auxiliary peers are expected too, if no trainer can be dialled.
 
     Attributes:
         trainers: records of the peers that train at the position; of these ``awaited`` are not missing.
-        reachable: the peers that are not missing, with auxiliary ones.
-        expected: the peers that should come to the next round, and whether each is in client mode.
+        expected: all peers here that are not missing, with auxiliary ones, and whether each is in client mode.
     """
 
     def __init__(
@@ -238,16 +235,12 @@ class View:
         observed: Mapping[PeerId, Observed],
         position: Position,
         missing: Container[PeerId] = (),
-        *,
-        needs_host: bool = False,
     ) -> None:
         here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
         self.observed = observed
         self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
         self.awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
-        self.reachable = [peer_id for peer_id in here if peer_id not in missing]
-        takes_all = needs_host and all(seen.record.is_client for seen in self.trainers.values())
-        self.expected = {peer: here[peer].record.is_client for peer in (self.reachable if takes_all else self.awaited)}
+        self.expected = {peer_id: seen.record.is_client for peer_id, seen in here.items() if peer_id not in missing}
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 

@@ -1,7 +1,6 @@
 """Averages one peer's gradients for global steps: in one round of all peers, or in rounds of a grid in a large run.
 
-Shortly before the target, each peer asks the leader for a place in the group, ahead of its values. Training goes on
-until the group stands; samples computed meanwhile also count in this step.
+All members of the run know who leads the next step, so nothing has to be looked for ahead of its target.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import torch
 from manyhands.averaging.codecs import Plan, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
-from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.roster import Roster, lineage_of, next_place
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
 from manyhands.averaging.timing import DIAL_S, MOMENT_S
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import RoundAborted, Unavailable
+from manyhands.base.errors import NobodyThere, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Contribution
@@ -36,14 +34,11 @@ from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.state.replay import StepKeeper
-from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
 PARAMETERS_EVERY = 8
 """In a grid the parameters are averaged once in this many global steps, before the step from them."""
-AHEAD_S = DIAL_S + MOMENT_S
-"""Default time from the beginning of the search to the predicted target: a dial to a dead machine takes 5 s."""
 SLACK_S = 2 * DIAL_S
 """Margin for a leader that began its round later."""
 READ_IN_STEP_TIMEOUT_S = MOMENT_S
@@ -101,77 +96,11 @@ class Averaged:
 
 
 @dataclass(eq=False)
-class LookAhead:
-    """Holds a place in the group of the next step, from shortly before its target on; ``tasks`` owns the search.
-
-    Args:
-        lead: begin this many samples before the target, at the predicted speed; 0 never searches ahead. Default:
-            ``AHEAD_S`` before the predicted time of the target.
-    """
-
-    matchmaker: Matchmaker
-    tracker: ProgressTracker
-    tasks: TaskOwner
-    lead: int | None
-    _position: Position | None = field(default=None, init=False)  # of the step whose group is looked for
-    _is_over: bool = field(default=False, init=False)  # an attempt at that step has begun
-    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
-    _search: asyncio.Task[None] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.matchmaker.on_called_ahead.append(self._begin)
-
-    def plan(self) -> None:
-        """Schedule the search by what is known of the others now; call this on any news of them."""
-        if self._position != self.tracker.own.position:
-            self.resume()
-        if not self._may_search() or self.tracker.outlook.num_peers == 1 or self.tracker.lacks_leader():
-            return
-        lead, ahead_s = (0, AHEAD_S) if self.lead is None else (self.lead, 0.0)
-        left_s = self.tracker.seconds_until(self.tracker.target_batch_size - lead) - ahead_s
-        if left_s == math.inf:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(loop.time() + max(left_s, 0.0), self._begin)
-
-    def _may_search(self) -> bool:
-        return self.lead != 0 and not self._is_over and self._search is None and not self.tasks.is_closed
-
-    def _begin(self) -> None:
-        """Begin: the time has come, or another peer predicts the target to be near."""
-        if self._may_search():
-            self._search = self.tasks.spawn(self.matchmaker.hold_place(), name="looking for a group ahead of time")
-
-    async def end(self) -> None:
-        """End the search as an attempt begins, which takes the place that was found."""
-        search = self._search
-        self.stop()
-        self._position, self._is_over = self.tracker.own.position, True
-        if search is not None:
-            await asyncio.wait([search])
-
-    def resume(self) -> None:
-        """Schedule again, after a failed attempt or at another position."""
-        self.stop()
-        self._position, self._is_over = self.tracker.own.position, False
-
-    def stop(self) -> None:
-        """Cancel the search and its schedule."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._search is not None:
-            self.tasks.cancel(self._search)
-        self._timer = self._search = None
-
-
-@dataclass(eq=False)
 class StepRounds:
     """One peer's attempts at averaging.
 
     Args:
-        assignment: the roster of the rounds.
+        assignment: where, and with whom, the rounds are.
         keeper: hands steps to peers that lack them, and fetches those that this one lacks.
     """
 
@@ -180,7 +109,6 @@ class StepRounds:
     assignment: GridAssignment
     tracker: ProgressTracker
     drift: Drift
-    look_ahead: LookAhead
     local: LocalState
     config: AveragingConfig
     keeper: StepKeeper
@@ -190,17 +118,12 @@ class StepRounds:
     def close(self) -> None:
         """End the current attempt, and all later ones at once."""
         self._is_closed = True
-        self.look_ahead.stop()
         if self._attempt is not None:
             self._attempt.cancel()
 
     def plan(self) -> None:
-        """Take a seat in the grid early enough for the others to read it, and schedule the search for a group.
-
-        Call this on any news of the others.
-        """
+        """Take a seat in the grid early enough for the others to read it; call this on any news of the others."""
         self.assignment.plan()
-        self.look_ahead.plan()
 
     async def average(self, contribution: Contribution) -> Averaged:
         """Make one attempt to average the gradient of a global step.
@@ -220,9 +143,8 @@ class StepRounds:
         tracker.is_busy = True
         try:
             async with time_limit(longest_attempt_s(self.config), "averaging with the others"):
-                await self.look_ahead.end()
                 self.assignment.plan()
-                if not self.assignment.is_settled:
+                if not (self.assignment.is_settled and roster.members):  # at the beginning, see who is there
                     await self.tracker.look(READ_IN_STEP_TIMEOUT_S)
                 if self.assignment.begin_step():
                     averaged = await self._average_in_grid(position, roster, mean_N, weight)
@@ -239,9 +161,10 @@ class StepRounds:
                         mean_N = await self._fetch(committed)
                     averaged = self._averaged_in_one_group(committed, mean_N, place, weight)
         except BaseException as error:
-            self.look_ahead.resume()
             self.assignment.end_step()
-            if isinstance(error, (RoundAborted, Unavailable)):
+            if isinstance(error, NobodyThere):
+                await tracker.look(READ_IN_STEP_TIMEOUT_S)  # they may have said goodbye
+            elif isinstance(error, (RoundAborted, Unavailable)):
                 tracker.refresh_soon()  # the run may have gone on without this peer
             if isinstance(error, asyncio.CancelledError) and self._is_closed:
                 raise RoundAborted(LEAVING) from None
@@ -325,7 +248,7 @@ class StepRounds:
             lineage_of(seal, roster),
             self.tracker.target_batch_size,
             outcome.committed.manifest,
-            [self.own_id, *self.tracker.view.expected],
+            [self.own_id, *self.tracker.view.awaited],
             is_in_grid=True,
             shares=first[0].contributors() if first else {},
             averaging_s=outcome.meter.averaging_s + outcome.meter.vote_s,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import SeenRecord
+from manyhands.averaging.roster import Roster
 from manyhands.averaging.timing import DIAL_S, IDLE_S, MOMENT_S
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
@@ -64,7 +65,7 @@ class ProgressTracker(ProgressReader):
         is_called: another peer has begun a round here, and this one has not come to it yet.
         is_moving: the result of a round is being applied: the old position is published no more.
         is_busy: this peer averages, or waits for others, however long it makes no sample.
-        contributors: the peers whose samples are in the last step, as far as all at this position know them.
+        roster: of the run at this peer's position.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
@@ -85,7 +86,7 @@ class ProgressTracker(ProgressReader):
         self.on_outlook: Callable[[], None] | None = None
         self.is_called = self.is_moving = self.is_busy = False
         self.num_together = 0
-        self.contributors: Collection[PeerId] = ()
+        self.roster: Callable[[], Roster] = Roster
         self.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._run_id = run_id
         self._config = config
@@ -160,10 +161,9 @@ class ProgressTracker(ProgressReader):
         lineage_samples: int,
         together_with: Sequence[PeerId],
         sketch: bytes = b"",
-        contributors: Collection[PeerId] = (),
     ) -> None:
         """This peer has made a step with the members of a round, also itself; with none after a step alone."""
-        self.num_together, self.contributors = 0 if self.own.seat.layout.sides else len(together_with), contributors
+        self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         self._note_round(position, lineage_samples, together_with)
         self._go_to(position, lineage_samples, sketch)
 
@@ -172,10 +172,9 @@ class ProgressTracker(ProgressReader):
         position: Position,
         lineage_samples: int,
         donor: PeerId | None = None,
-        contributors: Collection[PeerId] = (),
     ) -> None:
         """This peer has loaded the state of ``position`` from a donor, or begins there."""
-        self.num_together, self._donor, self.contributors = 0, donor, contributors
+        self.num_together, self._donor = 0, donor
         if donor is not None and position.step == 0:
             seen = self.observed().get(donor)
             self._set_own(claim=seen.record.claim if seen is not None else Claim.JOINED)
@@ -307,8 +306,7 @@ class ProgressTracker(ProgressReader):
         """The others at this peer's position, as last read; a new object only after a change or expiry."""
         observed = self.observed()
         if self._view is None or self._view.observed is not observed:
-            needs_host = self.own.is_client or self.own.is_auxiliary
-            self._view = View(observed, self.own.position, self.missing(), needs_host=needs_host)
+            self._view = View(observed, self.own.position, self.missing())
         return self._view
 
     # peers at this position, and whether a step is due
@@ -345,13 +343,14 @@ class ProgressTracker(ProgressReader):
     def is_arriving(self) -> bool:
         """Whether the target is near, and reached once each of the others has finished its current batch.
 
-        A stranger may claim to compute; so where it is known whose samples are in the last step, only these count.
+        A stranger may claim to compute; so once the run has members, only these count.
         """
         if not self.is_near():
             return False
         now, samples = asyncio.get_running_loop().time(), 0.0 if self.own.is_auxiliary else self.own.samples
+        members = self.roster().members
         for peer_id, seen in self.view.awaited.items():
-            is_proven = not self.contributors or peer_id in self.contributors
+            is_proven = not members or peer_id in members
             samples += samples_with_batch(seen.record, now - seen.since) if is_proven else seen.record.samples
         return round(samples) >= self.target_batch_size
 
@@ -455,7 +454,8 @@ class ProgressTracker(ProgressReader):
         """Whether another peer reads at the target and calls this one: in a crowd, the leader of all others does."""
         if self._crowd_factor == 1.0 or self.own.seat.layout.sides:
             return False
-        hosts = [peer_id for peer_id, seen in self.view.awaited.items() if not seen.record.is_client]
-        own_ids = [] if self.own.is_client else [self._endpoint.peer_id]
-        leader = min(hosts + own_ids, key=lambda peer_id: (peer_id not in self.contributors, peer_id), default=None)
+        hosts = {peer_id for peer_id, seen in self.view.awaited.items() if not seen.record.is_client}
+        if not self.own.is_client:
+            hosts.add(self._endpoint.peer_id)
+        leader = next((peer_id for peer_id in self.roster().leaders(hosts) if peer_id in hosts), None)
         return leader not in (None, self._endpoint.peer_id)

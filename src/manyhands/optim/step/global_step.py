@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 MAX_STEPS_LATE = 1
 OUTSIZED = (
     "the others made global step %d without them, as the gradient of this peer was far too large beside theirs. If "
-    "this goes on, look at its loss and its data: the others give it no place for 10 minutes after three such steps"
+    "this goes on, look at its loss and its data: from the second such step on, it gets no place in the next three"
 )
 
 

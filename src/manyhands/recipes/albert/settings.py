@@ -65,7 +65,7 @@ class TuningSettings:
     """First estimate of the uplink in megabits per second; rounds then measure it."""
 
     batch_size_lead: int | None = None
-    """Start matchmaking this many samples before the target; by default 6 s before it."""
+    """No effect: all peers know who leads the next step."""
 
     min_refresh_s: float = ProgressConfig.min_refresh_s
     """Shortest time between two progress refreshes, in seconds."""

@@ -1,0 +1,647 @@
+"""One peer's search for the group of its next round, as a state machine. Pure.
+
+All peers know who should lead (:mod:`.attendees`). A peer whose step is due asks that leader for a place, or leads. Who
+cannot get there asks the next one. Events come in with :meth:`Matchmaking.on`, actions come out:
+
+=========  ================================================  =========  ==============================================
+state      event                                             next       actions
+=========  ================================================  =========  ==============================================
+idle       the step is due here, and another peer leads      asking     ask it; send whoever asks here on to it
+idle       the step is due here, and this peer leads         leading    call the others
+idle       another peer asks for a place, or calls           idle       call the training loop, and the others
+idle       one that asked has waited as long as it likes      idle       refuse it
+asking     the leader's group has formed with this peer      grouped    begin the round
+asking     the leader cannot be reached, refuses, or its     asking or  ask the next leader, or lead
+           time is over                                      leading
+asking     it follows a leader itself                        asking     ask that one, once; if that one is gone, as
+                                                                        this peer has found out, ask again
+asking     a peer calls that comes after the leader          asking     look whether the leader is still there
+leading    another peer asks for a place                     leading    note it
+leading    all that are waited for are here, or the          grouped    close the group with those that came
+           patience is over
+leading    a leader before this peer calls, or is            asking     ask it; send all that came on to it
+           followed by a peer that was called
+leading    nobody came, and the others follow a leader       asking     ask it, as they can reach it
+any        a member says that the run went on                idle       the attempt ends, to look for the others
+any        no leader is left, or this peer went elsewhere    idle       the attempt ends; all that ask are refused
+grouped    the round is over, and did not commit             idle       its leader is passed over in the next attempt
+=========  ================================================  =========  ==============================================
+
+A leader that was passed over is not asked again at this position, until all have been.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from manyhands.averaging.matchmaking.attendees import Attendees
+from manyhands.averaging.messages import Late, Member, Position
+from manyhands.averaging.roster import MAX_HALVINGS
+from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, SLOW_ANSWER_S
+from manyhands.base.identity import PeerId
+
+# codes of refusals
+BEHIND = "behind"  # the asked peer has made steps that the asking one has not
+OTHER_MANIFEST = "other_manifest"  # the asking peer has another model or other settings
+OTHER_POSITION = "other_position"  # the asking peer is at another position in the run
+BARRED = "barred"  # the asking peer was at fault in rounds, and gets no place in the next ones
+BUSY = "busy"  # the asked peer would lead, but its training loop did not come to the round
+FULL = "full"  # all places of the group are taken
+GONE = "gone"  # not sent: the peer cannot be reached
+LATE = "late"  # not sent: no answer in time
+
+LOOP_AWAY = "the leader's own training loop did not come to the round"
+MAX_REDIRECTS = 8
+SHOWN_REFUSALS = 3
+GUEST_SHARE = 0.1
+"""The share of a step's time for which guests are waited for, after one was waited for in vain."""
+CALL_AGAIN_S = MOMENT_S
+"""A peer that does not come is called again: it may have been in a round, or followed another leader."""
+NOTICED_S = SLOW_ANSWER_S + MOMENT_S
+"""By then all that were connected to a peer have noticed that it is gone."""
+LEAST_SHARE = 0.25
+"""The share of its patience that a leader has for the others at least, however early the first one came."""
+FAR_S = DIAL_S
+"""The longest wait for a client that cannot be called: the time in which it could dial."""
+
+
+class Stage(enum.Enum):
+    """Of one peer's search."""
+
+    IDLE = "idle"
+    ASKING = "asking"
+    LEADING = "leading"
+    GROUPED = "grouped"
+
+
+# events
+
+
+@dataclass(frozen=True)
+class Due:
+    """This peer's own step is due: look for a group."""
+
+    member: Member
+    patience_s: float  # for the others, in the first attempt after a calm round
+
+
+@dataclass(frozen=True)
+class Ended:
+    """This peer looks for a group no more."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Another peer asks for a place in the group that this one leads."""
+
+    member: Member
+    patience_s: float  # of that peer, for this peer's own loop
+    size: float = math.inf  # places in a group
+
+
+@dataclass(frozen=True)
+class Withdrew:
+    """A peer that has asked for a place waits no more, or is gone."""
+
+    peer_id: PeerId
+
+
+@dataclass(frozen=True)
+class Formed:
+    """The asked leader's group has formed with this peer."""
+
+
+@dataclass(frozen=True)
+class SentOn:
+    """The asked leader follows another one itself."""
+
+    to: PeerId
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The asked leader gives no place."""
+
+    leader: PeerId
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Called:
+    """Another peer calls this one to the round that it leads."""
+
+    by: PeerId
+
+
+@dataclass(frozen=True)
+class Follows:
+    """A peer that was called comes, or says which leader it has asked."""
+
+    peer_id: PeerId
+    leader: PeerId | None = None
+
+
+@dataclass(frozen=True)
+class CallFailed:
+    """A peer that was called does not come."""
+
+    peer_id: PeerId
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RoundOver:
+    """The round that was found is over."""
+
+    leader: PeerId
+    is_committed: bool
+
+
+@dataclass(frozen=True)
+class Looked:
+    """Time has passed, or the others' records have changed."""
+
+
+Event: TypeAlias = (
+    Due | Ended | Asked | Withdrew | Formed | SentOn | Failed | Called | Follows | CallFailed | RoundOver | Looked
+)
+
+
+# actions
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask a leader for a place, in place of the one that was asked before."""
+
+    leader: PeerId
+    patience_s: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """Look whether the asked leader still answers; :class:`Failed` follows if not."""
+
+    leader: PeerId
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call a peer to the round."""
+
+    peer_id: PeerId
+
+
+@dataclass(frozen=True)
+class CallLoop:
+    """Call this peer's own training loop."""
+
+
+@dataclass(frozen=True)
+class SendOn:
+    """Answer peers that have asked here: this peer follows another leader."""
+
+    peers: tuple[PeerId, ...]
+    leader: PeerId
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Answer peers that have asked here: they get no place."""
+
+    peers: tuple[PeerId, ...]
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Close:
+    """The group stands, and this peer leads it: tell all members."""
+
+    members: tuple[Member, ...]
+    late: Late
+    missing: frozenset[PeerId]  # members that were waited for in vain
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A peer cannot be reached, or cannot take part: do not expect it before its next record."""
+
+    peer_id: PeerId
+
+
+@dataclass(frozen=True)
+class Abort:
+    """The attempt ends without a group."""
+
+    reason: str
+    blamed: tuple[PeerId, ...] = ()
+    is_nobody_there: bool = False
+
+
+Action: TypeAlias = Ask | Check | Call | CallLoop | SendOn | Refuse | Close | Missing | Abort
+
+
+def where_the_run_is(here: Position, asked: Position) -> str:
+    """What to say to a peer that asks for a round which this one has left behind."""
+    is_grid = here.group_key or asked.group_key
+    there = name_of(asked) if is_grid else str(asked.step)
+    return f"the run is at {name_of(here)}, not {f'at {there}' if is_grid else there}"
+
+
+def name_of(position: Position) -> str:
+    """A position in words: in a grid it has the number of a round."""
+    return f"round {position.step} of the grid" if position.group_key else f"step {position.step}"
+
+
+class Matchmaking:
+    """The search of one peer, from position to position.
+
+    Args:
+        now: seconds, of any clock that does not go back; also in :meth:`on`.
+
+    Attributes:
+        leader: whom this peer has asked, or whose group it is in.
+        wake_at: when :class:`Looked` is due at the latest.
+    """
+
+    def __init__(self, own_id: PeerId, now: float) -> None:
+        self.own_id = own_id
+        self.stage = Stage.IDLE
+        self.leader: PeerId | None = None
+        self.wake_at = math.inf
+        self._own: Member | None = None
+        self._patience_s = 0.0
+        self._stepped_at = now
+        self._begin_anew(None)
+
+    def _begin_anew(self, position: Position | None) -> None:
+        """Forget all about the position before."""
+        self._position = position
+        self._joined: dict[PeerId, Member] = {}
+        self._since = math.inf  # the first peer has asked
+        self._led_at = math.inf
+        self._until: dict[PeerId, float] = {}  # how long each that has asked waits
+        self._passed_over: set[PeerId] = set()
+        self._has_lost_time = False
+        self._num_in_vain = 0  # attempts to which nobody came
+        self._refused: set[PeerId] = set()  # members that have waited for this peer's loop in vain
+        self._ahead: set[PeerId] = set()  # they said that the run went on
+        self._caller: PeerId | None = None
+        self._begin_attempt()
+
+    def _begin_attempt(self) -> None:
+        self._tried: set[PeerId] = set()  # leaders, in this attempt
+        self._gone: dict[PeerId, float] = {}  # those of them that cannot be reached, and since when
+        self._ask_again_at = math.inf
+        self._refusals: list[str] = []
+        self._sent_by: dict[PeerId, PeerId] = {}
+        self._followed: dict[PeerId, PeerId] = {}  # the leaders of others that were called
+        self._elsewhere: set[PeerId] = set()  # peers that do not come
+        self._called_at: dict[PeerId, float] = {}
+        self._is_second_turn = False
+        self._num_moves = 0  # to leaders that called, or that others follow
+
+    @property
+    def follows(self) -> PeerId | None:
+        """The leader of this peer, which may be itself; None if it has none now."""
+        return self.own_id if self.stage is Stage.LEADING else self.leader
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether :class:`Looked` should come: others wait for what this peer does, or it asks again."""
+        return self.stage is Stage.LEADING or bool(self._joined) or self._ask_again_at < math.inf
+
+    def on(self, event: Event, now: float, who: Attendees) -> list[Action]:
+        """Take an event in; returns what to do."""
+        actions = self._moved(who) if who.position != self._position else []
+        match event:
+            case Due(member, patience_s):
+                self._own, self._patience_s = member, patience_s
+                self._refused.clear()
+                self._begin_attempt()
+                actions += self._seek(now, who)
+            case Ended():
+                if self.stage is Stage.ASKING and self.leader is not None:
+                    self._passed_over.add(self.leader)  # it has used up this peer's time
+                    self._has_lost_time = True
+                actions += self._end()
+            case Asked():
+                actions += self._asked(event, now, who)
+            case Withdrew(peer_id):
+                actions += self._withdrew(peer_id, now, who)
+            case Formed() if self.stage is Stage.ASKING:
+                self.stage, self._own = Stage.GROUPED, None
+            case SentOn(to) if self.stage is Stage.ASKING:
+                actions += self._sent_on(to, now, who)
+            case Failed() if self.stage is Stage.ASKING and event.leader == self.leader:
+                actions += self._failed(event, now, who)
+            case Called(by):
+                actions += self._called(by, now, who)
+            case Follows(peer_id, leader):
+                actions += self._heard(peer_id, leader, now, who)
+            case CallFailed():
+                actions += self._call_failed(event, now, who)
+            case RoundOver(leader, is_committed):
+                actions += self._round_over(leader, is_committed, now)
+            case Looked():
+                actions += self._gather(now, who)
+        return actions
+
+    # this peer's own search
+
+    def _moved(self, who: Attendees) -> list[Action]:
+        """This peer is at another position: whoever asked at the former one is behind."""
+        actions: list[Action] = []
+        if self._joined and self._position is not None:
+            others = tuple(self._joined.keys() - {self.own_id})
+            actions.append(Refuse(others, BEHIND, where_the_run_is(who.position, self._position)))
+        if self._own is not None:
+            actions.append(Abort("this peer has gone to another position meanwhile"))
+        self.stage, self.leader, self._own = Stage.IDLE, None, None
+        self._begin_anew(who.position)
+        return actions
+
+    def _seek(self, now: float, who: Attendees) -> list[Action]:
+        """Ask the first leader that is left, or lead."""
+        left = [leader for leader in who.leaders if leader not in self._tried]
+        if not any(leader not in self._passed_over for leader in left) and not self._is_second_turn:
+            self._is_second_turn = True
+            self._passed_over.clear()  # perhaps they can lead now
+        leader = next((leader for leader in left if leader not in self._passed_over), None)
+        leader = self._better(leader, who)
+        if leader is None:
+            return self._abort(self._why_nobody_leads(who), tuple(sorted(self._tried)))
+        return self._lead(now, who) if leader == self.own_id else self._ask(leader, who)
+
+    def _better(self, leader: PeerId | None, who: Attendees) -> PeerId | None:
+        """The peer that has called, if it leads before another one; it may be unknown here."""
+        caller = self._caller
+        if caller is None or caller in self._tried:
+            return leader
+        return caller if leader is None or self._leads_before(caller, leader, who) else leader
+
+    def _why_nobody_leads(self, who: Attendees) -> str:
+        if self._tried or who.hosts:
+            return self._with_refusals("no peer that could lead a group can be reached from here")
+        num = len(who.members | who.guests) + 1
+        return (
+            f"none of the {num} peers can be dialled: all are in client mode; at least one must accept connections"
+            if num > 1
+            else "this peer cannot be dialled, and no other peer can be reached"
+        )
+
+    def _ask(self, leader: PeerId, who: Attendees) -> list[Action]:
+        self.stage, self.leader, self._ask_again_at = Stage.ASKING, leader, math.inf
+        others = tuple(self._joined.keys() - {self.own_id})
+        self._joined, self._since, self._until = {}, math.inf, {}
+        actions: list[Action] = [Ask(leader, self._patience(who))]
+        if others:
+            actions.append(SendOn(others, leader))
+        if self._caller is not None and who.rank(leader) < who.rank(self._caller):
+            actions.append(Check(leader))  # the caller has passed it over
+        return actions
+
+    def _lead(self, now: float, who: Attendees) -> list[Action]:
+        assert self._own is not None
+        self.stage, self.leader, self._ask_again_at = Stage.LEADING, None, math.inf
+        self._joined[self.own_id] = self._own
+        self._since, self._led_at = min(self._since, now), now
+        return self._gather(now, who)
+
+    def _patience(self, who: Attendees) -> float:
+        """Seconds for the members; half as long for each troubled round and each attempt that failed."""
+        num_failed = self._num_in_vain + (0 if who.is_open else len(self._passed_over))
+        return self._patience_s * 0.5 ** min(who.num_troubled + num_failed, MAX_HALVINGS)
+
+    def _abort(self, reason: str, blamed: tuple[PeerId, ...] = (), *, is_nobody_there: bool = False) -> list[Action]:
+        return [*self._end(BUSY, reason), Abort(reason, blamed, is_nobody_there)]
+
+    def _went_on(self, reason: str) -> list[Action]:
+        return [*self._end(BEHIND, reason), Abort(f"the run went on without this peer: {reason}")]
+
+    def _end(self, code: str = BUSY, reason: str = "the leader's own attempt has ended") -> list[Action]:
+        """End this peer's own search; whoever has asked here goes elsewhere."""
+        if self.stage in (Stage.ASKING, Stage.LEADING):
+            self.stage, self.leader = Stage.IDLE, None
+        self._own, self._ask_again_at = None, math.inf
+        others = tuple(self._joined.keys() - {self.own_id})
+        self._joined, self._since, self._until = {}, math.inf, {}
+        return [Refuse(others, code, reason)] if others else []
+
+    def _sent_on(self, to: PeerId, now: float, who: Attendees) -> list[Action]:
+        by = self.leader
+        assert by is not None
+        if to == self.own_id:
+            return self._lead(now, who)
+        if now < self._gone.get(to, -math.inf) + NOTICED_S:  # the asked leader finds that out, too
+            self._ask_again_at = self.wake_at = now + LOOK_S
+            return []
+        if to in self._sent_by or len(self._sent_by) >= MAX_REDIRECTS:
+            return self._abort(f"the others follow peer {to}, which gives this one no place", (to,))
+        self._sent_by[to] = by
+        self._passed_over.discard(to)
+        return self._ask(to, who)
+
+    def _failed(self, failed: Failed, now: float, who: Attendees) -> list[Action]:
+        leader, reason = failed.leader, failed.reason
+        self._tried.add(leader)
+        if (sent_by := self._sent_by.get(leader)) is not None:
+            self._tried.add(sent_by)
+        self._refusals.append(reason)
+        if failed.code == GONE:
+            self._gone[leader] = now
+        if failed.code not in (GONE, OTHER_POSITION):  # these may call this peer yet
+            self._passed_over.add(leader)
+        if failed.code == BEHIND and not who.position.group_key:  # else its group is done with this round of the grid
+            return self._went_on(reason)
+        if (failed.code == BARRED and who.is_barred) or (failed.code == FULL and who.position.group_key):
+            return self._abort(reason)
+        self._has_lost_time = self._has_lost_time or failed.code in (LATE, BUSY)
+        absent: list[Action] = [Missing(leader)] if failed.code in (GONE, BUSY, OTHER_MANIFEST) else []
+        return absent + self._seek(now, who)
+
+    def _round_over(self, leader: PeerId, is_committed: bool, now: float) -> list[Action]:
+        if is_committed:  # it stays grouped until it is at the next position
+            self._stepped_at = now
+            return []
+        self.stage, self.leader = Stage.IDLE, None
+        self._passed_over.add(leader)
+        self._has_lost_time = True
+        if self._since < math.inf:  # some wait already for the next attempt
+            self._since = now
+        return []
+
+    # others that ask
+
+    def _asked(self, asked: Asked, now: float, who: Attendees) -> list[Action]:
+        peer_id, size = asked.member.peer_id, asked.size
+        if self.stage is Stage.ASKING:
+            assert self.leader is not None
+            return [SendOn((peer_id,), self.leader)]
+        if self.stage is Stage.IDLE and self._refused and 2 * len(self._refused) >= len(who.members):
+            return [Refuse((peer_id,), BUSY, LOOP_AWAY)]
+        taken = len(self._joined.keys() - {self.own_id, peer_id})
+        if taken + 1 >= size:  # one place is this peer's
+            return [Refuse((peer_id,), FULL, f"the group has its {size:.0f} members; try the next round")]
+        self._joined[peer_id] = asked.member
+        self._elsewhere.discard(peer_id)
+        self._until[peer_id] = now + asked.patience_s
+        if who.heeds(peer_id):
+            self._since = min(self._since, now)
+        is_call = self.stage is Stage.IDLE and who.heeds(peer_id)
+        return [*([CallLoop()] if is_call else []), *self._gather(now, who)]
+
+    def _withdrew(self, peer_id: PeerId, now: float, who: Attendees) -> list[Action]:
+        for noted in (self._joined, self._until, self._called_at):
+            noted.pop(peer_id, None)
+        if not self._joined:
+            self._since = math.inf
+        return self._gather(now, who)
+
+    def _gather(self, now: float, who: Attendees) -> list[Action]:
+        """Call the others, and close the group once all are here that are waited for."""
+        self.wake_at = math.inf
+        if self.stage is Stage.IDLE:
+            return self._wait_for_loop(now, who)
+        if self.stage is Stage.ASKING and now >= self._ask_again_at:
+            assert self.leader is not None
+            return self._ask(self.leader, who)
+        if self.stage is not Stage.LEADING:
+            self.wake_at = self._ask_again_at
+            return []
+        with_others = {peer_id for peer_id, leader in self._followed.items() if leader in self._elsewhere}
+        away = self._joined.keys() | self._elsewhere | self._ahead | with_others
+        members, guests = who.members - away, who.guests - away
+        closes_at = max(self._closes_at(who), self._led_at + LEAST_SHARE * self._patience(who))
+        far_at, guests_at = self._since + FAR_S, min(closes_at, self._since + self._guest_s(who))
+        if now >= far_at:
+            members, guests = members - who.far, guests - who.far
+        if (members and now < closes_at) or (guests and now < guests_at):
+            self.wake_at = closes_at if members else guests_at
+            if (members | guests) & who.far:
+                self.wake_at = min(self.wake_at, far_at)
+            return self._call_all(now, who)
+        return self._close(members, guests, who)
+
+    def _closes_at(self, who: Attendees) -> float:
+        """When the patience of this peer, or of all that have asked, is over; it counts from the first one."""
+        others = [until for peer_id, until in self._until.items() if who.heeds(peer_id)]
+        return min(self._since + self._patience(who), max(others, default=math.inf))
+
+    def _guest_s(self, who: Attendees) -> float:
+        step_s = max(self._since - self._stepped_at, 0.0)
+        return step_s * (1.0 if who.waits_for_guests else GUEST_SHARE)
+
+    def _wait_for_loop(self, now: float, who: Attendees) -> list[Action]:
+        """Each that asks waits as long as it likes; one alone has none of many others sent away."""
+        over = tuple(peer_id for peer_id in self._joined if now >= self._until[peer_id])
+        for peer_id in over:
+            del self._joined[peer_id], self._until[peer_id]
+        self._refused |= who.members.intersection(over)
+        if not self._joined:
+            self._since = math.inf
+        self.wake_at = min(self._until.values(), default=math.inf)
+        calls = self._call_all(now, who) if any(map(who.heeds, self._joined)) else []
+        return [*([Refuse(over, BUSY, LOOP_AWAY)] if over else []), *calls]
+
+    def _call_all(self, now: float, who: Attendees) -> list[Action]:
+        due = sorted((who.members | who.guests) - self._joined.keys() - who.far)
+        return [call for peer_id in due for call in self._call(peer_id, now)]
+
+    def _call(self, peer_id: PeerId, now: float) -> list[Action]:
+        if now < self._called_at.get(peer_id, -math.inf) + CALL_AGAIN_S:
+            return []
+        self._called_at[peer_id] = now
+        return [Call(peer_id)]
+
+    def _close(self, members: frozenset[PeerId], guests: frozenset[PeerId], who: Attendees) -> list[Action]:
+        if self._joined.keys() == {self.own_id}:
+            return self._nobody_came(members, who)
+        late = Late.GUESTS if guests and who.waits_for_guests else Late.NOBODY
+        late = Late.MEMBERS if members or self._has_lost_time else late
+        joined = tuple(self._joined[peer_id] for peer_id in sorted(self._joined))
+        self.stage, self.leader, self._own = Stage.GROUPED, self.own_id, None
+        self._joined, self._since, self._until = {}, math.inf, {}
+        return [Close(joined, late, members)]
+
+    def _nobody_came(self, members: frozenset[PeerId], who: Attendees) -> list[Action]:
+        followed = sorted(set(self._followed.values()), key=who.rank)
+        for leader in followed:
+            if leader not in self._sent_by and leader != self.own_id:
+                self._joined = {}
+                self._sent_by[leader] = self.own_id
+                return self._ask(leader, who)
+        if members:
+            number = len(members)
+            reason = f"none of the {number} expected peers came" if number > 1 else "the expected peer did not come"
+            absent: list[Action] = [Missing(peer_id) for peer_id in sorted(members)]
+            self._has_lost_time = True
+            self._num_in_vain += 1
+            return absent + self._abort(self._with_refusals(reason), tuple(sorted(members)))
+        return self._abort(self._with_refusals("no other peer can be reached"), is_nobody_there=True)
+
+    def _with_refusals(self, reason: str) -> str:
+        return "; ".join(list(dict.fromkeys([reason, *self._refusals]))[: 1 + SHOWN_REFUSALS])
+
+    # calls
+
+    def _called(self, by: PeerId, now: float, who: Attendees) -> list[Action]:
+        if self.stage is Stage.GROUPED:
+            self._caller = by
+            return []
+        if self.stage is Stage.IDLE:
+            self._caller = by if who.heeds(by) else self._caller
+            return [CallLoop()] if who.heeds(by) else []
+        if self.stage is Stage.LEADING:
+            if not self._leads_before(by, self.own_id, who):
+                return []
+            self._num_moves += 1
+            return self._ask(by, who)
+        leader = self.leader
+        assert leader is not None
+        # a leader before the asked one calls that one, too
+        return [Check(leader)] if by != leader and who.heeds(by) and who.rank(leader) < who.rank(by) else []
+
+    def _leads_before(self, one: PeerId, other: PeerId, who: Attendees) -> bool:
+        is_before = who.rank(one) < who.rank(other) and one not in self._passed_over
+        return is_before and self._num_moves < MAX_REDIRECTS
+
+    def _heard(self, peer_id: PeerId, leader: PeerId | None, now: float, who: Attendees) -> list[Action]:
+        self._elsewhere.discard(peer_id)
+        self._followed.pop(peer_id, None)
+        if leader in (None, self.own_id):
+            return []
+        assert leader is not None
+        can_move = self.stage is Stage.LEADING and (leader == peer_id or leader not in self._tried)
+        if can_move and self._leads_before(leader, self.own_id, who):
+            self._num_moves += 1
+            return self._ask(leader, who)
+        self._followed[peer_id] = leader
+        if who.rank(leader) < who.rank(self.own_id):
+            if leader == peer_id or leader not in self._tried:  # else its followers find out, too, what is wrong
+                self._elsewhere.add(peer_id)
+            return self._gather(now, who)
+        is_known = leader in self._joined or leader in who.members or leader in who.guests
+        calls = self._call(leader, now) if self.stage is Stage.LEADING and not is_known else []  # it should come, too
+        return calls + self._gather(now, who)
+
+    def _call_failed(self, failed: CallFailed, now: float, who: Attendees) -> list[Action]:
+        peer_id, absent = failed.peer_id, list[Action]()
+        if failed.code in (GONE, OTHER_MANIFEST):
+            absent.append(Missing(peer_id))
+            if failed.code == OTHER_MANIFEST:
+                self._refusals.append(failed.reason)
+        elif failed.code == BEHIND:
+            is_news = peer_id not in self._ahead and who.heeds(peer_id) and not who.position.group_key
+            self._ahead.add(peer_id)
+            if is_news and self.stage is Stage.LEADING:
+                return self._went_on(failed.reason)
+        if failed.code != LATE:
+            self._elsewhere.add(peer_id)
+        return absent + self._gather(now, who)

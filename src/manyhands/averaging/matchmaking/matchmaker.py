@@ -1,0 +1,390 @@
+"""Carries out what :mod:`.machine` decides: calls of other peers, and answers to theirs. It decides nothing itself.
+
+::
+
+    any peer                                      the leader
+    --------                                      ----------
+    JOIN, once its step is due ──────────────────>  answered when the group closes
+                       <── the group, or the leader that the asked peer follows itself
+                       <── CALL, if it does not come  "a round has begun"
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Sequence
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking import machine
+from manyhands.averaging.matchmaking.admission import check_call, check_join, chosen_codec, fault_of, is_later_round
+from manyhands.averaging.matchmaking.attendees import Attendees, Meeting, attendees_of
+from manyhands.averaging.matchmaking.machine import Action, Event, Matchmaking, Stage
+from manyhands.averaging.messages import (
+    CALL,
+    JOIN,
+    MAX_ADDRESSES,
+    MAX_ROUND_S,
+    NAME_BYTES,
+    CallRequest,
+    CallResponse,
+    Group,
+    JoinRequest,
+    JoinResponse,
+    Member,
+    Position,
+    readable_addresses,
+)
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.averaging.timing import ANSWER_S, DIAL_S, LOOK_S, MOMENT_S
+from manyhands.base.deadline import wait_at_most
+from manyhands.base.errors import NobodyThere, PeerError, Refused, RoundAborted, Timeout, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+MOVE_POLL_S = LOOK_S / 5
+ROUND_GAP_S = MOMENT_S
+"""Pause between two attempts of one step in a grid."""
+FLOAT_BYTES = 4
+
+
+class Matchmaker:
+    """Finds the groups of one run for this peer."""
+
+    def __init__(
+        self,
+        endpoint: RunEndpoint,
+        run_fingerprint: bytes,
+        meeting: Meeting,
+        config: AveragingConfig,
+        rng: random.Random,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._endpoint = endpoint
+        self._run_fingerprint = run_fingerprint
+        self._meeting = meeting
+        self._config = config
+        self._rng = rng
+        self._machine = Matchmaking(endpoint.peer_id, self._loop.time())
+        self._tasks = TaskOwner("matchmaking")
+        self._found: asyncio.Future[Group] | None = None
+        self._own: Member | None = None
+        self._ends_at = math.inf
+        self._asking: asyncio.Task[None] | None = None
+        self._waiting: dict[PeerId, asyncio.Future[JoinResponse]] = {}  # peers that asked here
+        self._reaching: set[PeerId] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._ended_at = -math.inf  # loop time, of the last search
+        endpoint.handle(JOIN, self._on_join)
+        endpoint.handle(CALL, self._on_call)
+        endpoint.on_lost.append(self._on_lost)
+
+    async def close(self) -> None:
+        """End all searches; peers that wait here are told."""
+        self._endpoint.unhandle(JOIN)
+        self._endpoint.unhandle(CALL)
+        if self._on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self._on_lost)
+        if self._found is not None and not self._found.done():
+            self._found.set_exception(RoundAborted("this peer leaves the run"))
+        refusal = Refused(self._endpoint.peer_id, "leaving", "this peer leaves the run")
+        for answer in self._waiting.values():
+            _end(answer, refusal)
+        await self._tasks.close()
+
+    async def find_group(
+        self, weight: float, bandwidth: int, gather_s: float | None = None, timeout_s: float = math.inf
+    ) -> Group:
+        """Wait for the group of the next round at this peer's position.
+
+        Args:
+            bandwidth: this peer's uplink in bytes per second; 0 if unknown.
+            gather_s: how long to wait for the others, instead of ``matchmaking_time_s``.
+            timeout_s: this peer's time for the round, including this search.
+        Raises:
+            RoundAborted: no group was found; the reason says why.
+        """
+        if self._tasks.is_closed:
+            raise RoundAborted("this peer leaves the run")
+        addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
+        self._own = Member(self._endpoint.peer_id, addresses, self._endpoint.client_mode, weight, bandwidth)
+        self._ends_at = self._loop.time() + timeout_s
+        found: asyncio.Future[Group] = self._loop.create_future()
+        self._found = found
+        try:
+            self._on(machine.Due(self._own, self._config.matchmaking_time_s if gather_s is None else gather_s))
+            return await found
+        finally:
+            self._found, self._ended_at = None, self._loop.time()
+            if not found.done() or found.cancelled():
+                self._on(machine.Ended())
+            found.cancel()
+            self._stop_asking()
+
+    def round_over(self, group: Group, blamed: Sequence[PeerId], *, is_committed: bool) -> None:
+        """Note how the round of a group has ended, and because of whom."""
+        others = {member.peer_id for member in group.members} - {self._endpoint.peer_id}
+        for peer_id in others.intersection(blamed):
+            self._meeting.report_missing(peer_id)
+        self._on(machine.RoundOver(group.leader, is_committed))
+
+    def follows(self, leader: PeerId) -> bool:
+        """Whether this peer waits for a leader's group; false once it follows another leader."""
+        return self._machine.stage is Stage.ASKING and self._machine.leader == leader
+
+    def doubted(self, group: Group) -> set[int]:
+        """The ranks of members for which nobody waits long in a round."""
+        roster = self._meeting.roster()
+        if roster is None:
+            return set()
+        hasty = {rank for rank, member in enumerate(group.members) if roster.is_hurried(member.peer_id)}
+        return hasty if 2 * len(hasty) < len(group.members) else set()
+
+    # the machine
+
+    def _attendees(self) -> Attendees:
+        expected, endpoint = self._meeting.expected(), self._endpoint
+        connected = [peer_id for peer_id in expected if endpoint.is_connected(peer_id)]
+        return attendees_of(
+            endpoint.peer_id, self._meeting.position(), expected, self._meeting.roster(), connected,
+            is_client=endpoint.client_mode,
+        )  # fmt: skip
+
+    def _on(self, event: Event) -> None:
+        self._carry_out(self._machine.on(event, self._loop.time(), self._attendees()))
+        self._news.set()
+        if self._machine.is_wanted and self._looking is None and not self._tasks.is_closed:
+            self._looking = self._tasks.spawn(self._look(), name="gathering a group")
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case machine.Ask(leader, patience_s):
+                    self._stop_asking()
+                    self._asking = self._tasks.spawn(self._ask(leader, patience_s), name=f"asking {leader}")
+                case machine.Check(leader):
+                    self._tasks.spawn(self._check(leader), name=f"looking for {leader}")
+                case machine.Call(peer_id):
+                    self._tasks.spawn(self._call(peer_id), name=f"calling {peer_id}")
+                case machine.CallLoop():
+                    self._meeting.call_to_round()
+                case machine.SendOn(peers, leader):
+                    response = JoinResponse(leader=leader, leader_addresses=self._addresses_of(leader))
+                    for peer_id in peers:
+                        _end(self._waiting.get(peer_id), response)
+                case machine.Refuse(peers, code, reason):
+                    for peer_id in peers:
+                        _end(self._waiting.get(peer_id), Refused(self._endpoint.peer_id, code, reason))
+                case machine.Close(members, late, missing):
+                    for peer_id in missing:
+                        logger.info("peer %s did not come to the round in time", peer_id)
+                        self._meeting.report_missing(peer_id)
+                    group = self._group(members, late)
+                    for member in members:
+                        _end(self._waiting.get(member.peer_id), JoinResponse(group))
+                    self._finish(group)
+                case machine.Missing(peer_id):
+                    self._meeting.report_missing(peer_id)
+                case machine.Abort(reason, blamed, is_nobody_there):
+                    self._stop_asking()
+                    self._finish(NobodyThere(reason) if is_nobody_there else RoundAborted(reason, list(blamed)))
+
+    def _finish(self, outcome: Group | RoundAborted) -> None:
+        if self._found is None or self._found.done():
+            return
+        if isinstance(outcome, Group):
+            self._found.set_result(outcome)
+        else:
+            self._found.set_exception(outcome)
+
+    async def _look(self) -> None:
+        """Have the machine look around for as long as a group forms here."""
+        try:
+            while self._machine.is_wanted:
+                self._news.clear()
+                left_s = self._machine.wake_at - self._loop.time()
+                await wait_at_most(self._news, min(max(left_s, 0.0), LOOK_S))
+                self._on(machine.Looked())
+        finally:
+            self._looking = None
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        """Stop waiting for a peer whose connection broke."""
+        if peer_id in self._meeting.expected():
+            self._meeting.report_missing(peer_id)
+        self._on(machine.Withdrew(peer_id))
+
+    def _group(self, members: Sequence[Member], late: int) -> Group:
+        own_id, config = self._endpoint.peer_id, self._config
+        rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
+        left_s = self._ends_at - self._loop.time()
+        return Group(
+            self._rng.randbytes(NAME_BYTES),
+            own_id,
+            self._meeting.position(),
+            list(members),
+            min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
+            chunk_numel=config.chunk_bytes // FLOAT_BYTES,
+            codec=chosen_codec(config.codec, (member.bandwidth for member in members), rtts_s).code,
+            time_left_s=max(left_s, 0.0) if left_s <= MAX_ROUND_S else 0.0,
+            late=int(late),
+        )
+
+    def _addresses_of(self, leader: PeerId) -> list[str]:
+        return [str(address) for address in self._endpoint.addresses_to_tell(leader)]
+
+    # calls of others
+
+    def _stop_asking(self) -> None:
+        if self._asking is not None:
+            self._tasks.cancel(self._asking)
+            self._asking = None
+
+    async def _ask(self, leader: PeerId, patience_s: float) -> None:
+        """Ask a leader for a place, until it answers."""
+        own, position = self._own, self._meeting.position()
+        assert own is not None
+        if not self._endpoint.is_connected(leader):
+            self._reach_all()
+        spare_s = max(self._ends_at - self._loop.time() - patience_s, 0.0)  # for the next leader
+        timeout_s = patience_s + min(patience_s, DIAL_S, spare_s / 2)  # so that a silent leader is noticed
+        request = JoinRequest(self._run_fingerprint, position, own, min(patience_s, MAX_ROUND_S))
+        try:
+            response = await self._endpoint.call(leader, JOIN, request, timeout_s)
+        except Timeout as error:
+            self._failed(leader, machine.LATE, str(error))
+        except Unavailable as error:
+            self._failed(leader, machine.GONE, str(error))
+        except Refused as refusal:
+            self._failed(leader, refusal.code, refusal.message)
+        except PeerError as error:
+            self._failed(leader, machine.GONE, str(error))
+        else:
+            if response.group is not None:
+                fault = fault_of(response.group, leader, own, position, self._config.codec)
+                if fault is not None:
+                    self._failed(leader, machine.GONE, fault)
+                else:
+                    self._asking = None
+                    self._on(machine.Formed())
+                    self._finish(response.group)
+            elif response.leader:
+                self._asking = None
+                self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))
+                self._on(machine.SentOn(response.leader))
+            else:
+                self._failed(leader, machine.LATE, f"peer {leader} gives this one no place")
+
+    def _failed(self, leader: PeerId, code: str, reason: str) -> None:
+        logger.info("peer %s cannot lead this round: %s", leader, reason)
+        self._asking = None
+        self._on(machine.Failed(leader, code, reason))
+
+    def _reach_all(self) -> None:
+        """Find out at once which hosts cannot be reached, where the leader is one that this peer has to dial."""
+        for peer_id, is_client in self._meeting.expected().items():
+            if not is_client and not self._endpoint.is_connected(peer_id) and peer_id not in self._reaching:
+                self._reaching.add(peer_id)
+                self._tasks.spawn(self._reach(peer_id), name=f"dialling {peer_id}")
+
+    async def _reach(self, peer_id: PeerId) -> None:
+        try:
+            await self._endpoint.ping(peer_id, DIAL_S)
+        except Unavailable as error:
+            self._call_failed(peer_id, machine.GONE, str(error))
+        except PeerError:
+            pass  # it answers
+        finally:
+            self._reaching.discard(peer_id)
+
+    async def _check(self, leader: PeerId) -> None:
+        try:
+            await self._endpoint.ping(leader, ANSWER_S)
+        except (Unavailable, PeerError) as error:
+            if self.follows(leader):
+                self._stop_asking()
+                self._failed(leader, machine.GONE, str(error))
+
+    async def _call(self, peer_id: PeerId) -> None:
+        request = CallRequest(self._run_fingerprint, self._meeting.position())
+        try:
+            response = await self._endpoint.call(peer_id, CALL, request, self._config.matchmaking_time_s)
+        except Timeout as error:
+            self._call_failed(peer_id, machine.LATE, str(error))
+        except Unavailable as error:
+            self._call_failed(peer_id, machine.GONE, str(error))
+        except Refused as refusal:
+            self._call_failed(peer_id, refusal.code, refusal.message)
+        except PeerError as error:
+            self._call_failed(peer_id, machine.GONE, str(error))
+        else:
+            if response.leader and response.leader != self._endpoint.peer_id:
+                self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))
+            self._on(machine.Follows(peer_id, response.leader or None))
+
+    def _call_failed(self, peer_id: PeerId, code: str, reason: str) -> None:
+        logger.info("peer %s does not come to this round: %s", peer_id, reason)
+        self._on(machine.CallFailed(peer_id, code, reason))
+
+    # what others ask
+
+    async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
+        await self._catch_up(request.position)
+        here, roster = self._meeting.position(), self._meeting.roster()
+        check_join(
+            self._endpoint.peer_id, self._run_fingerprint, here, roster, remote, request,
+            is_client=self._endpoint.client_mode,
+        )  # fmt: skip
+        self._endpoint.learn(remote, readable_addresses(request.member.addresses))
+        _end(self._waiting.get(remote), JoinResponse())  # it asks again
+        answer: asyncio.Future[JoinResponse] = self._loop.create_future()
+        self._waiting[remote] = answer
+        size = self._config.max_group_size if here.group_key else math.inf  # only groups of a grid are ever full
+        try:
+            self._on(machine.Asked(request.member, request.patience_s, size))
+            return await answer
+        finally:
+            if self._waiting.get(remote) is answer:
+                del self._waiting[remote]
+                if not answer.done() or answer.cancelled():
+                    self._on(machine.Withdrew(remote))
+            answer.cancel()
+
+    async def _on_call(self, remote: PeerId, request: CallRequest) -> CallResponse:
+        await self._catch_up(request.position)
+        here = self._meeting.position()
+        check_call(self._endpoint.peer_id, self._run_fingerprint, here, request)
+        if request.position != here:
+            return CallResponse()
+        self._on(machine.Called(remote))
+        leader = self._machine.follows
+        if leader in (None, remote) or self._machine.stage is Stage.GROUPED:
+            return CallResponse()
+        assert leader is not None
+        return CallResponse(leader, self._addresses_of(leader))
+
+    async def _catch_up(self, position: Position) -> None:
+        """Wait for this peer to reach a position that others may have reached a moment earlier."""
+        deadline = self._loop.time() + self._config.matchmaking_time_s
+        while (here := self._meeting.position()).step < position.step:
+            now, is_later = self._loop.time(), is_later_round(position, here)
+            is_coming = self._machine.stage is Stage.GROUPED or (is_later and now < self._ended_at + ROUND_GAP_S)
+            is_coming = is_coming or (is_later and self._found is not None)
+            if not is_coming or now > deadline:
+                return
+            await asyncio.sleep(MOVE_POLL_S)
+
+
+def _end(answer: asyncio.Future[JoinResponse] | None, result: JoinResponse | Refused) -> None:
+    """Answer a peer that waits; only the first answer counts."""
+    if answer is None or answer.done():
+        return
+    if isinstance(result, JoinResponse):
+        answer.set_result(result)
+    else:
+        answer.set_exception(result)
