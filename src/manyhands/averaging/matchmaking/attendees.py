@@ -3,8 +3,8 @@
 ===================  =====================================  ======================================================
                      members                                guests
 ===================  =====================================  ======================================================
-who they are         of the run's roster; all, if none of   all others that have a record at this position
-                     them is here, or there is no roster
+who they are         of the run's roster; all, if none of   all others that have a record at this position and
+                     them is here, or there is no roster    are connected to this peer, but those that are barred
 lead                 first                                  after all members
 are waited for       for the matchmaking time, less after   all together for as long as a step takes; for a tenth
                      troubled rounds and failed attempts    of that after a round that waited in vain for one
@@ -109,7 +109,7 @@ def attendees_of(
         if members or own_id in roster.members:
             waits, num_troubled = roster.waits_for_guests, sum(roster.troubled)
             is_barred = roster.barred_rounds(own_id) > 0
-            guests = others - members
+            guests = frozenset(one for one in connected if one not in members and not roster.barred_rounds(one))
             return Attendees(position, order, hosts, members, guests, far, waits, num_troubled, False, is_barred)
         return Attendees(position, order, hosts, others, far=far)
     return Attendees(position, (), hosts, others, far=far)

@@ -454,6 +454,9 @@ class ProgressTracker(ProgressReader):
         """Whether another peer reads at the target and calls this one: in a crowd, the leader of all others does."""
         if self._crowd_factor == 1.0 or self.own.seat.layout.sides:
             return False
+        members = self.roster().members
+        if members and self._endpoint.peer_id not in members:
+            return False  # the leader may not know this peer
         hosts = {peer_id for peer_id, seen in self.view.awaited.items() if not seen.record.is_client}
         if not self.own.is_client:
             hosts.add(self._endpoint.peer_id)
