@@ -137,6 +137,7 @@ class Attendance(msgspec.Struct, frozen=True):
     def of(manifest: RoundManifest) -> Attendance:
         """Read a manifest."""
         members, leader = manifest.members, manifest.members[manifest.leader]
+        reducers = {members[part.reducer] for part in manifest.parts}
         absent_from: dict[int, set[PeerId]] = defaultdict(set)
         for part in manifest.parts:
             for rank in part.absent:
@@ -146,7 +147,9 @@ class Attendance(msgspec.Struct, frozen=True):
             if mark & (Mark.IDLE | Mark.LEFT_OUT):
                 unproven.add(peer_id)
             if not mark & Mark.IDLE:
-                accusers = {leader} if mark & Mark.LEFT_OUT else absent_from[rank]
+                # of one that no reducer has heard of the leader alone says that it is in the group
+                is_silent = len(reducers) > 1 and absent_from[rank] == reducers
+                accusers = {leader} if mark & Mark.LEFT_OUT or is_silent else absent_from[rank]
                 if others := accusers - {peer_id}:
                     accused[peer_id] = frozenset(others)
         group = {peer_id: not mark & Mark.CLIENT for peer_id, mark in zip(members, manifest.marks, strict=True)}
@@ -237,16 +240,6 @@ class Roster(msgspec.Struct, frozen=True):
         """The share of the full patience for a member that does not come or does not get on, in an attempt."""
         return 0.5 ** min(sum(self.troubled) + attempt, MAX_HALVINGS)
 
-    def electorate(self, theirs: Roster) -> frozenset[PeerId]:
-        """The peers that decide between the branch of this roster and another one, from this side.
-
-        Those that are in both rosters, if they are more than half of the own members and former members; else the own
-        ones. A peer that left in a split still counts here.
-        """
-        own = self.members | set(self.former)
-        both = own & (theirs.members | set(theirs.former))
-        return both if 2 * len(both) > len(own) else own
-
     def digest(self) -> bytes:
         """SHA-256, in whatever order the peers came."""
         return hashlib.sha256(msgspec.msgpack.encode(self, order="sorted")).digest()
@@ -263,7 +256,7 @@ class Roster(msgspec.Struct, frozen=True):
         if 2 * len(result.present & members) <= len(members):
             if self.frozen + 1 >= MAX_FROZEN:
                 return self._founded(result.complete, attendance, number)
-            return msgspec.structs.replace(self, round=number, frozen=self.frozen + 1)
+            return self._with_turns(attendance, skipped, number)
         faulty_members = sorted(result.at_fault & members, key=lambda peer_id: (peer_id not in skipped, peer_id))
         demoted = faulty_members[: len(members) // 3]  # a round alone does not change who most members are
         at_fault = (result.at_fault - members) | set(demoted)
@@ -293,12 +286,33 @@ class Roster(msgspec.Struct, frozen=True):
         after = Roster(
             _limited(standings),
             number,
-            (bool(demoted) or attendance.late == Late.MEMBERS, *self.troubled)[:MEMORY],
+            (bool(demoted) or self._is_troubled(attendance), *self.troubled)[:MEMORY],
             (attendance.late != Late.NOBODY, *self.guests_late)[:MEMORY],
             0,
             former[-MAX_FORMER:],
         )
         return after._with_new_members()
+
+    def _with_turns(self, attendance: Attendance, skipped: set[PeerId], number: int) -> Roster:
+        """The roster after a round without most members: only whose turn is over, and whether there was trouble."""
+        over = skipped | {attendance.leader}
+        standings = {
+            peer_id: msgspec.structs.replace(standing, led=number) if peer_id in over else standing
+            for peer_id, standing in self.standings.items()
+        }
+        return msgspec.structs.replace(
+            self,
+            standings=standings,
+            round=number,
+            troubled=(self._is_troubled(attendance), *self.troubled)[:MEMORY],
+            guests_late=(attendance.late != Late.NOBODY, *self.guests_late)[:MEMORY],
+            frozen=self.frozen + 1,
+        )
+
+    def _is_troubled(self, attendance: Attendance) -> bool:
+        """Whether members were late: somebody must have been passed over, or is not in the group."""
+        is_shown = self._skipped(attendance.leader) or self.members - attendance.group.keys()
+        return attendance.late == Late.MEMBERS and bool(is_shown)
 
     def judged(self, attendance: Attendance) -> Judged:
         """Judge the group of a round that follows this roster."""

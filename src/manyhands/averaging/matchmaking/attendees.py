@@ -105,6 +105,7 @@ def attendees_of(
     hosts = frozenset(peer_id for peer_id in others if not expected[peer_id]) | (set() if is_client else {own_id})
     far = others - hosts - frozenset(connected)
     if roster is not None and roster.members:
+        hosts -= {peer_id for peer_id in others if roster.barred_rounds(peer_id)}
         order, members = tuple(roster.leaders()), roster.members & others
         if members or own_id in roster.members:
             waits, num_troubled = roster.waits_for_guests, sum(roster.troubled)

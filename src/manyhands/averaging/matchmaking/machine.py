@@ -22,7 +22,8 @@ leading    all that are waited for are here, or the          grouped    close th
 leading    a leader before this peer calls, or is            asking     ask it; send all that came on to it
            followed by a peer that was called
 leading    nobody came, and the others follow a leader       asking     ask it, as they can reach it
-any        a member says that the run went on                idle       the attempt ends, to look for the others
+any        the asked leader, or half of the members that     idle       the attempt ends, to look for the others
+           were called, say that the run went on
 any        no leader is left, or this peer went elsewhere    idle       the attempt ends; all that ask are refused
 grouped    the round is over, and did not commit             idle       its leader is passed over in the next attempt
 =========  ================================================  =========  ==============================================
@@ -284,7 +285,7 @@ class Matchmaking:
         """Forget all about the position before."""
         self._position = position
         self._joined: dict[PeerId, Member] = {}
-        self._since = math.inf  # the first peer has asked
+        self._asked_at: dict[PeerId, float] = {}  # of those in joined that can call this peer
         self._led_at = math.inf
         self._until: dict[PeerId, float] = {}  # how long each that has asked waits
         self._passed_over: set[PeerId] = set()
@@ -399,7 +400,7 @@ class Matchmaking:
     def _ask(self, leader: PeerId, who: Attendees) -> list[Action]:
         self.stage, self.leader, self._ask_again_at = Stage.ASKING, leader, math.inf
         others = tuple(self._joined.keys() - {self.own_id})
-        self._joined, self._since, self._until = {}, math.inf, {}
+        self._forget_joined()
         actions: list[Action] = [Ask(leader, self._patience(who))]
         if others:
             actions.append(SendOn(others, leader))
@@ -411,7 +412,7 @@ class Matchmaking:
         assert self._own is not None
         self.stage, self.leader, self._ask_again_at = Stage.LEADING, None, math.inf
         self._joined[self.own_id] = self._own
-        self._since, self._led_at = min(self._since, now), now
+        self._led_at = now
         return self._gather(now, who)
 
     def _patience(self, who: Attendees) -> float:
@@ -431,8 +432,11 @@ class Matchmaking:
             self.stage, self.leader = Stage.IDLE, None
         self._own, self._ask_again_at = None, math.inf
         others = tuple(self._joined.keys() - {self.own_id})
-        self._joined, self._since, self._until = {}, math.inf, {}
+        self._forget_joined()
         return [Refuse(others, code, reason)] if others else []
+
+    def _forget_joined(self) -> None:
+        self._joined, self._asked_at, self._until = {}, {}, {}
 
     def _sent_on(self, to: PeerId, now: float, who: Attendees) -> list[Action]:
         by = self.leader
@@ -473,8 +477,7 @@ class Matchmaking:
         self.stage, self.leader = Stage.IDLE, None
         self._passed_over.add(leader)
         self._has_lost_time = True
-        if self._since < math.inf:  # some wait already for the next attempt
-            self._since = now
+        self._asked_at = dict.fromkeys(self._asked_at, now)  # they wait already for the next attempt
         return []
 
     # others that ask
@@ -493,15 +496,13 @@ class Matchmaking:
         self._elsewhere.discard(peer_id)
         self._until[peer_id] = now + asked.patience_s
         if who.heeds(peer_id):
-            self._since = min(self._since, now)
+            self._asked_at.setdefault(peer_id, now)
         is_call = self.stage is Stage.IDLE and who.heeds(peer_id)
         return [*([CallLoop()] if is_call else []), *self._gather(now, who)]
 
     def _withdrew(self, peer_id: PeerId, now: float, who: Attendees) -> list[Action]:
-        for noted in (self._joined, self._until, self._called_at):
+        for noted in (self._joined, self._until, self._asked_at, self._called_at):
             noted.pop(peer_id, None)
-        if not self._joined:
-            self._since = math.inf
         return self._gather(now, who)
 
     def _gather(self, now: float, who: Attendees) -> list[Action]:
@@ -519,7 +520,7 @@ class Matchmaking:
         away = self._joined.keys() | self._elsewhere | self._ahead | with_others
         members, guests = who.members - away, who.guests - away
         closes_at = max(self._closes_at(who), self._led_at + LEAST_SHARE * self._patience(who))
-        far_at, guests_at = self._since + FAR_S, min(closes_at, self._since + self._guest_s(who))
+        far_at, guests_at = self._led_at + FAR_S, min(closes_at, self._led_at + self._guest_s(who))
         if now >= far_at:
             members, guests = members - who.far, guests - who.far
         if (members and now < closes_at) or (guests and now < guests_at):
@@ -530,24 +531,30 @@ class Matchmaking:
         return self._close(members, guests, who)
 
     def _closes_at(self, who: Attendees) -> float:
-        """When the patience of this peer, or of all that have asked, is over; it counts from the first one."""
-        others = [until for peer_id, until in self._until.items() if who.heeds(peer_id)]
-        return min(self._since + self._patience(who), max(others, default=math.inf))
+        """When the patience of this peer, or of all that have asked, is over; it counts from when half were here."""
+        others = [self._until[peer_id] for peer_id in self._asked_at]
+        return min(self._half_came_at(who) + self._patience(who), max(others, default=math.inf))
+
+    def _half_came_at(self, who: Attendees) -> float:
+        """When half of the members had asked, or this peer leads: one alone that asks early changes nothing."""
+        times, half = sorted(self._asked_at.values()), (len(who.members) + 1) // 2
+        return min(times[half - 1] if 0 < half <= len(times) else math.inf, self._led_at)
 
     def _guest_s(self, who: Attendees) -> float:
-        step_s = max(self._since - self._stepped_at, 0.0)
+        step_s = max(self._led_at - self._stepped_at, 0.0)
         return step_s * (1.0 if who.waits_for_guests else GUEST_SHARE)
 
     def _wait_for_loop(self, now: float, who: Attendees) -> list[Action]:
         """Each that asks waits as long as it likes; one alone has none of many others sent away."""
         over = tuple(peer_id for peer_id in self._joined if now >= self._until[peer_id])
+        least_s = max(self._patience(who), MOMENT_S)
+        waited = {peer_id for peer_id in over if now >= self._asked_at.get(peer_id, now) + least_s}
+        self._refused |= who.members & waited
         for peer_id in over:
             del self._joined[peer_id], self._until[peer_id]
-        self._refused |= who.members.intersection(over)
-        if not self._joined:
-            self._since = math.inf
+            self._asked_at.pop(peer_id, None)
         self.wake_at = min(self._until.values(), default=math.inf)
-        calls = self._call_all(now, who) if any(map(who.heeds, self._joined)) else []
+        calls = self._call_all(now, who) if self._half_came_at(who) < math.inf else []
         return [*([Refuse(over, BUSY, LOOP_AWAY)] if over else []), *calls]
 
     def _call_all(self, now: float, who: Attendees) -> list[Action]:
@@ -567,7 +574,7 @@ class Matchmaking:
         late = Late.MEMBERS if members or self._has_lost_time else late
         joined = tuple(self._joined[peer_id] for peer_id in sorted(self._joined))
         self.stage, self.leader, self._own = Stage.GROUPED, self.own_id, None
-        self._joined, self._since, self._until = {}, math.inf, {}
+        self._forget_joined()
         return [Close(joined, late, members)]
 
     def _nobody_came(self, members: frozenset[PeerId], who: Attendees) -> list[Action]:
@@ -592,12 +599,11 @@ class Matchmaking:
     # calls
 
     def _called(self, by: PeerId, now: float, who: Attendees) -> list[Action]:
-        if self.stage is Stage.GROUPED:
+        if self.stage in (Stage.GROUPED, Stage.IDLE):
+            if not who.heeds(by):
+                return []
             self._caller = by
-            return []
-        if self.stage is Stage.IDLE:
-            self._caller = by if who.heeds(by) else self._caller
-            return [CallLoop()] if who.heeds(by) else []
+            return [CallLoop()] if self.stage is Stage.IDLE else []
         if self.stage is Stage.LEADING:
             if not self._leads_before(by, self.own_id, who):
                 return []
@@ -638,9 +644,9 @@ class Matchmaking:
             if failed.code == OTHER_MANIFEST:
                 self._refusals.append(failed.reason)
         elif failed.code == BEHIND:
-            is_news = peer_id not in self._ahead and who.heeds(peer_id) and not who.position.group_key
             self._ahead.add(peer_id)
-            if is_news and self.stage is Stage.LEADING:
+            are_many = 2 * len(self._ahead & who.members) >= len(who.members) > 0
+            if are_many and self.stage is Stage.LEADING and not who.position.group_key:
                 return self._went_on(failed.reason)
         if failed.code != LATE:
             self._elsewhere.add(peer_id)

@@ -115,14 +115,18 @@ class Matchmaker:
         self._own = Member(self._endpoint.peer_id, addresses, self._endpoint.client_mode, weight, bandwidth)
         self._ends_at = self._loop.time() + timeout_s
         found: asyncio.Future[Group] = self._loop.create_future()
-        self._found = found
+        self._found, is_broken_off = found, True
         try:
             self._on(machine.Due(self._own, self._config.matchmaking_time_s if gather_s is None else gather_s))
-            return await found
+            group = await found
+            is_broken_off = False
+            return group
         finally:
             self._found, self._ended_at = None, self._loop.time()
             if not found.done() or found.cancelled():
                 self._on(machine.Ended())
+            elif is_broken_off and found.exception() is None:
+                self._on(machine.RoundOver(found.result().leader, is_committed=False))
             found.cancel()
             self._stop_asking()
 
@@ -132,6 +136,10 @@ class Matchmaker:
         for peer_id in others.intersection(blamed):
             self._meeting.report_missing(peer_id)
         self._on(machine.RoundOver(group.leader, is_committed))
+
+    def pass_over(self, leader: PeerId) -> None:
+        """The round of a leader gave this peer no result: ask another one for the next attempt."""
+        self._on(machine.RoundOver(leader, is_committed=False))
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""

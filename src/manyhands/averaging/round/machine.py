@@ -199,6 +199,7 @@ class Round:
         self.lost: tuple[int, ...] = ()
         self._doubted = frozenset(doubted)
         self._reason = ""  # why this member lacks the result
+        self._vote: Vote | None = None  # on the exchange that this member is in
         self._last_event_at = math.inf
         self._waits_since = math.inf  # for another member
         self._asked_at: dict[int, float] = {}
@@ -261,7 +262,7 @@ class Round:
     def _exchanged(self, vote: Vote, now: float) -> list[Action]:
         if self.state is not State.EXCHANGING or vote.exchange != self.exchange:
             return []
-        self.state, self._reason = State.VOTED, vote.reason
+        self.state, self._reason, self._vote = State.VOTED, vote.reason, vote
         if self.count is not None:
             return self._counted(Voted(self.rank, vote), now)
         self._waits_since = now
@@ -292,6 +293,8 @@ class Round:
             is_of_group = manifest == self.group.manifest(manifest.digest, manifest.parts, self._members_of(manifest))
             if not (verdict.is_known and is_of_group and _are_whole(self.group, manifest.parts)):
                 return "a verdict that is not about the group it was asked about"
+            if self._vote is not None and manifest.digest == self._vote.digest and manifest.parts != self._vote.parts:
+                return "a verdict that names other contributors than this member has heard"
         if again is None:
             return ""
         ranks, number = again.members, again.exchange

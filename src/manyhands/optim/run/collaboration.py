@@ -55,7 +55,7 @@ NEWCOMER_S = ANSWER_S + MOMENT_S
 LULL_S = LOOK_S
 """Far from the target, the shortest time between two reports: each report wakes two threads."""
 FAR_S = 2 * DIAL_S
-"""Beyond this predicted time to the target no peer looks for a group yet."""
+"""Beyond this predicted time to the target not each batch is reported at once."""
 BATCH_MARGIN = 1.25
 """A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
 WAITING_PERIOD_S = REMIND_S

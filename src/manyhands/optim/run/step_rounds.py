@@ -183,12 +183,14 @@ class StepRounds:
 
     async def _fetch(self, committed: CommittedRound) -> torch.Tensor:
         """The means that this peer lacks, from another member of the round."""
-        members, lost = committed.manifest.members, {self.own_id, *committed.blamed}
-        number = members.index(self.own_id)
+        members = committed.manifest.members
+        leader = members[committed.manifest.leader]  # whose word alone does not make a result
+        lost, number = {self.own_id, leader, *committed.blamed}, members.index(self.own_id)
         others = [*members[number:], *members[:number]]  # not all members ask the same one first
         holders = [peer_id for peer_id in others if peer_id not in lost]
         if (mean_N := await self.keeper.fetch(committed.manifest, holders, self.plan_of_code)) is not None:
             return mean_N
+        self.rounds.matchmaker.pass_over(leader)
         why = f": {committed.reason}" if self.own_id in committed.blamed else ""
         raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")
 
