@@ -92,6 +92,14 @@ def test_parts_that_cannot_be_are_not_believed(parts: list[SpanResult]) -> None:
     assert outcome_of(member(), Verdict(True, GROUP.manifest(b"digest", parts))) is None
 
 
+def test_other_contributors_than_a_member_has_heard_are_not_believed() -> None:
+    """By its word alone a leader would have honest members accuse one of them."""
+    forged = GROUP.manifest(b"digest", [SpanResult(0, 5, 0, [1]), SpanResult(5, 10, 2, [1])])
+    assert outcome_of(member(), Verdict(True, forged)) is None
+    other = GROUP.manifest(b"another digest", forged.parts)
+    assert outcome_of(member(), Verdict(True, other)) is not None, "it may hold less than the others"
+
+
 @pytest.mark.parametrize(
     "again",
     [

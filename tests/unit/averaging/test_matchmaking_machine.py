@@ -1,0 +1,125 @@
+"""What one peer, honest or not, can change in another one's search: events in, actions out."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.averaging.matchmaking.attendees import Attendees, attendees_of
+from manyhands.averaging.matchmaking.machine import (
+    BEHIND,
+    BUSY,
+    GONE,
+    GUEST_SHARE,
+    LATE,
+    Abort,
+    Ask,
+    Asked,
+    CallFailed,
+    Close,
+    Due,
+    Failed,
+    Looked,
+    Matchmaking,
+    Refuse,
+    RoundOver,
+    SentOn,
+    Stage,
+)
+from manyhands.averaging.messages import Late, Member, Position
+from manyhands.averaging.roster import Roster, Standing
+from manyhands.base.identity import PeerId
+
+A, B, C, D, G = (PeerId(name) for name in "abcdg")
+HERE = Position(3, b"here")
+P_S = 8.0
+
+
+def member(peer: PeerId) -> Member:
+    return Member(peer, [], False, 1.0)
+
+
+def seen_by(peer: PeerId, *, guests: tuple[PeerId, ...] = (), **fields: object) -> Attendees:
+    """A run of four members, who lead in this order."""
+    others = frozenset((A, B, C, D)) - {peer}
+    hosts = others | {peer, *guests}
+    return Attendees(HERE, (A, B, C, D), hosts, others, frozenset(guests), is_open=False, **fields)  # type: ignore[arg-type]
+
+
+def leading(now: float = 10.0, **fields: object) -> tuple[Matchmaking, Attendees]:
+    machine, who = Matchmaking(A, 0.0), seen_by(A, **fields)  # type: ignore[arg-type]
+    machine.on(Due(member(A), P_S), now, who)
+    return machine, who
+
+
+def test_one_called_member_that_says_that_the_run_went_on_ends_nothing_and_half_of_them_do() -> None:
+    machine, who = leading()
+    assert not [one for one in machine.on(CallFailed(D, BEHIND, "step 4"), 10.1, who) if isinstance(one, Abort)]
+    assert machine.stage is Stage.LEADING
+    machine.on(Asked(member(B), P_S), 10.2, who)
+    actions = machine.on(CallFailed(C, BEHIND, "step 4"), 10.3, who)
+    assert Refuse((B,), BEHIND, "step 4") in actions
+    assert any(isinstance(one, Abort) for one in actions)
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 1e6])
+def test_one_that_asks_early_does_not_shorten_the_wait_for_the_others(patience_s: float) -> None:
+    machine, who = Matchmaking(A, 0.0), seen_by(A)
+    machine.on(Asked(member(D), patience_s), 2.0, who)
+    machine.on(Due(member(A), P_S), 10.0, who)
+    machine.on(Asked(member(D), P_S), 10.0, who)
+    assert machine.on(Looked(), 10.0 + 0.9 * P_S, who) is not None
+    assert machine.stage is Stage.LEADING
+    (close,) = machine.on(Looked(), 10.0 + P_S, who)
+    assert isinstance(close, Close)
+    assert (close.late, close.missing) == (Late.MEMBERS, {B, C})
+
+
+def test_one_that_does_not_wait_has_nobody_else_sent_away() -> None:
+    machine, who = Matchmaking(A, 0.0), seen_by(A)
+    actions = machine.on(Asked(member(D), 0.0), 2.0, who)
+    assert [(one.peers, one.code) for one in actions if isinstance(one, Refuse)] == [((D,), BUSY)]
+    for number, peer in enumerate((B, C)):
+        actions = machine.on(Asked(member(peer), P_S), 2.2 + number, who)
+        assert not [one for one in actions if isinstance(one, Refuse)], "it waits for this peer's loop"
+
+
+def test_a_leader_whose_round_failed_or_that_kept_this_peer_waiting_is_passed_over_for_less_time_each() -> None:
+    machine, who = Matchmaking(D, 0.0), seen_by(D)
+    assert machine.on(Due(member(D), P_S), 1.0, who) == [Ask(A, P_S)]
+    assert machine.on(Failed(A, LATE, "no answer"), 20.0, who) == [Ask(B, P_S / 2)]
+    machine.on(RoundOver(B, is_committed=False), 21.0, who)
+    assert machine.on(Due(member(D), P_S), 21.0, who) == [Ask(C, P_S / 4)]
+
+
+def test_who_is_sent_to_a_leader_that_it_has_lost_asks_again_until_the_other_has_noticed() -> None:
+    machine, who = Matchmaking(D, 0.0), seen_by(D)
+    machine.on(Due(member(D), P_S), 1.0, who)
+    machine.on(Failed(A, GONE, "lost"), 2.0, who)
+    assert machine.leader == B
+    assert machine.on(SentOn(A), 2.1, who) == []
+    assert machine.is_wanted
+    assert machine.on(Looked(), machine.wake_at, who) == [Ask(B, P_S)]
+    machine.on(SentOn(A), 20.0, who)
+    assert machine.leader == A, "after so long the others seem to reach it"
+
+
+@pytest.mark.parametrize(("waits", "share"), [(True, 1.0), (False, GUEST_SHARE)])
+def test_guests_are_waited_for_a_step_or_a_tenth_of_it(waits: bool, share: float) -> None:
+    machine, who = leading(now=4.0, guests=(G,), waits_for_guests=waits)
+    for peer in (B, C, D):
+        machine.on(Asked(member(peer), P_S), 4.0, who)
+    assert machine.stage is Stage.LEADING
+    assert machine.wake_at == pytest.approx(4.0 + 4.0 * share)
+    (close,) = machine.on(Looked(), machine.wake_at, who)
+    assert isinstance(close, Close)
+    assert close.late == (Late.GUESTS if waits else Late.NOBODY)
+
+
+def test_only_guests_that_are_connected_and_not_barred_are_waited_for_and_who_is_barred_leads_nobody() -> None:
+    barred = Standing(can_lead=True, faults=2, fault_round=7)
+    standings = {one: Standing(3, is_member=True, can_lead=True) for one in (A, B)} | {D: barred}
+    roster = Roster(standings, 8)
+    others = dict.fromkeys((B, C, D, G), False)
+    who = attendees_of(A, HERE, others, roster, [B, C, D], is_client=False)
+    assert (who.members, who.guests) == ({B}, {C})
+    assert D not in who.hosts
