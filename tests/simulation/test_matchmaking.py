@@ -334,7 +334,7 @@ def test_a_swarm_that_each_sees_otherwise(seed: int, run_members: str) -> None:
         assert world.members(name) or world[name].reasons
         assert world[name].took_s < 4.0, (name, world[name].reasons)
     largest = max(len(world.members(name)) for name in names)
-    assert largest >= 3, "the others come to the next one"
+    assert largest >= (2 if run_members else 3), "the others come to the next one"
 
 
 @pytest.mark.parametrize("client", ["", "c"])

@@ -87,6 +87,7 @@ class Due:
 
     member: Member
     patience_s: float  # for the others, in the first attempt after a calm round
+    ends_at: float = math.inf  # of this peer's time for the round
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,7 @@ class Matchmaking:
         self.wake_at = math.inf
         self._own: Member | None = None
         self._patience_s = 0.0
+        self._ends_at = math.inf
         self._stepped_at = now
         self._begin_anew(None)
 
@@ -322,8 +324,8 @@ class Matchmaking:
         """Take an event in; returns what to do."""
         actions = self._moved(who) if who.position != self._position else []
         match event:
-            case Due(member, patience_s):
-                self._own, self._patience_s = member, patience_s
+            case Due(member, patience_s, ends_at):
+                self._own, self._patience_s, self._ends_at = member, patience_s, ends_at
                 self._refused.clear()
                 self._begin_attempt()
                 actions += self._seek(now, who)
@@ -520,6 +522,7 @@ class Matchmaking:
         away = self._joined.keys() | self._elsewhere | self._ahead | with_others
         members, guests = who.members - away, who.guests - away
         closes_at = max(self._closes_at(who), self._led_at + LEAST_SHARE * self._patience(who))
+        closes_at = min(closes_at, (self._led_at + self._ends_at) / 2)  # the other half is for the round
         far_at, guests_at = self._led_at + FAR_S, min(closes_at, self._led_at + self._guest_s(who))
         if now >= far_at:
             members, guests = members - who.far, guests - who.far
@@ -536,8 +539,11 @@ class Matchmaking:
         return min(self._half_came_at(who) + self._patience(who), max(others, default=math.inf))
 
     def _half_came_at(self, who: Attendees) -> float:
-        """When half of the members had asked, or this peer leads: one alone that asks early changes nothing."""
-        times, half = sorted(self._asked_at.values()), (len(who.members) + 1) // 2
+        """When half of the members had asked, or this peer leads: one alone that asks early changes nothing.
+
+        Where there is no roster, the first one counts.
+        """
+        times, half = sorted(self._asked_at.values()), 1 if who.is_open else (len(who.members) + 1) // 2
         return min(times[half - 1] if 0 < half <= len(times) else math.inf, self._led_at)
 
     def _guest_s(self, who: Attendees) -> float:
@@ -547,7 +553,7 @@ class Matchmaking:
     def _wait_for_loop(self, now: float, who: Attendees) -> list[Action]:
         """Each that asks waits as long as it likes; one alone has none of many others sent away."""
         over = tuple(peer_id for peer_id in self._joined if now >= self._until[peer_id])
-        least_s = max(self._patience(who), MOMENT_S)
+        least_s = 0.0 if who.is_open else max(self._patience(who), MOMENT_S)
         waited = {peer_id for peer_id in over if now >= self._asked_at.get(peer_id, now) + least_s}
         self._refused |= who.members & waited
         for peer_id in over:

@@ -117,7 +117,8 @@ class Matchmaker:
         found: asyncio.Future[Group] = self._loop.create_future()
         self._found, is_broken_off = found, True
         try:
-            self._on(machine.Due(self._own, self._config.matchmaking_time_s if gather_s is None else gather_s))
+            patience_s = self._config.matchmaking_time_s if gather_s is None else gather_s
+            self._on(machine.Due(self._own, patience_s, self._ends_at))
             group = await found
             is_broken_off = False
             return group
