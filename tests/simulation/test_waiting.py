@@ -1,4 +1,4 @@
-"""Who waits for the others goes on computing, and the group of a step is found at once."""
+"""A peer that waits for the others goes on computing, and the group of a step is found at once."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ MAX_PARTS = 4096
 
 
 class Late(enum.IntEnum):
-    """Who was waited for in vain as a group formed."""
+    """The peers waited for in vain as a group formed."""
 
     NOBODY = 0
     GUESTS = 1

@@ -162,7 +162,7 @@ class Attendance(msgspec.Struct, frozen=True):
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """Who did its part in a round, who is at fault, and who is doubted by whom.
+    """The peers that did their part in a round, those at fault, and who doubts whom.
 
     Attributes:
         present: those that are not at fault, gave values, and were in the last exchange.
@@ -203,7 +203,7 @@ class Roster(msgspec.Struct, frozen=True):
         """Who leads the next round: the first one, or the next that can be reached; in turns.
 
         Members come first, the one that led longest ago at the head; then guests, with more complete rounds first; then
-        strangers that can be dialled, by peer id. Who is barred does not lead.
+        strangers that can be dialled, by peer id. A peer that is barred does not lead.
         """
         able = [
             (peer_id, standing)

@@ -1,4 +1,4 @@
-"""Who should come to the next round, in what order they lead, and for whom it waits how long. Pure.
+"""The peers that should come to the next round, the order in which they lead, and the patience for each. Pure.
 
 ===================  =====================================  ======================================================
                      members                                guests
