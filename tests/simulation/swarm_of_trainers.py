@@ -81,9 +81,15 @@ class Swarm:
         *,
         client_mode: bool = False,
         begins_s: float = 0.0,
+        initial_peers: list[Address] | None = None,
         **options: Any,
     ) -> None:
-        """Start a peer, in client mode one that nobody can dial; ``options`` are those of the optimizer."""
+        """Start a peer, in client mode one that nobody can dial; ``options`` are those of the optimizer.
+
+        Args:
+            initial_peers: of a DHT of its own; peers that come later in it are added.
+        """
+        known = self._initial_peers if initial_peers is None else initial_peers
 
         async def program(host: Host) -> None:
             await asyncio.sleep(begins_s)
@@ -96,8 +102,8 @@ class Swarm:
             try:
                 if not client_mode:
                     await presence.endpoint.listen([Address.of(host.ip, 0)])
-                await join(presence.dht, self._initial_peers)
-                self._initial_peers.extend(presence.endpoint.addresses)
+                await join(presence.dht, known)
+                known.extend(presence.endpoint.addresses)
                 await run_blocking(lambda: live(SimPeer(presence)))
             finally:
                 await presence.stop()

@@ -13,6 +13,7 @@ import manyhands
 from manyhands.base.address import Address
 from manyhands.checkpoints.checkpoint_dir import read_checkpoint_info
 from manyhands.optim.optimizer import FAILURES_UNTIL_ADVICE
+from manyhands.optim.run.branches import FOUNDING_ROUNDS
 from manyhands.peer import Presence
 from manyhands.testing import Host, between
 from tests.simulation.swarm_of_trainers import Member, Swarm
@@ -190,4 +191,31 @@ def test_with_allow_solo_such_a_peer_goes_on_alone() -> None:
     assert (bold.samples_dropped, bold.states_loaded) == (0, 0)
     assert patient.steps_alone == 0
     assert patient.states_loaded == 1, "it follows"
+    assert_one_branch(swarm)
+
+
+@pytest.mark.parametrize("seed", few_of([1, 2, 3, 4]))
+@pytest.mark.parametrize("num_few", [1, 2])
+def test_a_run_that_was_begun_twice_becomes_one(seed: int, num_few: int) -> None:
+    """Two DHTs do not know each other at first, so no peer is a member on both sides."""
+    swarm, seen, begun = Swarm(seed=seed), {}, {}
+    many, few = ["p0", "p1", "p2"][: 1 + num_few], ["p3", "p4"][:num_few]
+    ours: list[Address] = []
+    theirs: list[Address] = []
+
+    async def link(host: Host) -> None:
+        presence = Presence(swarm.world.transport(host), rng=swarm.world.rng("link"), wall_clock=host.wall_clock)
+        try:
+            await asyncio.sleep(12.0)
+            begun.update({name: steps[-1][1] for name, steps in seen.items()})
+            await presence.start([*ours, *theirs], [Address.of(host.ip, 0)])
+            await asyncio.Event().wait()
+        finally:
+            await presence.stop()
+
+    start(swarm, many, seen, end_s=60.0, initial_peers=ours)
+    start(swarm, few, seen, end_s=60.0, initial_peers=theirs)
+    swarm.world.start("link", link)
+    swarm.run(120.0)
+    assert all(0 < step <= FOUNDING_ROUNDS for step in begun.values()), begun
     assert_one_branch(swarm)

@@ -12,7 +12,9 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.roster import Roster, Standing
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import (
+    DOUBTED_UNTIL_LOGGED_S,
     ENOUGH_VOTES,
+    FOUNDING_ROUNDS,
     OUTVOTED_S,
     VOUCHED_PATIENCE_S,
     Belief,
@@ -29,6 +31,9 @@ from manyhands.optim.run.branches import (
 from manyhands.optim.run.progress import Claim, ProgressRecord
 
 ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave", "eve"))
+
+
+LONG = FOUNDING_ROUNDS + 1  # a step at which the roster alone decides
 
 
 def at(step: int, lineage: bytes = b"run", host: str = "192.168.0.1") -> ProgressRecord:
@@ -51,15 +56,34 @@ def with_roster(*members: PeerId, former: tuple[PeerId, ...] = (), met: tuple[Pe
 def test_whoever_was_in_rounds_but_is_no_member_does_not_decide() -> None:
     """Four identities that have joined a round each say that the run is elsewhere."""
     eves = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(4)}
-    others = {ANN: at(10), BOB: at(10), **eves}
-    assert with_roster(ANN, BOB, met=tuple(eves)).judge(at(10), others).doubted == eves.keys()
-    assert member_of(ANN, BOB, *eves, own_id=DAVE).judge(at(10), others).doubted == frozenset(), "without a roster"
+    others = {ANN: at(LONG), BOB: at(LONG), **eves}
+    assert with_roster(ANN, BOB, met=tuple(eves)).judge(at(LONG), others).doubted == eves.keys()
+    assert member_of(ANN, BOB, *eves, own_id=DAVE).judge(at(LONG), others).doubted == frozenset(), "without a roster"
 
 
 def test_members_that_left_in_a_split_still_decide_where_the_run_is() -> None:
-    others = {BOB: at(10, b"few"), **{one: at(12) for one in (ANN, CAROL, EVE)}}
-    assert with_roster(BOB).judge(at(10, b"few"), others).doubted == {ANN, CAROL, EVE}
-    assert with_roster(BOB, former=(ANN, CAROL, EVE)).judge(at(10, b"few"), others).doubted == frozenset()
+    others = {BOB: at(LONG, b"few"), **{one: at(LONG + 2) for one in (ANN, CAROL, EVE)}}
+    assert with_roster(BOB).judge(at(LONG, b"few"), others).doubted == {ANN, CAROL, EVE}
+    assert with_roster(BOB, former=(ANN, CAROL, EVE)).judge(at(LONG, b"few"), others).doubted == frozenset()
+
+
+def test_a_run_that_was_begun_twice_becomes_one_in_its_first_rounds() -> None:
+    """No member of one side is known on the other; the smaller side follows, or the lower one of two halves."""
+    others = {BOB: at(10, b"few"), ANN: at(12), CAROL: at(12)}
+    assert with_roster(BOB).judge(at(10, b"few"), others).doubted == frozenset()
+    assert with_roster(BOB).judge(at(10, b"few"), {**others, EVE: at(10, b"few")}).doubted == {ANN, CAROL}
+    own = at(LONG, b"few")
+    assert with_roster(BOB).judge(own, {BOB: own, ANN: at(30), CAROL: at(30)}).doubted == {ANN, CAROL}, "too late"
+
+
+def test_a_run_that_was_begun_twice_is_told_in_one_line_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    own, choice = at(LONG, b"few"), BranchChoice(DAVE, at(LONG, b"few"), lambda peer_id: True)
+    choice.belief = with_roster(BOB)
+    for now in (0.0, DOUBTED_UNTIL_LOGGED_S, 2 * DOUBTED_UNTIL_LOGGED_S):
+        choice.look(own, {BOB: own, ANN: at(30), CAROL: at(31)}, now)
+    assert caplog.text.count("WARNING") == 1
+    assert "2 peers, ann among them, claim that the run is at step 31" in caplog.text
+    assert "restart the peers of one side" in caplog.text
 
 
 def member_of(*met: PeerId, step: int = 10, own_id: PeerId = EVE) -> Belief:

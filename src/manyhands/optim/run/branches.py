@@ -5,7 +5,8 @@ which model all peers hold (docs/adr/0018-weights-and-belief.md). A peer believe
 
 * at least half of the members and former members of its roster are ahead on it, of those that are still there and this
   peer; or, without a roster, as a newcomer or in a grid,
-* more than half of the peers that it met in committed rounds and that are still there are; or else
+* more than half of the peers that it met in committed rounds and that are still there are; or else, without a roster or
+  in the first ``FOUNDING_ROUNDS`` steps of a run,
 * at least half of all peers that have learnt anything are, itself included. Of these only peers count that it has
   reached: see :func:`sample`, and :mod:`manyhands.optim.run.canvass`, which dials them.
 
@@ -46,6 +47,9 @@ MAX_MET = 4096
 MAX_BEEN_AT = 256
 DOUBTED_UNTIL_LOGGED_S = DIAL_S
 """A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
+FOUNDING_ROUNDS = 16
+"""Of a run. Until then it may have been begun twice, by peers that did not know each other, and no peer is in both
+rosters: so others count beside the members."""
 ENOUGH_VOTES = 32
 """Of more networks, this many decide, chosen at random: in a large run no peer dials all others."""
 
@@ -243,7 +247,7 @@ class Belief:
         if voters and num_votes > bool(met):  # one alone decides nothing for members
             yield _Electorate(voters, num_votes, is_half_enough=False, is_patient=bool(met))
             return
-        if members and met:
+        if members and met and own.position.step > FOUNDING_ROUNDS:
             return
         poll = self.poll(records)
         num_votes = len(set(poll.voters.values())) + is_own_counted + poll.num_open
@@ -343,6 +347,17 @@ def vote_from(host: str, name: str) -> str:
     return network_of(host) if address.is_global else host
 
 
+def _not_followed(claims: Records) -> str:
+    first, step = min(claims), max(record.position.step for record in claims.values())
+    if len(claims) == 1:
+        return f"Peer {first} claims that the run is at step {step}, but too few others do: it is not followed"
+    return (
+        f"{len(claims)} peers, {first} among them, claim that the run is at step {step}, but too few of those that "
+        "train with this peer do: they are not followed. If they are no strangers, the run was begun twice: restart "
+        "the peers of one side, which then load the state of the other"
+    )
+
+
 class _Shunned(NamedTuple):
     until: float
     reason: str
@@ -382,11 +397,10 @@ class BranchChoice:
         self._majority = self.belief.other_majority(own, records, now)
         doubted, still_open = self.belief.judge(own, records)
         self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted}
-        for peer_id in doubted:
-            if now >= self._doubted_since[peer_id] + DOUBTED_UNTIL_LOGGED_S:
-                self._doubted_since[peer_id] = math.inf
-                logger.warning("Peer %s claims that the run is at step %d, but too few others do: it is not followed",
-                               peer_id, records[peer_id].position.step)  # fmt: skip
+        to_log = sorted(one for one in doubted if now >= self._doubted_since[one] + DOUBTED_UNTIL_LOGGED_S)
+        if to_log:
+            self._doubted_since.update(dict.fromkeys(to_log, math.inf))
+            logger.warning("%s", _not_followed({peer_id: records[peer_id] for peer_id in to_log}))
         self._shunned = {peer_id: shunned for peer_id, shunned in self._shunned.items() if shunned.until > now}
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         self._plausible = {peer: record for peer, record in records.items() if peer not in doubted | shunned}
