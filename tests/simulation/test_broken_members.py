@@ -318,7 +318,7 @@ async def only_publishes(stranger: Stranger) -> None:
 
 
 LEAST_SHARE = {joins_and_answers: 0.5}
-"""The share of the steps that an attack must leave: less than 0.8 for these (docs/dev/next.md)."""
+"""The share of the steps that an attack must leave: less than 0.8 for these (docs/dev/known-gaps.md)."""
 
 
 @pytest.mark.parametrize(
