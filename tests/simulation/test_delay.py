@@ -12,7 +12,7 @@ import torch
 
 from manyhands.base.errors import ConfigError
 from manyhands.optim.blocking_client import BlockingRunClient
-from manyhands.optim.run.collaboration import LULL_S
+from manyhands.optim.run.machine import LULL_S
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_drop_in import adam, new_model

@@ -14,7 +14,8 @@ from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, RECORD_S
 from manyhands.base.errors import ConfigError, RunNotFound, Timeout, Unavailable
 from manyhands.optim.health import Health
-from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
+from manyhands.optim.run.collaboration import Collaboration
+from manyhands.optim.run.machine import LULL_S, Decision
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter

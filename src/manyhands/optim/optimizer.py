@@ -40,7 +40,8 @@ from manyhands.optim.options import (
     made_scheduler,
 )
 from manyhands.optim.rest_of_model import facts_of_rest, warn_of_rest
-from manyhands.optim.run.collaboration import Collaboration, Decision
+from manyhands.optim.run.collaboration import Collaboration
+from manyhands.optim.run.machine import Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter

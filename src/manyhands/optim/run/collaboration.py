@@ -7,11 +7,10 @@ their state), moves from position to position, and downloads the state.
 from __future__ import annotations
 
 import asyncio
-import enum
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 
@@ -23,16 +22,18 @@ from manyhands.averaging.round.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
-from manyhands.averaging.timing import ANSWER_S, DIAL_S, IDLE_S, LOOK_S, MOMENT_S, REMIND_S
+from manyhands.averaging.timing import ANSWER_S, MOMENT_S, REMIND_S
 from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
+from manyhands.optim.run import machine
 from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
+from manyhands.optim.run.machine import Decision, RunMachine
 from manyhands.optim.run.progress import Claim
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRounds
@@ -49,29 +50,83 @@ logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
 MAX_DOUBTED = 3  # states to download until one has the sums that the majority published
-NEAR_TIMEOUT_S = MOMENT_S  # the longest wait of a training loop to learn whether the target is reached
 NEWCOMER_S = ANSWER_S + MOMENT_S
 """After downloading the state, a peer has this long to appear before a lone peer moves on."""
-LULL_S = LOOK_S
-"""Far from the target, the shortest time between two reports: each report wakes two threads."""
-FAR_S = 2 * DIAL_S
-"""Beyond this predicted time to the target not each batch is reported at once."""
-BATCH_MARGIN = 1.25
-"""A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
 WAITING_PERIOD_S = REMIND_S
 """How often a peer says that it waits for the state of a run that it has seen."""
-PAUSE_S = IDLE_S
-"""After a step has waited in vain for peers that load the state, no step waits for any for so long."""
 
 
-class Decision(enum.Enum):
-    """What to do after a micro-batch."""
+@dataclass(frozen=True)
+class _Situation:
+    """What the tracker and the other parts of one peer know; see :class:`manyhands.optim.run.machine.Situation`."""
 
-    ACCUMULATE = "the target is not reached"
-    AVERAGE = "the target is reached: average with the others"
-    GO_ALONE = "the target is reached, and nobody else is there"
-    LOAD_STATE = "the run is on another branch: load its state"
-    RELOAD = "most peers at this position hold other parameters: load their state"
+    tracker: ProgressTracker
+    drift: Drift
+    server: StateServer
+    presence: Presence
+    _: KW_ONLY
+    allow_solo: bool
+
+    @property
+    def position(self) -> Position:
+        return self.tracker.own.position
+
+    @property
+    def is_worth_a_look(self) -> bool:
+        return self.tracker.is_worth_a_look()
+
+    @property
+    def has_better_branch(self) -> bool:
+        return self.tracker.should_load_state()
+
+    @property
+    def refusal(self) -> str:
+        return self.tracker.branches.refusal()
+
+    @property
+    def has_lost_run(self) -> bool:
+        return self.tracker.has_lost_run()
+
+    @property
+    def differs(self) -> bool:
+        return self.drift.compare()
+
+    @property
+    def is_near(self) -> bool:
+        return self.tracker.is_near()
+
+    @property
+    def is_arriving(self) -> bool:
+        return self.tracker.is_arriving()
+
+    @property
+    def is_due(self) -> bool:
+        return self.tracker.is_due()
+
+    @property
+    def eta_s(self) -> float:
+        return min(self.tracker.progress.eta_s, self.tracker.outlook.eta_s)
+
+    def busy_until(self, instant: float) -> float:
+        return self.tracker.view.busy_until(instant)
+
+    @property
+    def can_meet(self) -> bool:
+        return self.tracker.can_meet_somebody()
+
+    @property
+    def is_alone(self) -> bool:
+        """A client begins no branch of its own."""
+        if self.presence.endpoint.client_mode and self.tracker.trainers():
+            return self.allow_solo and self.tracker.is_stranded()
+        return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
+
+    def newcomers(self, *, are_late: bool) -> Collection[PeerId]:
+        return self.server.followers(NEWCOMER_S, by_latecomers=are_late)
+
+    @property
+    def knew_others(self) -> bool:
+        return self.presence.knew_others
 
 
 @dataclass(eq=False)
@@ -97,19 +152,13 @@ class Collaboration:
     def __post_init__(self) -> None:
         self._num_vain_loads = 0  # since this peer took part in a step
         self._state_donors: Sequence[PeerId] = ()  # of the last state
-        self._has_stepped = False
         self._has_parted = False  # this peer's parameters were once not those of the majority
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
-        self._awaited: set[PeerId] = set()  # peers that load the state, for which this step has waited
-        self._pause_until = -math.inf  # loop time; until then no step waits for such peers
-        self._lull_until = -math.inf  # loop time
-        self._due_from: Position | None = None  # where a step is due
-        self._due_since = -math.inf  # loop time
-        self._waited_in_vain_at: Position | None = None
         self._has_begun = False  # no other peer had signed the settings of the run
         self._told_waiting_at = -math.inf  # loop time
         self._parts = AsyncExitStack()
+        self._machine = RunMachine(self.averaging)
         self.tasks = TaskOwner("collaboration")
         self.run_id = self.manifest.run_id
 
@@ -171,6 +220,7 @@ class Collaboration:
             parts.callback(self.step_rounds.close)
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
             parts.callback(self._contacts.close)
+            self._situation = _Situation(self.tracker, self._drift, self._server, presence, allow_solo=self.allow_solo)
             self.tracker.on_outlook = self._on_news
             signed = presence.signed_manifests().get(manifest.run_id, b"")
             agreed = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
@@ -227,7 +277,7 @@ class Collaboration:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = asyncio.get_running_loop().time()
-        self._lull_until = -math.inf
+        self._machine.lull_until = -math.inf
         self._contacts.connect_to_those_in_need()
         self.step_rounds.plan()
 
@@ -236,7 +286,7 @@ class Collaboration:
         async with self.presence.leaving:
             if self.close not in self.presence.on_close:
                 return
-            self._lull_until = -math.inf
+            self._machine.lull_until = -math.inf
             is_new = self.tracker.own.position.step == 0  # another attempt to join must know
             self.presence.seen_steps[self.run_id] = dict(self.tracker.branches.seen) if is_new else {}
             try:
@@ -298,21 +348,7 @@ class Collaboration:
     ) -> Decision:
         """Report what this peer has accumulated and the seconds for a batch; returns what to do next.
 
-        =====================================================  ========================================================
-        the first of these that holds                          decision
-        =====================================================  ========================================================
-        a better branch has a state to load                    ``LOAD_STATE``
-        this peer has no state, and has seen a run that has    ``ACCUMULATE``, until a peer has that state
-        this peer's parameters differ from the majority's      ``RELOAD``
-        the target is not reached, nor with the batches that   ``ACCUMULATE``
-        the others now compute, for which this peer may wait
-        another peer can come to the round                     ``AVERAGE``; ``ACCUMULATE`` while there is time for
-                                                               another batch, or newcomers load the state
-        others are there, but cannot be reached                ``ACCUMULATE``; this peer dials them, to find the dead
-        no other peer is there, also after another read        ``GO_ALONE``; ``ACCUMULATE`` without samples, while
-                                                               newcomers load the state, or if a peer of earlier rounds
-                                                               answers
-        =====================================================  ========================================================
+        :mod:`.machine` decides; this carries out what that wants to know first.
 
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
@@ -322,46 +358,38 @@ class Collaboration:
         """
         if self.tasks.is_closed:
             raise ConfigError(LEFT)
-        tracker = self.tracker
-        tracker.twin.check(asyncio.get_running_loop().time())
+        self.tracker.twin.check(asyncio.get_running_loop().time())
         self.presence.check_own(self.run_id)
-        tracker.report(samples, samples_per_second, batch_s)
+        self.tracker.report(samples, samples_per_second, batch_s)
         self._contacts.warn_if_stranded()
-        if tracker.is_worth_a_look():
-            await tracker.look(NEAR_TIMEOUT_S)
-        if tracker.should_load_state():
-            return Decision.LOAD_STATE
-        if refusal := tracker.branches.refusal():
-            raise Unavailable(refusal)
-        if tracker.has_lost_run():
-            self._tell_that_it_waits()
-            return Decision.ACCUMULATE
-        if self._drift.compare():
-            self._has_parted = True
-            return Decision.RELOAD
-        is_arriving = may_wait and tracker.is_arriving()
-        if samples and may_wait and tracker.is_near():
-            self._contacts.tell(tracker.view.expected)
-        if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
-            if FAR_S < min(tracker.progress.eta_s, tracker.outlook.eta_s) < math.inf:
-                self._lull_until = asyncio.get_running_loop().time() + LULL_S
-            return Decision.ACCUMULATE
-        if self._due_from != tracker.own.position:
-            self._due_from, self._due_since = tracker.own.position, asyncio.get_running_loop().time()
-        if tracker.can_meet_somebody():
-            is_time = self._has_time_for(batch_s) or self._begin_wait_for_newcomers(is_alone=False)
-            return Decision.ACCUMULATE if is_time else Decision.AVERAGE
-        if not self._is_alone():  # but the peers that are there cannot be reached now
-            self._contacts.look_for_the_dead()
-            return Decision.ACCUMULATE
-        await tracker.look()  # before a step alone
-        if not self._is_alone() or tracker.can_meet_somebody():
-            return Decision.ACCUMULATE
-        if not samples or self._begin_wait_for_newcomers(is_alone=True) or await self._contacts.anyone_answers():
-            return Decision.ACCUMULATE
-        if await self._may_be_cut_off():
-            return Decision.ACCUMULATE  # it would begin a branch of its own
-        return Decision.GO_ALONE
+        actions = self._on(machine.Batch(samples, batch_s, may_wait))
+        while True:
+            is_there = False
+            for action in actions:
+                match action:
+                    case machine.Decide(decision):
+                        self._has_parted = self._has_parted or decision is Decision.RELOAD
+                        return decision
+                    case machine.Fail(reason):
+                        raise Unavailable(reason)
+                    case machine.Look(timeout_s):
+                        await self.tracker.look(timeout_s)
+                    case machine.WaitUntilDue(timeout_s):
+                        await self.tracker.wait_until_due(timeout_s)
+                    case machine.AskMates():
+                        is_there = await self._contacts.anyone_answers()
+                    case machine.AskAnybody():
+                        is_there = await self.presence.dht.anyone_answers()
+                    case machine.Tell():
+                        self._contacts.tell(self.tracker.view.expected)
+                    case machine.DialMissing():
+                        self._contacts.look_for_the_dead()
+                    case machine.SayItWaits():
+                        self._tell_that_it_waits()
+            actions = self._on(machine.Done(is_there))
+
+    def _on(self, event: machine.Event) -> list[machine.Action]:
+        return self._machine.on(event, asyncio.get_running_loop().time(), self._situation)
 
     async def rest(self, seconds: float) -> None:
         """Rest for this time, or until a step becomes due."""
@@ -372,72 +400,16 @@ class Collaboration:
 
     def is_lull(self, now: float) -> bool:
         """Whether a batch need not be reported and nothing is due; safe to call from any thread."""
-        return now < self._lull_until and not (self.tracker.is_called or self.tracker.twin.is_older)
-
-    # at the target
-
-    async def _reaches_target(self, batch_s: float) -> bool:
-        """Wait for the others' current batches, which reach the target; returns whether they did.
-
-        A wait in vain is not repeated before the next step.
-        """
-        now, tracker, position = asyncio.get_running_loop().time(), self.tracker, self.tracker.own.position
-        if self._waited_in_vain_at == position or batch_s <= 0:
-            return False
-        busy_until = tracker.view.busy_until(now)
-        if busy_until - now > min(BATCH_MARGIN * batch_s, self.averaging.matchmaking_time_s / 2):
-            return False  # another batch of this peer ends before theirs, or theirs take too long
-        await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
-        if not tracker.is_due():
-            await tracker.look(NEAR_TIMEOUT_S)
-        if not tracker.is_due():
-            self._waited_in_vain_at = position
-        return tracker.is_due()
-
-    def _has_time_for(self, batch_s: float) -> bool:
-        """Whether this peer can compute another batch before the others finish theirs and come to the round."""
-        now, due_at = asyncio.get_running_loop().time(), self._due_since
-        until = min(self.tracker.view.busy_until(due_at), due_at + self.averaging.matchmaking_time_s / 2)
-        return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
-
-    def _is_alone(self) -> bool:
-        """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
-        if self.presence.endpoint.client_mode and self.tracker.trainers():
-            return self.allow_solo and self.tracker.is_stranded()
-        return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
-
-    def _begin_wait_for_newcomers(self, *, is_alone: bool) -> bool:
-        """Go on computing while others load the state, which a step would make out of date; returns whether to.
-
-        A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
-        computes, and only for those whose last download took longer than a step: they would never take part else.
-        """
-        config, now = self.averaging, asyncio.get_running_loop().time()
-        longest_s = config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2
-        if now - self._due_since >= longest_s or now < self._pause_until:
-            return False
-        followers = self._server.followers(NEWCOMER_S, by_latecomers=not is_alone)
-        self._awaited |= followers
-        return bool(followers)
-
-    async def _may_be_cut_off(self) -> bool:
-        """Whether none of the peers that this one knew answers before its first step; it waits for one round's time."""
-        waited_s = asyncio.get_running_loop().time() - self._due_since
-        if self._has_stepped or not self.presence.knew_others or waited_s >= self.averaging.averaging_timeout_s:
-            return False
-        return not await self.presence.dht.anyone_answers()
+        return now < self._machine.lull_until and not (self.tracker.is_called or self.tracker.twin.is_older)
 
     # from position to position
 
     def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
         """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
         self.presence.own_mode.listen_if_possible()
-        self._has_stepped = True
+        self._on(machine.Stepped(outcome.members))
         if outcome.members:
             self._num_vain_loads = 0
-        if self._awaited and self._awaited.isdisjoint(outcome.members):
-            self._pause_until = asyncio.get_running_loop().time() + PAUSE_S
-        self._awaited = set()
         self.tracker.move(position, lineage_samples, outcome.members, sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 

@@ -1,0 +1,385 @@
+"""What a peer does after a batch, as a state machine. Pure.
+
+Events come in with :meth:`RunMachine.on`, actions come out. A :class:`Situation` says what the peer knows just then.
+
+===========  ===============================================  ===========  =============================================
+state        event                                            next         actions
+===========  ===============================================  ===========  =============================================
+any          a batch is done, and the records are old         reading      read the others' records
+any          a batch is done                                  computing    :meth:`RunMachine._choose`, see below
+reading      done                                             computing    :meth:`RunMachine._choose`, see below
+waiting      done; the others' batches reach the target       computing    :meth:`RunMachine._at_target`, see below
+waiting      done; they do not                                rereading    read the others' records
+rereading    done                                             computing    as after waiting; else ``ACCUMULATE``, and no
+                                                                           other such wait in this step
+alone        done; another peer is there now                  computing    ``ACCUMULATE``
+alone        done; nobody is                                  asking       ask the peers of earlier rounds
+asking       done; one answers                                computing    ``ACCUMULATE``
+asking       done; this peer has made no step yet, has known  in doubt     ask whoever it knows in the DHT
+             others, and a round's time is not over
+asking       done                                             computing    ``GO_ALONE``
+in doubt     done; somebody answers                           computing    ``GO_ALONE``
+in doubt     done; nobody does                                computing    ``ACCUMULATE``: its link may be down
+any          a step was made meanwhile                        computing    after done ``ACCUMULATE``
+===========  ===============================================  ===========  =============================================
+
+The first of these that holds decides after a batch:
+
+=======================================================  ==============================================================
+a better branch has a state to load                      ``LOAD_STATE``
+this peer has no state, and has seen a run that has      ``ACCUMULATE``, until a peer has that state
+its parameters differ from those of the majority         ``RELOAD``
+the target is not reached, but will be with the batches  wait for these, if they end before the next one of this peer
+that the others now compute
+the target is not reached                                ``ACCUMULATE``
+-------------------------------------------------------  --------------------------------------------------------------
+at the target
+-------------------------------------------------------  --------------------------------------------------------------
+another peer can come to the round                       ``AVERAGE``; ``ACCUMULATE`` while there is time for another
+                                                         batch, or newcomers load the state
+others are there, but cannot be reached                  ``ACCUMULATE``; this peer dials them, to find the dead
+no other peer is there                                   read again, and ask; then ``GO_ALONE``. Without samples, or
+                                                         while newcomers load the state, ``ACCUMULATE``
+=======================================================  ==============================================================
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position
+from manyhands.averaging.timing import DIAL_S, IDLE_S, LOOK_S, MOMENT_S
+from manyhands.base.identity import PeerId
+
+NEAR_TIMEOUT_S = MOMENT_S
+"""The longest wait of a training loop to learn whether the target is reached."""
+LULL_S = LOOK_S
+"""Far from the target, the shortest time between two reports: each report wakes two threads."""
+FAR_S = 2 * DIAL_S
+"""Beyond this predicted time to the target not each batch is reported at once."""
+BATCH_MARGIN = 1.25
+"""A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
+PAUSE_S = IDLE_S
+"""After a step has waited in vain for peers that load the state, no step waits for any for so long."""
+
+
+class Decision(enum.Enum):
+    """What to do after a micro-batch."""
+
+    ACCUMULATE = "the target is not reached"
+    AVERAGE = "the target is reached: average with the others"
+    GO_ALONE = "the target is reached, and nobody else is there"
+    LOAD_STATE = "the run is on another branch: load its state"
+    RELOAD = "most peers at this position hold other parameters: load their state"
+
+
+class Stage(enum.Enum):
+    """What a peer does before it decides."""
+
+    COMPUTING = "computing"
+    READING = "reading"
+    WAITING = "waiting"
+    REREADING = "rereading"
+    ALONE = "alone"
+    ASKING = "asking"
+    IN_DOUBT = "in doubt"
+
+
+class Situation(Protocol):
+    """The run as a peer knows it when an event comes."""
+
+    @property
+    def position(self) -> Position:
+        """Of this peer."""
+
+    @property
+    def is_worth_a_look(self) -> bool:
+        """The target should be reached, although the last records did not say so."""
+
+    @property
+    def has_better_branch(self) -> bool:
+        """A better branch has a state that this peer can load."""
+
+    @property
+    def refusal(self) -> str:
+        """Why this peer, which has learnt nothing, must not go on; empty if it may."""
+
+    @property
+    def has_lost_run(self) -> bool:
+        """This peer has no state, has seen a run that has one, and knows of nobody there any more."""
+
+    @property
+    def differs(self) -> bool:
+        """Its parameters are not those of the majority, and it has not tried to load these yet."""
+
+    @property
+    def is_near(self) -> bool:
+        """The target is at most two batches away, and the peers are few enough to tell each other."""
+
+    @property
+    def is_arriving(self) -> bool:
+        """The batches that the others now compute reach the target."""
+
+    @property
+    def is_due(self) -> bool:
+        """The target is reached, or another peer calls to the round."""
+
+    @property
+    def eta_s(self) -> float:
+        """Predicted seconds until the target."""
+
+    def busy_until(self, instant: float) -> float:
+        """The predicted end of the last batch that another peer computes at an instant."""
+
+    @property
+    def can_meet(self) -> bool:
+        """A round could find another peer."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Waiting would bring no other peer to the step."""
+
+    def newcomers(self, *, are_late: bool) -> Collection[PeerId]:
+        """Peers that load the state here; with ``are_late`` only those whose last download took longer than a step."""
+
+    @property
+    def knew_others(self) -> bool:
+        """This peer has known others in the DHT before."""
+
+
+# events
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The training loop has finished a batch."""
+
+    samples: int  # waiting here, with it
+    batch_s: float
+    may_wait: bool  # for the others' batches
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the peer did before it decides is done."""
+
+    is_there: bool = False  # somebody has answered
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """This peer has made a step, with the members of a round or alone."""
+
+    members: Collection[PeerId]
+
+
+Event: TypeAlias = Batch | Done | Stepped
+
+
+# actions: all but the last one of those that come out are done at once; the last one ends with a decision or with Done
+
+
+@dataclass(frozen=True)
+class Decide:
+    """Answer the training loop."""
+
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Fail:
+    """Answer the training loop that this peer cannot go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Look:
+    """Read the others' records."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class WaitUntilDue:
+    """Wait until the target is reached."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class AskMates:
+    """Ask the peers of earlier rounds, which the DHT hides, whether they are there."""
+
+
+@dataclass(frozen=True)
+class AskAnybody:
+    """Ask whoever was known in the DHT whether it is there."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Tell the others what this peer has accumulated."""
+
+
+@dataclass(frozen=True)
+class DialMissing:
+    """Dial the peers that do not come to rounds, to find out which are gone."""
+
+
+@dataclass(frozen=True)
+class SayItWaits:
+    """Tell the user that this peer waits for a peer that has the run's state."""
+
+
+Action: TypeAlias = Decide | Fail | Look | WaitUntilDue | AskMates | AskAnybody | Tell | DialMissing | SayItWaits
+
+
+class RunMachine:
+    """The decisions of one peer, batch by batch.
+
+    Attributes:
+        lull_until: the training loop need not report a batch before this time; nothing is due then.
+    """
+
+    def __init__(self, config: AveragingConfig) -> None:
+        self._config = config
+        self.stage = Stage.COMPUTING
+        self.lull_until = -math.inf
+        self._batch = Batch(0, 0.0, may_wait=False)
+        self._has_stepped = False
+        self._due_from: Position | None = None  # where a step is due
+        self._due_since = -math.inf
+        self._waited_in_vain_at: Position | None = None
+        self._awaited: set[PeerId] = set()  # peers that load the state, for which this step has waited
+        self._pause_until = -math.inf  # no step waits for such peers before
+
+    def on(self, event: Event, now: float, run: Situation) -> list[Action]:
+        """Take an event in; returns what to do."""
+        stage, self.stage = self.stage, Stage.COMPUTING
+        match event:
+            case Stepped(members):
+                self._stepped(members, now)
+                return []
+            case Batch():
+                self._batch = event
+                if run.is_worth_a_look:
+                    return self._first(Stage.READING, Look(NEAR_TIMEOUT_S))
+                return self._choose(now, run)
+            case Done(is_there):
+                return self._go_on(stage, now, run, is_there=is_there)
+
+    def _go_on(self, stage: Stage, now: float, run: Situation, *, is_there: bool) -> list[Action]:
+        match stage:
+            case Stage.READING:
+                return self._choose(now, run)
+            case Stage.WAITING if not run.is_due:
+                return self._first(Stage.REREADING, Look(NEAR_TIMEOUT_S))
+            case Stage.REREADING if not run.is_due:
+                self._waited_in_vain_at = run.position
+                return self._not_due(now, run)
+            case Stage.WAITING | Stage.REREADING:
+                return self._at_target(now, run)
+            case Stage.ALONE:
+                return self._still_alone(now, run)
+            case Stage.ASKING if not is_there:
+                return self._nobody_answered(now, run)
+            case Stage.IN_DOUBT if is_there:
+                return [Decide(Decision.GO_ALONE)]
+            case _:  # somebody of its rounds answers, or nobody at all does
+                return [Decide(Decision.ACCUMULATE)]
+
+    def _first(self, stage: Stage, action: Action) -> list[Action]:
+        """Do this before the decision."""
+        self.stage = stage
+        return [action]
+
+    def _choose(self, now: float, run: Situation) -> list[Action]:
+        """Decide after a batch; the second table at the head of this file."""
+        if run.has_better_branch:
+            return [Decide(Decision.LOAD_STATE)]
+        if run.refusal:
+            return [Fail(run.refusal)]
+        if run.has_lost_run:
+            return [SayItWaits(), Decide(Decision.ACCUMULATE)]
+        if run.differs:
+            return [Decide(Decision.RELOAD)]
+        batch = self._batch
+        tell: list[Action] = [Tell()] if batch.samples and batch.may_wait and run.is_near else []
+        if run.is_due:
+            return tell + self._at_target(now, run)
+        if batch.may_wait and run.is_arriving and (wait_s := self._wait_s(now, run)):
+            return tell + self._first(Stage.WAITING, WaitUntilDue(wait_s))
+        return tell + self._not_due(now, run)
+
+    def _wait_s(self, now: float, run: Situation) -> float:
+        """How long to wait for the others' current batches; 0 if another batch of this peer ends before theirs."""
+        batch_s = self._batch.batch_s
+        busy_s = run.busy_until(now) - now
+        if self._waited_in_vain_at == run.position or batch_s <= 0:
+            return 0.0
+        if busy_s > min(BATCH_MARGIN * batch_s, self._config.matchmaking_time_s / 2):
+            return 0.0
+        return busy_s + min(batch_s, NEAR_TIMEOUT_S)
+
+    def _not_due(self, now: float, run: Situation) -> list[Action]:
+        if FAR_S < run.eta_s < math.inf:
+            self.lull_until = now + LULL_S
+        return [Decide(Decision.ACCUMULATE)]
+
+    def _at_target(self, now: float, run: Situation) -> list[Action]:
+        if self._due_from != run.position:
+            self._due_from, self._due_since = run.position, now
+        if run.can_meet:
+            goes_on = self._has_time(now, run) or self._waits_for_newcomers(now, run, is_alone=False)
+            return [Decide(Decision.ACCUMULATE if goes_on else Decision.AVERAGE)]
+        if not run.is_alone:
+            return [DialMissing(), Decide(Decision.ACCUMULATE)]
+        return self._first(Stage.ALONE, Look(DIAL_S))
+
+    def _has_time(self, now: float, run: Situation) -> bool:
+        """Whether this peer can compute another batch before the others finish theirs and come to the round."""
+        batch_s = self._batch.batch_s
+        until = min(run.busy_until(self._due_since), self._due_since + self._config.matchmaking_time_s / 2)
+        return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
+
+    def _waits_for_newcomers(self, now: float, run: Situation, *, is_alone: bool) -> bool:
+        """Go on computing while others load the state, which a step would make out of date; returns whether to.
+
+        A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
+        computes, and only for those whose last download took longer than a step: they would never take part else.
+        """
+        longest_s = self._config.averaging_timeout_s if is_alone else self._config.matchmaking_time_s / 2
+        if now - self._due_since >= longest_s or now < self._pause_until:
+            return False
+        newcomers = run.newcomers(are_late=not is_alone)
+        self._awaited.update(newcomers)
+        return bool(newcomers)
+
+    # alone
+
+    def _still_alone(self, now: float, run: Situation) -> list[Action]:
+        if not run.is_alone or run.can_meet or not self._batch.samples:
+            return [Decide(Decision.ACCUMULATE)]
+        if self._waits_for_newcomers(now, run, is_alone=True):
+            return [Decide(Decision.ACCUMULATE)]
+        return self._first(Stage.ASKING, AskMates())
+
+    def _nobody_answered(self, now: float, run: Situation) -> list[Action]:
+        has_waited = now - self._due_since >= self._config.averaging_timeout_s
+        if self._has_stepped or not run.knew_others or has_waited:
+            return [Decide(Decision.GO_ALONE)]
+        return self._first(Stage.IN_DOUBT, AskAnybody())  # else it may begin a branch of its own
+
+    # from position to position
+
+    def _stepped(self, members: Collection[PeerId], now: float) -> None:
+        self._has_stepped = True
+        if self._awaited and self._awaited.isdisjoint(members):
+            self._pause_until = now + PAUSE_S
+        self._awaited = set()

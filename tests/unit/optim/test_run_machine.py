@@ -1,0 +1,296 @@
+"""What a peer does after a batch: each combination of what it knows, in each state of its machine."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position
+from manyhands.base.identity import PeerId
+from manyhands.optim.run.machine import (
+    LULL_S,
+    NEAR_TIMEOUT_S,
+    PAUSE_S,
+    Action,
+    AskAnybody,
+    AskMates,
+    Batch,
+    Decide,
+    Decision,
+    DialMissing,
+    Done,
+    Event,
+    Fail,
+    Look,
+    RunMachine,
+    SayItWaits,
+    Stage,
+    Stepped,
+    Tell,
+    WaitUntilDue,
+)
+
+CONFIG = AveragingConfig(matchmaking_time_s=16.0, averaging_timeout_s=60.0)
+MATE, GUEST = PeerId("mate"), PeerId("guest")
+HERE = Position(3, b"here")
+BATCH = Batch(8, 1.0, may_wait=True)
+LASTING = (Look, WaitUntilDue, AskMates, AskAnybody)
+MOST_ACTIONS = len(Stage) - 1
+ACCUMULATE, AVERAGE, ALONE = Decide(Decision.ACCUMULATE), Decide(Decision.AVERAGE), Decide(Decision.GO_ALONE)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A situation that is written down."""
+
+    position: Position = HERE
+    is_worth_a_look: bool = False
+    has_better_branch: bool = False
+    refusal: str = ""
+    has_lost_run: bool = False
+    differs: bool = False
+    is_near: bool = False
+    is_arriving: bool = False
+    is_due: bool = False
+    eta_s: float = math.inf
+    busy_s: float = 0.0  # of the others' batches
+    can_meet: bool = False
+    is_alone: bool = False
+    loading: tuple[PeerId, ...] = ()
+    are_late: bool = True
+    knew_others: bool = False
+
+    def busy_until(self, instant: float) -> float:
+        return instant + self.busy_s
+
+    def newcomers(self, *, are_late: bool) -> Collection[PeerId]:
+        return self.loading if self.are_late or not are_late else ()
+
+
+def outcome_of(machine: RunMachine, batch: Batch, now: float, *facts: Facts, is_there: bool = False) -> list[Action]:
+    """All actions after a batch; the situation changes with each event, and the last one stays."""
+    situations = itertools.chain(facts, itertools.repeat(facts[-1]))
+    actions = machine.on(batch, now, next(situations))
+    while isinstance(actions[-1], LASTING):
+        actions += machine.on(Done(is_there), now, next(situations))
+    return actions
+
+
+def after(*facts: Facts, batch: Batch = BATCH, is_there: bool = False) -> list[Action]:
+    return outcome_of(RunMachine(CONFIG), batch, 100.0, *facts, is_there=is_there)
+
+
+# one batch
+
+
+def test_before_the_target_the_peer_computes_on_and_far_from_it_reports_seldom() -> None:
+    machine = RunMachine(CONFIG)
+    assert outcome_of(machine, BATCH, 100.0, Facts(eta_s=5.0)) == [ACCUMULATE]
+    assert machine.lull_until == -math.inf
+    assert outcome_of(machine, BATCH, 100.0, Facts(eta_s=60.0)) == [ACCUMULATE]
+    assert machine.lull_until == 100.0 + LULL_S
+
+
+def test_old_records_are_read_before_the_decision() -> None:
+    assert after(Facts(is_worth_a_look=True), Facts(has_better_branch=True)) == [
+        Look(NEAR_TIMEOUT_S), Decide(Decision.LOAD_STATE),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "actions"),
+    [
+        (Facts(has_better_branch=True, differs=True, is_due=True), [Decide(Decision.LOAD_STATE)]),
+        (Facts(refusal="its state is unusable", is_due=True), [Fail("its state is unusable")]),
+        (Facts(has_lost_run=True, is_due=True), [SayItWaits(), ACCUMULATE]),
+        (Facts(differs=True, is_due=True, can_meet=True), [Decide(Decision.RELOAD)]),
+        (Facts(is_due=True, can_meet=True), [AVERAGE]),
+        (Facts(is_due=True, can_meet=True, is_near=True), [Tell(), AVERAGE]),
+        (Facts(is_due=True), [DialMissing(), ACCUMULATE]),
+    ],
+)
+def test_what_comes_first_decides(facts: Facts, actions: list[Action]) -> None:
+    assert after(facts) == actions
+
+
+def test_batches_that_reach_the_target_are_waited_for_unless_another_one_fits_in() -> None:
+    arriving = Facts(is_near=True, is_arriving=True, busy_s=0.5)
+    wait = WaitUntilDue(0.5 + NEAR_TIMEOUT_S)
+    assert after(arriving, replace(arriving, is_due=True, can_meet=True)) == [Tell(), wait, AVERAGE]
+    assert after(arriving, arriving, replace(arriving, is_due=True, can_meet=True)) == [
+        Tell(), wait, Look(NEAR_TIMEOUT_S), AVERAGE,
+    ]  # fmt: skip
+    assert after(replace(arriving, busy_s=1.5)) == [Tell(), ACCUMULATE]
+    assert after(arriving, batch=Batch(8, 1.0, may_wait=False)) == [ACCUMULATE]
+
+
+def test_a_wait_in_vain_is_not_repeated_before_the_next_step() -> None:
+    machine, arriving = RunMachine(CONFIG), Facts(is_arriving=True, busy_s=0.5)
+    assert outcome_of(machine, BATCH, 100.0, arriving)[-1] == ACCUMULATE
+    assert outcome_of(machine, BATCH, 101.0, arriving) == [ACCUMULATE]
+    there = replace(arriving, position=Position(4, b"there"))
+    assert isinstance(outcome_of(machine, BATCH, 102.0, there)[0], WaitUntilDue)
+
+
+def test_a_peer_computes_another_batch_that_ends_before_those_of_the_others() -> None:
+    due = Facts(is_due=True, can_meet=True, busy_s=1.5)
+    assert after(due) == [ACCUMULATE]
+    assert after(replace(due, busy_s=1.2)) == [AVERAGE]
+    assert after(due, batch=Batch(8, 0.0, may_wait=True)) == [AVERAGE], "it does not know how long a batch takes"
+
+
+def test_a_peer_goes_alone_only_after_it_has_read_and_asked() -> None:
+    alone = Facts(is_due=True, is_alone=True)
+    assert after(alone)[1:] == [AskMates(), ALONE]
+    assert after(alone, is_there=True)[1:] == [AskMates(), ACCUMULATE]
+    assert after(alone, replace(alone, is_alone=False))[1:] == [ACCUMULATE]
+    assert after(alone, batch=Batch(0, 1.0, may_wait=True))[1:] == [ACCUMULATE]
+
+
+def test_a_peer_that_may_be_cut_off_begins_no_branch_for_a_round_s_time() -> None:
+    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, knew_others=True)
+    assert outcome_of(machine, BATCH, 100.0, alone)[1:] == [AskMates(), AskAnybody(), ACCUMULATE]
+    assert outcome_of(machine, BATCH, 159.0, alone)[-1] == ACCUMULATE
+    assert outcome_of(machine, BATCH, 160.0, alone)[1:] == [AskMates(), ALONE]
+
+
+def test_a_peer_whose_link_is_up_goes_alone_though_nobody_of_its_run_is_there() -> None:
+    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, knew_others=True)
+    machine.on(BATCH, 100.0, alone)
+    machine.on(Done(), 100.0, alone)
+    assert machine.on(Done(), 100.0, alone) == [AskAnybody()]
+    assert machine.on(Done(is_there=True), 100.0, alone) == [ALONE]
+
+
+def test_a_step_that_is_made_while_the_peer_waits_ends_the_wait() -> None:
+    machine, arriving = RunMachine(CONFIG), Facts(is_arriving=True, busy_s=0.5)
+    machine.on(BATCH, 100.0, arriving)
+    machine.on(Stepped([MATE]), 100.1, arriving)
+    assert machine.on(Done(), 100.2, arriving) == [ACCUMULATE]
+
+
+# newcomers
+
+
+def test_a_lone_peer_waits_for_whoever_loads_its_state_but_not_for_ever() -> None:
+    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, loading=(GUEST,), are_late=False)
+    assert outcome_of(machine, BATCH, 100.0, alone)[1:] == [ACCUMULATE]
+    assert outcome_of(machine, BATCH, 159.0, alone)[1:] == [ACCUMULATE]
+    assert outcome_of(machine, BATCH, 160.0, alone)[1:] == [AskMates(), ALONE]
+
+
+STEP_S = 10.0
+
+
+def waits(machine: RunMachine, number: int, loading: tuple[PeerId, ...], members: Collection[PeerId]) -> bool:
+    """Make a step in a group, the last one of a number; returns whether it waits for those that load the state."""
+    now, here = number * STEP_S, Position(number, b"run")
+    facts = Facts(here, is_due=True, can_meet=True, loading=loading)
+    has_waited = outcome_of(machine, BATCH, now, facts) == [ACCUMULATE]
+    machine.on(Stepped(members), now, facts)
+    return has_waited
+
+
+def test_who_never_comes_to_the_round_is_waited_for_once_and_then_hardly_ever() -> None:
+    """Whatever identity it takes."""
+    machine = RunMachine(CONFIG)
+    times = [number * STEP_S for number in range(400) if waits(machine, number, (PeerId(f"guest {number}"),), [MATE])]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert gaps
+    assert all(PAUSE_S <= gap <= PAUSE_S + STEP_S for gap in gaps)
+
+
+def test_who_comes_is_waited_for_the_next_time_too() -> None:
+    machine = RunMachine(CONFIG)
+    assert all(waits(machine, number, (GUEST,), [MATE, GUEST]) for number in range(100))
+
+
+def test_steps_that_wait_for_nobody_change_nothing() -> None:
+    machine = RunMachine(CONFIG)
+    assert not any(waits(machine, number, (), [MATE]) for number in range(100))
+    assert waits(machine, 100, (GUEST,), [MATE])
+
+
+# all states
+
+
+def situations() -> Iterator[Facts]:
+    """All that a peer can know, as far as a decision can depend on it."""
+    flags = (False, True)
+    yield from (Facts(has_better_branch=True), Facts(refusal="no"), Facts(has_lost_run=True), Facts(differs=True))
+    for arriving, due, meet, alone, knew in itertools.product(flags, repeat=5):
+        for loading, busy_s in itertools.product(((), (GUEST,)), (0.5, 9.0)):
+            yield Facts(
+                is_arriving=arriving, is_due=due, can_meet=meet, is_alone=alone, knew_others=knew, loading=loading,
+                busy_s=busy_s,
+            )  # fmt: skip
+
+
+def key_of(machine: RunMachine, now: float) -> object:
+    waited = now - machine._due_since
+    return (
+        machine.stage, machine._batch, machine._has_stepped, machine._due_from, machine._waited_in_vain_at,
+        bool(machine._awaited), now < machine._pause_until, waited >= 8.0, waited >= 60.0, waited == math.inf,
+    )  # fmt: skip
+
+
+def test_in_every_state_a_batch_ends_in_one_decision_and_the_promises_hold() -> None:
+    """All that a peer can know, in each state that can come about, while it changes from event to event."""
+    known = list(situations())
+    batches = [Batch(samples, 1.0, may_wait=may) for samples in (0, 8) for may in (False, True)]
+    seen: set[object] = set()
+    todo = [(RunMachine(CONFIG), 100.0, 0)]
+    num_events = 0
+    while todo:
+        machine, now, num_actions = todo.pop()
+        events: list[Event] = [*batches, Stepped([MATE]), Stepped([])]
+        if machine.stage is not Stage.COMPUTING:
+            events = [Done(), Done(is_there=True), Stepped([MATE])]
+        for event, facts in itertools.product(events, known):
+            one = copy.copy(machine)
+            one._awaited = set(machine._awaited)
+            stage, actions = machine.stage, one.on(event, now, facts)
+            num_events += 1
+            if isinstance(event, Stepped):
+                assert actions == []
+            else:
+                *at_once, last = actions
+                assert not any(isinstance(action, (*LASTING, Decide, Fail)) for action in at_once)
+                check_promises(one, event, facts, last, stage, num_actions)
+            for later in (now, now + 20.0, now + 61.0):
+                key = key_of(one, later)
+                if key not in seen:
+                    seen.add(key)
+                    todo.append((one, later, num_actions + 1 if one.stage is not Stage.COMPUTING else 0))
+    assert len(seen) > 100
+    assert num_events > 10_000
+
+
+def check_promises(
+    machine: RunMachine, event: Event, facts: Facts, last: Action, stage: Stage, num_actions: int
+) -> None:
+    samples = machine._batch.samples
+    assert num_actions <= MOST_ACTIONS, "a batch ends in a decision"
+    if isinstance(last, LASTING):
+        assert machine.stage is not Stage.COMPUTING
+        if isinstance(last, WaitUntilDue):
+            assert last.timeout_s <= CONFIG.matchmaking_time_s / 2 + NEAR_TIMEOUT_S
+        return
+    assert machine.stage is Stage.COMPUTING
+    if last == AVERAGE:
+        assert facts.is_due
+        assert facts.can_meet
+    if last == ALONE:
+        assert samples
+        assert isinstance(event, Done)
+        assert stage in (Stage.ASKING, Stage.IN_DOUBT), "it has read the records, and asked"
+    if last == Decide(Decision.LOAD_STATE):
+        assert facts.has_better_branch
+    if isinstance(event, Batch) and facts.has_better_branch:
+        assert last == Decide(Decision.LOAD_STATE)
