@@ -117,10 +117,10 @@ def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
 
     about = tmp_path / "checkpoint-2" / "run.json"
     before = about.read_text()
-    about.write_text(before.replace('"format": 1', '"format": 2'))
+    about.write_text(before.replace('"format": 2', '"format": 3'))
     with running(*arguments(tmp_path)) as newer:
         assert newer.wait() == USAGE
-    assert "checkpoint-2 has format 2, and this version reads format 1" in newer.output.strip().splitlines()[-1]
+    assert "checkpoint-2 has format 3, and this version reads format 2" in newer.output.strip().splitlines()[-1]
     about.write_text(before)
 
     for name in ("checkpoint-1/model.safetensors", "checkpoint-2/optimizer.safetensors"):

@@ -38,7 +38,7 @@ from manyhands.optim.manifest import RunManifest, differences
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Goes up when an older version could not load a checkpoint, or would load it wrongly."""
 ABOUT = "run.json"
 OPTIMIZER_TENSORS, OPTIMIZER_VALUES = "optimizer.safetensors", "optimizer.json"

@@ -41,8 +41,8 @@ def test_show_says_what_it_is_of(folder: Path, capsys: pytest.CaptureFixture[str
     assert run(["checkpoint", "show", str(folder)]) == OK
     said = capsys.readouterr().out
     assert said.splitlines() == [
-        f"{folder}/checkpoint-200: run my-run, global step 200, 88 bytes, format 1",
-        f"{folder}/checkpoint-100: run my-run, global step 100, 88 bytes, format 1",
+        f"{folder}/checkpoint-200: run my-run, global step 200, 88 bytes, format 2",
+        f"{folder}/checkpoint-100: run my-run, global step 100, 88 bytes, format 2",
         "  model      1,500 parameters in 2 tensors, 1 frozen",
         "  optimizer  AdamW, 1 parameter group",
         "             lr 0.01",
@@ -139,13 +139,13 @@ def test_what_is_no_checkpoint_is_one_line(
     command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     about = folder / "checkpoint-200" / "run.json"
-    about.write_bytes(msgspec.json.encode({**msgspec.json.decode(about.read_bytes()), "format": 2}))
+    about.write_bytes(msgspec.json.encode({**msgspec.json.decode(about.read_bytes()), "format": 3}))
     (tmp_path / "empty").mkdir()
     for path, says in (
         (tmp_path / "missing", "missing is not a folder"),
         (tmp_path / "empty", "there is no checkpoint in"),
         (tmp_path, f"there is no checkpoint in {tmp_path} itself; name a folder in it: {folder}"),
-        (folder, "checkpoint-200 has format 2, and this version reads format 1; update manyhands, or"),
+        (folder, "checkpoint-200 has format 3, and this version reads format 2; update manyhands, or"),
     ):
         assert run(["checkpoint", command, str(path)]) == USAGE
         (line,) = capsys.readouterr().err.splitlines()
