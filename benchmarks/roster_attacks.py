@@ -17,7 +17,7 @@ from _command_line import Parser, json_path, positive_int, run, write_json
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Late
-from manyhands.averaging.roster import Attendance, Roster
+from manyhands.averaging.roster import Attendance, Roster, patience_share
 from manyhands.base.identity import PeerId
 
 STEP_S = (5.0, 30.0)
@@ -42,7 +42,7 @@ def play(harm: str, num_honest: int, num_attackers: int, step_s: float, num_roun
         late = Late.NOBODY
         if harm == "leader" and leader in members:
             attempt = next(number for number, one in enumerate(roster.leaders()) if one not in members)
-            lost_s += sum(WAIT_S * roster.patience(failed) for failed in range(attempt))
+            lost_s += sum(WAIT_S * patience_share(roster.num_troubled, failed) for failed in range(attempt))
             num_harms += attempt
             leader, late = roster.leaders()[attempt], Late.MEMBERS
         elif members and harm in ("absent", "reducer"):
@@ -52,11 +52,11 @@ def play(harm: str, num_honest: int, num_attackers: int, step_s: float, num_roun
             if leader == harmful:
                 leader = next(one for one in roster.leaders() if one != harmful)
             if harm == "absent":
-                lost_s += WAIT_S * roster.patience()
+                lost_s += WAIT_S * patience_share(roster.num_troubled)
                 del group[harmful]
                 late = Late.MEMBERS
             else:
-                lost_s += STALL_S * roster.patience() + EXCHANGE_SHARE * step_s
+                lost_s += STALL_S * patience_share(roster.num_troubled) + EXCHANGE_SHARE * step_s
                 accused[harmful] = honest[:2]
         roster = roster.after(Attendance(leader, group, (), accused, late))
     return {

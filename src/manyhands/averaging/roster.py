@@ -223,7 +223,7 @@ class Roster(msgspec.Struct, frozen=True):
     @property
     def is_calm(self) -> bool:
         """Whether guests may become members: there was little trouble lately, for so many members."""
-        return sum(self.troubled) <= 1 + len(self.members) // MEMBERS_FOR_TROUBLE
+        return self.num_troubled <= 1 + len(self.members) // MEMBERS_FOR_TROUBLE
 
     @property
     def waits_for_guests(self) -> bool:
@@ -236,9 +236,10 @@ class Roster(msgspec.Struct, frozen=True):
         has_failed = bool(standing.faults or standing.doubted_by)
         return not standing.is_member and bool(self.members) and (has_failed or any(self.troubled))
 
-    def patience(self, attempt: int = 0) -> float:
-        """The share of the full patience for a member that does not come or does not get on, in an attempt."""
-        return 0.5 ** min(sum(self.troubled) + attempt, MAX_HALVINGS)
+    @property
+    def num_troubled(self) -> int:
+        """How many of the recent rounds had trouble."""
+        return sum(self.troubled)
 
     def digest(self) -> bytes:
         """SHA-256, in whatever order the peers came."""
@@ -384,6 +385,16 @@ class Roster(msgspec.Struct, frozen=True):
 
 
 make_ready(Roster)
+
+
+def patience_share(num_troubled: int, num_failed: int = 0) -> float:
+    """The share of the full patience for a member that does not come or does not get on.
+
+    Args:
+        num_troubled: recent rounds with trouble.
+        num_failed: attempts at this round that failed.
+    """
+    return 0.5 ** min(num_troubled + num_failed, MAX_HALVINGS)
 
 
 def _limited(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:

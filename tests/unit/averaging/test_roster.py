@@ -26,6 +26,7 @@ from manyhands.averaging.roster import (
     check_roster,
     lineage_of,
     next_place,
+    patience_share,
 )
 from manyhands.base.identity import PeerId
 
@@ -185,17 +186,17 @@ def test_a_round_without_most_members_changes_no_standing_until_it_lasts() -> No
 
 def test_trouble_halves_the_patience_and_keeps_guests_out() -> None:
     roster = founded(A, B, C, D)
-    assert roster.patience() == 1.0
+    assert patience_share(roster.num_troubled) == 1.0
     for number in range(1, 3):
         leader = next(one for one in roster.leaders() if one != D)
         roster = roster.after(attendance(A, B, C, leader=leader, late=Late.MEMBERS))
-        assert roster.patience() == 0.5**number
-    assert roster.patience(9) == 0.5**MAX_HALVINGS
+        assert patience_share(roster.num_troubled) == 0.5**number
+    assert patience_share(roster.num_troubled, 9) == 0.5**MAX_HALVINGS
     roster = after_rounds(roster, QUALIFYING, A, B, C, D, E)
     assert not roster.is_calm
     assert roster.members == {A, B, C, D}
     roster = after_rounds(roster, MEMORY, A, B, C, D, E)
-    assert roster.patience() == 1.0
+    assert patience_share(roster.num_troubled) == 1.0
     assert roster.members == {A, B, C, D, E}
 
 
@@ -203,7 +204,7 @@ def test_a_leader_that_says_that_all_were_late_makes_no_trouble_if_all_are_there
     roster = founded(A, B, C, D)
     for _ in range(3):
         roster = roster.after(attendance(A, B, C, D, leader=roster.leaders()[0], late=Late.MEMBERS))
-    assert roster.patience() == 1.0
+    assert patience_share(roster.num_troubled) == 1.0
 
 
 def test_a_leader_that_is_passed_over_in_a_frozen_round_has_had_its_turn() -> None:
@@ -213,7 +214,7 @@ def test_a_leader_that_is_passed_over_in_a_frozen_round_has_had_its_turn() -> No
     other = B if first == A else A
     roster = roster.after(attendance(other, leader=other, late=Late.MEMBERS))
     assert roster.frozen == 1
-    assert roster.patience() == 0.5
+    assert patience_share(roster.num_troubled) == 0.5
     assert roster.standings[first].led == roster.standings[other].led == roster.round
 
 
@@ -411,7 +412,7 @@ def test_no_peer_alone_demotes_another_one(
 ) -> None:
     """Whatever it sends as a leader or as a reducer, unless it was doubted already by another one.
 
-    Who leads, and so who was skipped, is not its word: the others follow no leader whose turn it is not.
+    The others follow no leader whose turn it is not, so it does not decide who leads, or who was skipped.
     """
     roster = roster_after(rounds)
     group = list(dict.fromkeys([*said.members, LIAR]))

@@ -108,7 +108,7 @@ def attendees_of(
         hosts -= {peer_id for peer_id in others if roster.barred_rounds(peer_id)}
         order, members = tuple(roster.leaders()), roster.members & others
         if members or own_id in roster.members:
-            waits, num_troubled = roster.waits_for_guests, sum(roster.troubled)
+            waits, num_troubled = roster.waits_for_guests, roster.num_troubled
             is_barred = roster.barred_rounds(own_id) > 0
             guests = frozenset(one for one in connected if one not in members and not roster.barred_rounds(one))
             return Attendees(position, order, hosts, members, guests, far, waits, num_troubled, False, is_barred)

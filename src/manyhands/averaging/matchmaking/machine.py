@@ -40,7 +40,7 @@ from typing import TypeAlias
 
 from manyhands.averaging.matchmaking.attendees import Attendees
 from manyhands.averaging.messages import Late, Member, Position
-from manyhands.averaging.roster import MAX_HALVINGS
+from manyhands.averaging.roster import patience_share
 from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, SLOW_ANSWER_S
 from manyhands.base.identity import PeerId
 
@@ -299,8 +299,7 @@ class Matchmaking:
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
-        self._tried: set[PeerId] = set()  # leaders, in this attempt
-        self._gone: dict[PeerId, float] = {}  # those of them that cannot be reached, and since when
+        self._tried: dict[PeerId, float] = {}  # leaders, and since when one cannot be reached; else minus infinity
         self._ask_again_at = math.inf
         self._refusals: list[str] = []
         self._sent_by: dict[PeerId, PeerId] = {}
@@ -420,7 +419,7 @@ class Matchmaking:
     def _patience(self, who: Attendees) -> float:
         """Seconds for the members; half as long for each troubled round and each attempt that failed."""
         num_failed = self._num_in_vain + (0 if who.is_open else len(self._passed_over))
-        return self._patience_s * 0.5 ** min(who.num_troubled + num_failed, MAX_HALVINGS)
+        return self._patience_s * patience_share(who.num_troubled, num_failed)
 
     def _abort(self, reason: str, blamed: tuple[PeerId, ...] = (), *, is_nobody_there: bool = False) -> list[Action]:
         return [*self._end(BUSY, reason), Abort(reason, blamed, is_nobody_there)]
@@ -445,7 +444,7 @@ class Matchmaking:
         assert by is not None
         if to == self.own_id:
             return self._lead(now, who)
-        if now < self._gone.get(to, -math.inf) + NOTICED_S:  # the asked leader finds that out, too
+        if now < self._tried.get(to, -math.inf) + NOTICED_S:  # the asked leader finds that out, too
             self._ask_again_at = self.wake_at = now + LOOK_S
             return []
         if to in self._sent_by or len(self._sent_by) >= MAX_REDIRECTS:
@@ -456,12 +455,10 @@ class Matchmaking:
 
     def _failed(self, failed: Failed, now: float, who: Attendees) -> list[Action]:
         leader, reason = failed.leader, failed.reason
-        self._tried.add(leader)
+        self._tried[leader] = now if failed.code == GONE else -math.inf
         if (sent_by := self._sent_by.get(leader)) is not None:
-            self._tried.add(sent_by)
+            self._tried.setdefault(sent_by, -math.inf)
         self._refusals.append(reason)
-        if failed.code == GONE:
-            self._gone[leader] = now
         if failed.code not in (GONE, OTHER_POSITION):  # these may call this peer yet
             self._passed_over.add(leader)
         if failed.code == BEHIND and not who.position.group_key:  # else its group is done with this round of the grid

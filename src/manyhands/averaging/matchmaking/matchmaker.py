@@ -265,14 +265,8 @@ class Matchmaker:
         request = JoinRequest(self._run_fingerprint, position, own, min(patience_s, MAX_ROUND_S))
         try:
             response = await self._endpoint.call(leader, JOIN, request, timeout_s)
-        except Timeout as error:
-            self._failed(leader, machine.LATE, str(error))
-        except Unavailable as error:
-            self._failed(leader, machine.GONE, str(error))
-        except Refused as refusal:
-            self._failed(leader, refusal.code, refusal.message)
-        except PeerError as error:
-            self._failed(leader, machine.GONE, str(error))
+        except (Unavailable, PeerError) as error:
+            self._failed(leader, *_code_and_reason(error))
         else:
             if response.group is not None:
                 fault = fault_of(response.group, leader, own, position, self._config.codec)
@@ -323,14 +317,8 @@ class Matchmaker:
         request = CallRequest(self._run_fingerprint, self._meeting.position())
         try:
             response = await self._endpoint.call(peer_id, CALL, request, self._config.matchmaking_time_s)
-        except Timeout as error:
-            self._call_failed(peer_id, machine.LATE, str(error))
-        except Unavailable as error:
-            self._call_failed(peer_id, machine.GONE, str(error))
-        except Refused as refusal:
-            self._call_failed(peer_id, refusal.code, refusal.message)
-        except PeerError as error:
-            self._call_failed(peer_id, machine.GONE, str(error))
+        except (Unavailable, PeerError) as error:
+            self._call_failed(peer_id, *_code_and_reason(error))
         else:
             if response.leader and response.leader != self._endpoint.peer_id:
                 self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))
@@ -387,6 +375,13 @@ class Matchmaker:
             if not is_coming or now > deadline:
                 return
             await asyncio.sleep(MOVE_POLL_S)
+
+
+def _code_and_reason(error: Unavailable | PeerError) -> tuple[str, str]:
+    """Why a peer that was called gives no answer, as the machine reads it."""
+    if isinstance(error, Refused):
+        return error.code, error.message
+    return machine.LATE if isinstance(error, Timeout) else machine.GONE, str(error)
 
 
 def _end(answer: asyncio.Future[JoinResponse] | None, result: JoinResponse | Refused) -> None:
