@@ -37,5 +37,8 @@ class Everybody:
         if not self._may_leave:
             raise RuntimeError(f"{peer_id} is missing")
 
+    def batch_s(self) -> float:
+        return 0.0
+
     def call_to_round(self) -> None:
         """Does nothing: all peers come anyway."""

@@ -55,6 +55,9 @@ class FixedMeeting:
     def report_missing(self, peer_id: PeerId) -> None:
         self.missing.append(peer_id)
 
+    def batch_s(self) -> float:
+        return 0.0
+
     def call_to_round(self) -> None:
         self.num_calls += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import statistics
 
 import pytest
@@ -237,3 +238,28 @@ def test_steps_that_average_for_longer_than_they_compute_are_said(caplog: pytest
     assert len(words) == 2, "once for each peer"
     assert "instead of 4" in words[0]
     assert any("samples computed here so far" in record.message for record in caplog.records)
+
+
+def test_peers_whose_batches_take_seconds_still_meet_after_trouble() -> None:
+    """A member is late four times, so less is waited for all; then it leaves. A call finds the others in mid-batch."""
+    late_s, gone_s, end_s, batch_s = 60.0, 180.0, 330.0, 4.0
+
+    def train(member: Member) -> None:
+        rng = random.Random(member.name)
+        while member.peer.time() < end_s:
+            is_late = member.name == "late" and late_s < member.peer.time()
+            if is_late and member.peer.time() >= gone_s:
+                return
+            member.step(quadratic(member.model), batch_s=40.0 if is_late else batch_s * rng.uniform(0.9, 1.1))
+            member.check_samples()
+
+    swarm = Swarm(seed=1)
+    for name in ("p0", "p1", "p2", "p3", "late"):
+        swarm.start(name, new_model, sgd, train, target_batch_size=40, batch_size_per_step=4)
+    swarm.run(end_s + 100.0)
+    for name in ("p0", "p1", "p2", "p3"):
+        optimizer = swarm.members[name].optimizer
+        assert optimizer.statistics.rounds_aborted <= 3
+        assert optimizer.statistics.samples_dropped == 0
+        assert optimizer.last_round is not None
+        assert len(optimizer.last_round.members) == 4

@@ -198,6 +198,9 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
     def roster(self) -> None:
         """Peers share none: an averager that comes later does not know the rounds before."""
 
+    def batch_s(self) -> float:
+        return 0.0
+
     def report_missing(self, peer_id: PeerId) -> None:
         super().report_missing(peer_id)
         observed = self.observed()

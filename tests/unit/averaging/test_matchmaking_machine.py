@@ -6,6 +6,7 @@ import pytest
 
 from manyhands.averaging.matchmaking.attendees import Attendees, attendees_of
 from manyhands.averaging.matchmaking.machine import (
+    BATCH_MARGIN,
     BEHIND,
     BUSY,
     GONE,
@@ -89,6 +90,14 @@ def test_a_leader_whose_round_failed_or_that_kept_this_peer_waiting_is_passed_ov
     assert machine.on(Failed(A, LATE, "no answer"), 20.0, who) == [Ask(B, P_S / 2)]
     machine.on(RoundOver(B, is_committed=False), 21.0, who)
     assert machine.on(Due(member(D), P_S), 21.0, who) == [Ask(C, P_S / 4)]
+
+
+@pytest.mark.parametrize(("batch_s", "patience_s"), [(0.1, P_S / 8), (0.4 * P_S, BATCH_MARGIN * 0.4 * P_S), (P_S, P_S)])
+def test_however_much_trouble_there_was_peers_may_finish_the_batch_in_which_a_call_finds_them(
+    batch_s: float, patience_s: float
+) -> None:
+    machine, who = Matchmaking(D, 0.0), seen_by(D, num_troubled=3, batch_s=batch_s)
+    assert machine.on(Due(member(D), P_S), 1.0, who) == [Ask(A, pytest.approx(patience_s))]
 
 
 def test_who_is_sent_to_a_leader_that_it_has_lost_asks_again_until_the_other_has_noticed() -> None:

@@ -6,8 +6,9 @@
 who they are         of the run's roster; all, if none of   all others that have a record at this position and
                      them is here, or there is no roster    are connected to this peer, but those that are barred
 lead                 first                                  after all members
-are waited for       for the matchmaking time, less after   all together for as long as a step takes; for a tenth
-                     troubled rounds and failed attempts    of that after a round that waited in vain for one
+are waited for       for the matchmaking time; less after   all together for as long as a step takes; for a tenth
+                     troubled rounds and failed attempts,   of that after a round that waited in vain for one
+                     but for a batch of most members
 can call this peer   yes                                    only where no member is here
 ===================  =====================================  ======================================================
 
@@ -38,6 +39,9 @@ class Meeting(Protocol):
     def roster(self) -> Roster | None:
         """The members of the run at this position; None where peers do not share one."""
 
+    def batch_s(self) -> float:
+        """Seconds in which most peers here compute a batch, and come to the round; 0 if they compute none."""
+
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer did not come; it is expected again only after a fresh record."""
 
@@ -59,6 +63,7 @@ class Attendees:
         is_open: there is no member, so that anybody can call this peer to the round.
         is_barred: this peer gets no place.
         num_troubled: recent rounds with trouble, each of which halves the patience for members.
+        batch_s: the least patience for members: in this time most peers finish the batch that they compute.
     """
 
     position: Position
@@ -69,6 +74,7 @@ class Attendees:
     far: frozenset[PeerId] = frozenset()
     waits_for_guests: bool = True
     num_troubled: int = 0
+    batch_s: float = 0.0
     is_open: bool = True
     is_barred: bool = False
 
@@ -94,12 +100,14 @@ def attendees_of(
     connected: Collection[PeerId],
     *,
     is_client: bool,
+    batch_s: float = 0.0,
 ) -> Attendees:
     """The attendees of the next round.
 
     Args:
         expected: the others, and whether each is in client mode.
         connected: the others that are connected to this peer.
+        batch_s: seconds in which most of them finish a batch.
     """
     others = frozenset(expected)
     hosts = frozenset(peer_id for peer_id in others if not expected[peer_id]) | (set() if is_client else {own_id})
@@ -111,6 +119,8 @@ def attendees_of(
             waits, num_troubled = roster.waits_for_guests, roster.num_troubled
             is_barred = roster.barred_rounds(own_id) > 0
             guests = frozenset(one for one in connected if one not in members and not roster.barred_rounds(one))
-            return Attendees(position, order, hosts, members, guests, far, waits, num_troubled, False, is_barred)
-        return Attendees(position, order, hosts, others, far=far)
-    return Attendees(position, (), hosts, others, far=far)
+            return Attendees(
+                position, order, hosts, members, guests, far, waits, num_troubled, batch_s, False, is_barred
+            )
+        return Attendees(position, order, hosts, others, far=far, batch_s=batch_s)
+    return Attendees(position, (), hosts, others, far=far, batch_s=batch_s)

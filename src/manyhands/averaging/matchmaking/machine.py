@@ -63,6 +63,8 @@ CALL_AGAIN_S = MOMENT_S
 """A peer that does not come is called again: it may have been in a round, or followed another leader."""
 NOTICED_S = SLOW_ANSWER_S + MOMENT_S
 """By then all that were connected to a peer have noticed that it is gone."""
+BATCH_MARGIN = 1.25
+"""A batch may take this factor longer than the others."""
 LEAST_SHARE = 0.25
 """The share of its patience that a leader has for the others at least, however early the first one came."""
 FAR_S = DIAL_S
@@ -417,9 +419,13 @@ class Matchmaking:
         return self._gather(now, who)
 
     def _patience(self, who: Attendees) -> float:
-        """Seconds for the members; half as long for each troubled round and each attempt that failed."""
+        """Seconds for the members; half as long for each troubled round and each attempt that failed.
+
+        But in mid-batch, where a call finds most of them, they come at the end of the batch.
+        """
         num_failed = self._num_in_vain + (0 if who.is_open else len(self._passed_over))
-        return self._patience_s * patience_share(who.num_troubled, num_failed)
+        short_s = self._patience_s * patience_share(who.num_troubled, num_failed)
+        return max(short_s, min(BATCH_MARGIN * who.batch_s, self._patience_s))
 
     def _abort(self, reason: str, blamed: tuple[PeerId, ...] = (), *, is_nobody_there: bool = False) -> list[Action]:
         return [*self._end(BUSY, reason), Abort(reason, blamed, is_nobody_there)]

@@ -161,7 +161,7 @@ class Matchmaker:
         connected = [peer_id for peer_id in expected if endpoint.is_connected(peer_id)]
         return attendees_of(
             endpoint.peer_id, self._meeting.position(), expected, self._meeting.roster(), connected,
-            is_client=endpoint.client_mode,
+            is_client=endpoint.client_mode, batch_s=self._meeting.batch_s(),
         )  # fmt: skip
 
     def _on(self, event: Event) -> None:

@@ -83,6 +83,14 @@ class GridAssignment:
         """The roster of the run at this peer's position; None in a grid."""
         return self.tracker.roster() if self._step is None else None
 
+    def batch_s(self) -> float:
+        """The median of the members here, this peer included: a minority of strangers or liars does not change it."""
+        tracker, members = self.tracker, self.tracker.roster().members
+        awaited = tracker.view.awaited
+        records = [seen.record for peer_id, seen in awaited.items() if not members or peer_id in members]
+        times_s = sorted(record.batch_s for record in (tracker.own, *records) if not record.is_auxiliary)
+        return times_s[len(times_s) // 2] if times_s else 0.0
+
     def call_to_round(self) -> None:
         self.called.set()
         if self._stepping_from is None:  # else it is a later round of the step
