@@ -169,9 +169,9 @@ class Stranger:
         layout = layout_for(len(identities), 256)
         records = []
         for number, identity in enumerate(identities):
-            seat = Seat(layout, number) if names_grid else NO_SEAT
+            seat = Seat(layout, number, 2 * self.position.step) if names_grid else NO_SEAT
             address = f"/ip4/11.{number >> 8}.{number & 255}.2/tcp/31000"
-            value = record_at(self.position, 0, [address], seat=seat, sketch=b"some", seat_round=2 * self.position.step)
+            value = record_at(self.position, 0, [address], seat=seat, sketch=b"some")
             issuer = Issuer(identity, DhtConfig(), self.host.wall_clock)
             records.append(issuer.issue(progress_key(RUN_ID), identity.peer_id, value, 30.0))
         await self.presence.dht._writer._write(records)

@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, next_step
+from manyhands.averaging.grid.seats import NO_SEAT, ONE_GROUP, Layout, Seat, Step, next_step
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
 from manyhands.averaging.peer_records import GOODBYE, PeerRecords
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, disagreement_of
@@ -65,7 +65,7 @@ class PresenceRecord(msgspec.Struct, frozen=True):
         position: of the peer; ``step`` is the round number.
         tensors: fingerprint of its list, which ``summary`` has in words.
         num_steps: how many it has begun.
-        seat: its place among the groups of a swarm that is too large for one, as of its position.
+        seat: its place among the groups of a swarm that is too large for one.
         sketch: some of its values as float32 after its last step in a grid, which ended with ``sketch_round``.
     """
 
@@ -86,9 +86,6 @@ class PresenceRecord(msgspec.Struct, frozen=True):
     @property
     def ttl_s(self) -> float:
         return TTL_S
-
-    def published_seat(self) -> PublishedSeat:
-        return PublishedSeat(self.position.step, self.seat)
 
 
 PRESENCE = Schema(PresenceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
@@ -189,7 +186,7 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
             if step is None:
                 is_here = order_of(record.position) <= order_of(position)
             else:
-                is_here = step.is_mate(peer_id, record.published_seat(), position.step)
+                is_here = step.is_mate(peer_id, record.seat, position.step)
             is_absent = self._is_absent(peer_id, record)
             if is_here and (is_grace if is_absent else peer_id not in missing):
                 expected[peer_id] = record.is_client or is_absent
@@ -219,11 +216,8 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
         self._update(num_steps=self.own.num_steps + 1)
         self._grace_until = asyncio.get_running_loop().time() + GRACE_S
         own, leading = self.own, self.leading()
-        others: dict[str, PublishedSeat] = {
-            peer_id: record.published_seat() for peer_id, record in self._fitting().items()
-        }
-        seat = PublishedSeat(own.position.step, own.seat)
-        step = next_step(self._endpoint.peer_id, seat, others, self._max_group_size, leading.step, self._rng)
+        others: dict[str, Seat] = {peer_id: record.seat for peer_id, record in self._fitting().items()}
+        step = next_step(self._endpoint.peer_id, own.seat, others, self._max_group_size, leading.step, self._rng)
         if not step.layout.sides:
             self._step = None
             self._go_to(leading)
@@ -234,7 +228,7 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
             logger.info("%d peers average in groups, laid out as %s", len(others) + 1, step.layout)
         self._step = step
         lineage = hashlib.sha256(f"averaging {self._run_id} in a grid".encode()).digest()  # of all peers there
-        self._go_to(Position(step.first_round, lineage), Seat(step.layout, step.cell))
+        self._go_to(Position(step.first_round, lineage), step.layout, step.cell)
 
     def catch_up(self) -> None:
         """Go to the leading position, unless this peer is in a grid, where a step begins at its own place."""
@@ -257,8 +251,7 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
     def next_round(self) -> None:
         assert self._step is not None
         number = min(self.own.position.step + 1, self._step.end)
-        seat = Seat(self._step.layout, self._step.own_cell(number))
-        self._go_to(Position(number, self.own.position.lineage), seat)
+        self._go_to(Position(number, self.own.position.lineage), self._step.layout, self._step.own_cell(number))
 
     def is_left_behind(self) -> bool:
         return self.leading().step > self.own.position.step
@@ -310,7 +303,8 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
             if seen.record.tensors != self.own.tensors
         ]
 
-    def _go_to(self, position: Position, seat: Seat = NO_SEAT) -> None:
+    def _go_to(self, position: Position, layout: Layout = ONE_GROUP, cell: int = 0) -> None:
+        seat = Seat(layout, cell, position.step)
         if position != self.own.position:
             self.called.clear()
         if (position, seat) != (self.own.position, self.own.seat):

@@ -10,20 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, Layout, PublishedSeat, Seat, Step, group_of, next_step
+from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, NO_SEAT, Layout, Seat, Step, group_of, next_step
 from tests.sweeps import few_of
 
 MAX_GROUP_SIZE = 4
-NOBODY_YET = PublishedSeat(0, Seat())
 
 
 def names(number: int) -> list[str]:
     return [f"peer {index:03}" for index in range(number)]
 
 
-def steps_of(
-    said: dict[str, PublishedSeat], leading_round: int, max_group_size: int = MAX_GROUP_SIZE
-) -> dict[str, Step]:
+def steps_of(said: dict[str, Seat], leading_round: int, max_group_size: int = MAX_GROUP_SIZE) -> dict[str, Step]:
     """What each peer does next, if all know all."""
     rng = random.Random(1)
     return {
@@ -39,15 +36,15 @@ def steps_of(
     }
 
 
-def after(step: Step, number: int) -> PublishedSeat:
-    return PublishedSeat(number, Seat(step.layout, step.own_cell(number)))
+def after(step: Step, number: int) -> Seat:
+    return Seat(step.layout, step.own_cell(number), number)
 
 
 @settings(max_examples=30)
 @given(st.integers(5, 40), st.integers(0, 50))
 def test_those_who_know_the_same_expect_exactly_those_who_come(num_peers: int, leading_round: int) -> None:
     """In the step in which a grid is laid out, and in the next one."""
-    said = dict.fromkeys(names(num_peers), PublishedSeat(leading_round, Seat()))
+    said = dict.fromkeys(names(num_peers), Seat(round_number=leading_round))
     for _ in range(2):
         steps = steps_of(said, max(its.round_number for its in said.values()))
         assert len({(step.layout, step.first_round) for step in steps.values()}) == 1
@@ -65,7 +62,7 @@ def test_those_who_know_the_same_expect_exactly_those_who_come(num_peers: int, l
 
 
 def test_a_peer_is_reckoned_on_from_whatever_round_it_has_published() -> None:
-    steps = steps_of(dict.fromkeys(names(16), NOBODY_YET), 0)
+    steps = steps_of(dict.fromkeys(names(16), NO_SEAT), 0)
     here, other = steps["peer 000"], steps["peer 001"]
     for published in range(here.first_round, here.end):
         said = after(other, published)
@@ -78,9 +75,9 @@ def test_a_peer_is_reckoned_on_from_whatever_round_it_has_published() -> None:
 def test_a_newcomer_joins_the_step_that_has_just_begun_and_takes_a_free_cell() -> None:
     layout = Layout((4, 4))
     step = Step(6, layout, 3)
-    said = {peer: PublishedSeat(6, Seat(layout, cell)) for cell, peer in enumerate(names(15))}
-    said["peer 000"] = PublishedSeat(7, Seat(layout, Step(6, layout, 0).own_cell(7)))
-    new = next_step("peer 999", NOBODY_YET, said, MAX_GROUP_SIZE, 7, random.Random(1))
+    said = {peer: Seat(layout, cell, 6) for cell, peer in enumerate(names(15))}
+    said["peer 000"] = Seat(layout, Step(6, layout, 0).own_cell(7), 7)
+    new = next_step("peer 999", NO_SEAT, said, MAX_GROUP_SIZE, 7, random.Random(1))
     assert (new.first_round, new.layout, new.cell) == (6, layout, 15)
     done = next_step("peer 003", after(step, step.end), said, MAX_GROUP_SIZE, 8, random.Random(1))
     assert done.first_round == 8, "who has made the step begins the next one"
@@ -91,14 +88,14 @@ def test_a_newcomer_never_takes_the_cell_of_one_that_has_one(seed: int) -> None:
     """Nor if its id is the lower one: the other could not know in time that it has to move."""
     layout, rng = Layout((4, 4)), random.Random(seed)
     free = rng.randrange(16)
-    said = {peer: PublishedSeat(6, Seat(layout, cell)) for cell, peer in enumerate(names(16)) if cell != free}
+    said = {peer: Seat(layout, cell, 6) for cell, peer in enumerate(names(16)) if cell != free}
     for newcomer in ("a newcomer", "the newcomer"):
-        assert next_step(newcomer, NOBODY_YET, said, MAX_GROUP_SIZE, 6, rng).cell == free
+        assert next_step(newcomer, NO_SEAT, said, MAX_GROUP_SIZE, 6, rng).cell == free
 
 
 def test_of_two_in_one_cell_the_higher_id_moves() -> None:
     layout = Layout((3, 2))
-    said = {peer: PublishedSeat(4, Seat(layout, cell)) for peer, cell in zip(names(5), [0, 1, 2, 2, 4], strict=True)}
+    said = {peer: Seat(layout, cell, 4) for peer, cell in zip(names(5), [0, 1, 2, 2, 4], strict=True)}
     steps = steps_of(said, 4)
     assert [steps[peer].cell for peer in names(5)][:3] == [0, 1, 2]
     assert steps["peer 003"].cell in (3, 5)
@@ -107,24 +104,22 @@ def test_of_two_in_one_cell_the_higher_id_moves() -> None:
 
 def test_who_was_away_for_long_takes_a_new_cell() -> None:
     layout = Layout((3, 2))
-    others = {peer: PublishedSeat(2 * MAX_ROUNDS_AGO, Seat(layout, cell)) for cell, peer in enumerate(names(5))}
-    step = next_step(
-        "late", PublishedSeat(0, Seat(layout, 0)), others, MAX_GROUP_SIZE, 2 * MAX_ROUNDS_AGO, random.Random(1)
-    )
+    others = {peer: Seat(layout, cell, 2 * MAX_ROUNDS_AGO) for cell, peer in enumerate(names(5))}
+    step = next_step("late", Seat(layout, 0), others, MAX_GROUP_SIZE, 2 * MAX_ROUNDS_AGO, random.Random(1))
     assert step.cell == 5
-    assert not step.is_mate("silent", PublishedSeat(0, Seat(layout, 0)), step.first_round)
+    assert not step.is_mate("silent", Seat(layout, 0), step.first_round)
 
 
 def test_a_swarm_that_shrinks_becomes_one_group_again() -> None:
     layout = Layout((3, 2))
-    said = {peer: PublishedSeat(4, Seat(layout, cell)) for cell, peer in enumerate(names(3))}
+    said = {peer: Seat(layout, cell, 4) for cell, peer in enumerate(names(3))}
     assert {step.layout.sides for step in steps_of(said, 4).values()} == {()}
 
 
 def test_one_that_names_another_grid_convinces_nobody() -> None:
     layout = Layout((4, 4))
-    said = {peer: PublishedSeat(4, Seat(layout, cell)) for cell, peer in enumerate(names(15))}
-    said["liar"] = PublishedSeat(4, Seat(Layout((4096, 256)), 77))
+    said = {peer: Seat(layout, cell, 4) for cell, peer in enumerate(names(15))}
+    said["liar"] = Seat(Layout((4096, 256)), 77, 4)
     for peer, step in steps_of(said, 4).items():
         assert step.layout == layout, peer
 
@@ -140,7 +135,7 @@ def test_views_that_differ_never_put_more_into_one_group_than_the_grid_has_room_
         known = [other for other in peers if other != peer]
         for _ in range(min(num_unknown, num_peers - 2)):
             known.remove(rng.choice(known))
-        steps[peer] = next_step(peer, NOBODY_YET, dict.fromkeys(known, NOBODY_YET), MAX_GROUP_SIZE, 0, rng)
+        steps[peer] = next_step(peer, NO_SEAT, dict.fromkeys(known, NO_SEAT), MAX_GROUP_SIZE, 0, rng)
     said = {peer: after(step, step.end) for peer, step in steps.items()}
     again = steps_of(said, max(its.round_number for its in said.values()))
     assert len({step.layout for step in again.values()}) == 1

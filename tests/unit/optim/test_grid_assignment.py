@@ -36,7 +36,7 @@ async def all_sit(run: Run, assignment: GridAssignment) -> dict[int, PeerId]:
     assignment.position()
     free = sorted(set(range(4)) - {run.tracker.own.seat.cell})
     for cell, peer_id in zip(free, OTHERS, strict=True):
-        await run.hears(peer_id, seat=Seat(GRID, cell), seat_round=2 * HERE.step)
+        await run.hears(peer_id, seat=Seat(GRID, cell, 2 * HERE.step))
     return dict(zip(free, OTHERS, strict=True))
 
 
@@ -58,7 +58,7 @@ async def test_many_records_make_no_grid_of_a_run_whose_last_step_was_made_in_on
         await run.hears(OTHERS[0], NEXT)
         await hears_many(run, NEXT)
         assert await stays_in_one_group(assignment, run)
-        await hears_many(run, NEXT, seat=Seat(GRID, 1), seat_round=2 * NEXT.step, sketch=b"some")
+        await hears_many(run, NEXT, seat=Seat(GRID, 1, 2 * NEXT.step), sketch=b"some")
         assert await stays_in_one_group(assignment, run)
 
 
@@ -80,7 +80,7 @@ async def test_a_newcomer_begins_no_grid_where_others_have_made_a_step() -> None
             await run.hears(peer_id)
         await hears_many(run, HERE)
         assert await stays_in_one_group(assignment, run)
-        await run.hears(OTHERS[0], sketch=b"some", seat=Seat(GRID, 1), seat_round=2 * HERE.step)
+        await run.hears(OTHERS[0], sketch=b"some", seat=Seat(GRID, 1, 2 * HERE.step))
         assert assignment.begin_step()
 
 
@@ -90,9 +90,9 @@ async def test_who_has_loaded_a_state_goes_by_those_whom_it_has_met() -> None:
         later = Position(NEXT.step + 2, b"later")
         run.tracker.load(later, 60)
         await run.hears(OTHERS[0], later, sketch=b"some")
-        await hears_many(run, later, seat=Seat(GRID, 1), seat_round=2 * later.step, sketch=b"some")
+        await hears_many(run, later, seat=Seat(GRID, 1, 2 * later.step), sketch=b"some")
         assert await stays_in_one_group(assignment, run)
-        await run.hears(OTHERS[0], later, sketch=b"some", seat=Seat(GRID, 2), seat_round=2 * later.step)
+        await run.hears(OTHERS[0], later, sketch=b"some", seat=Seat(GRID, 2, 2 * later.step))
         assert assignment.begin_step()
 
 
@@ -110,8 +110,8 @@ async def test_above_it_each_has_a_seat_and_expects_its_row_and_then_its_column(
     async with seats() as (run, assignment):
         others = await all_sit(run, assignment)
         assignment.position()
-        number, seat = run.tracker.own.seat_round, run.tracker.own.seat
-        assert (number, seat.layout) == (2 * HERE.step, GRID)
+        seat = run.tracker.own.seat
+        assert (seat.round_number, seat.layout) == (2 * HERE.step, GRID)
         assert assignment.is_settled
         assert assignment.begin_step()
         assert (assignment.num_rounds, assignment.num_rounds_left) == (2, 2)
@@ -133,7 +133,7 @@ async def test_within_a_step_nobody_moves_and_a_failed_one_begins_anew() -> None
         assignment.begin_step()
         assignment.next_round()
         where, expected = assignment.position(), dict(assignment.expected())
-        await run.hears(min(others.values()), seat=Seat(GRID, run.tracker.own.seat.cell), seat_round=6)
+        await run.hears(min(others.values()), seat=Seat(GRID, run.tracker.own.seat.cell, 6))
         assert assignment.position() == where
         for _ in range(3):  # after the last round it stays there until the step is made
             assignment.next_round()
@@ -146,16 +146,16 @@ async def test_within_a_step_nobody_moves_and_a_failed_one_begins_anew() -> None
 async def test_its_seat_moves_on_by_itself_and_is_said_again_before_nobody_can_reckon_it() -> None:
     async with seats() as (run, assignment):
         await all_sit(run, assignment)
-        said = run.tracker.own.seat_round, run.tracker.own.seat
+        said = run.tracker.own.seat
         run.tracker.move(NEXT, 20, OTHERS)
         assert assignment.position().step == 2 * NEXT.step
-        assert (run.tracker.own.seat_round, run.tracker.own.seat) == said
+        assert run.tracker.own.seat == said
         assert len(assignment.expected()) == 1, "the others moved too, each as its seat says"
         later = NEXT.step + MAX_ROUNDS_AGO // 2
         for step in range(NEXT.step, later + 1):
             run.tracker.move(type(NEXT)(step, b"later"), 20, OTHERS)
             assignment.position()
-        assert (run.tracker.own.seat_round, run.tracker.own.seat) != said
+        assert run.tracker.own.seat != said
 
 
 async def test_of_two_in_one_cell_the_higher_takes_another() -> None:
@@ -163,7 +163,7 @@ async def test_of_two_in_one_cell_the_higher_takes_another() -> None:
         await all_sit(run, assignment)
         mine = run.tracker.own.seat
         lowest = min(OTHERS)
-        await run.hears(lowest, seat=mine, seat_round=2 * HERE.step)
+        await run.hears(lowest, seat=mine)
         assignment.position()
         moved = run.tracker.own.seat
         assert (moved == mine) == (run.endpoint.peer_id < lowest)

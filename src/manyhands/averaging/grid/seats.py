@@ -11,8 +11,8 @@ round number and the group. So coordinates stay distinct, and groups change.
 While at most half of the cells are taken, the rows of a grid are too short, and groups drawn at random from all cells
 mix faster; see ``benchmarks/mixing_sim.py``.
 
-Each peer publishes its seat: its layout, and its cell there at its position. From that the others compute its cell at
-any later round, so they know which peers to expect: no further messages are needed.
+Each peer publishes its seat: its layout, and its cell there at a round. From that the others compute its cell at any
+later round, so they know which peers to expect: no further messages are needed.
 
 At the beginning of a step a peer uses the layout that most peers name, unless this does not fit their number. Then all
 peers deal the cells of a new layout, in an order computed from what they know. If they know different peers, some share
@@ -185,10 +185,11 @@ def _shuffled(num_cells: int, round_number: int) -> list[int]:
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """A peer's place in a layout, as of a round number that is sent with it."""
+    """A peer's place in a layout, as of a round."""
 
     layout: Layout = ONE_GROUP
     cell: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CELLS)] = 0
+    round_number: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
 
     def __post_init__(self) -> None:
         if self.cell >= self.layout.num_cells:
@@ -196,14 +197,6 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 NO_SEAT = Seat()
-
-
-@dataclass(frozen=True)
-class PublishedSeat:
-    """What another peer has published about its seat."""
-
-    round_number: int
-    seat: Seat
 
 
 @dataclass(frozen=True)
@@ -233,29 +226,29 @@ class Step:
         """Names this peer's group in a round."""
         return _key(self.layout, self.own_cell(round_number), round_number)
 
-    def is_mate(self, peer_id: str, said: PublishedSeat, round_number: int) -> bool:
+    def is_mate(self, peer_id: str, said: Seat, round_number: int) -> bool:
         """Whether another peer should be in this peer's group in a round."""
         cell = self._cell_of(peer_id, said, round_number)
         return cell is not None and _key(self.layout, cell, round_number) == self.key(round_number)
 
-    def _cell_of(self, peer_id: str, said: PublishedSeat, round_number: int) -> int | None:
+    def _cell_of(self, peer_id: str, said: Seat, round_number: int) -> int | None:
         """Another peer's cell at a round, if it takes part in the step."""
         if said.round_number > round_number:
             return None
-        if said.round_number >= self.first_round and said.seat.layout == self.layout:
-            return _moved(self.layout, said.seat.cell, said.round_number, round_number)
+        if said.round_number >= self.first_round and said.layout == self.layout:
+            return _moved(self.layout, said.cell, said.round_number, round_number)
         if said.round_number > self.first_round:
             return None
         cell = self.dealt.get(peer_id)
-        if said.seat.layout.sides == self.layout.sides:
+        if said.layout.sides == self.layout.sides:
             cell = cell_at(said, self.first_round)
         return None if cell is None else _moved(self.layout, cell, self.first_round, round_number)
 
 
 def next_step(
     own_id: str,
-    own: PublishedSeat,
-    others: Mapping[str, PublishedSeat],
+    own: Seat,
+    others: Mapping[str, Seat],
     max_group_size: int,
     leading_round: int,
     rng: random.Random,
@@ -274,18 +267,16 @@ def next_step(
     return step_from(own_id, own, others, named, layout, first_round, rng)
 
 
-def chosen_layouts(
-    own: PublishedSeat, others: Mapping[str, PublishedSeat], max_group_size: int
-) -> tuple[Layout, Layout]:
+def chosen_layouts(own: Seat, others: Mapping[str, Seat], max_group_size: int) -> tuple[Layout, Layout]:
     """The layout that most peers name, and the one that fits their number."""
-    named = agreed_layout([own.seat.layout, *(said.seat.layout for said in others.values())])
+    named = agreed_layout([own.layout, *(said.layout for said in others.values())])
     return named, next_layout(named, len(others) + 1, max_group_size)
 
 
 def step_from(
     own_id: str,
-    own: PublishedSeat,
-    others: Mapping[str, PublishedSeat],
+    own: Seat,
+    others: Mapping[str, Seat],
     named: Layout,
     layout: Layout,
     first_round: int,
@@ -294,14 +285,14 @@ def step_from(
     """The step that begins at a round in a layout; ``named`` is the one that most peers have so far."""
     if not layout.sides:
         return Step(first_round)
-    if layout.sides != named.sides and own.seat.layout.sides != layout.sides:
+    if layout.sides != named.sides and own.layout.sides != layout.sides:
         dealt = dealt_cells(layout, [own_id, *others], first_round)
         return Step(first_round, layout, dealt.pop(own_id), dealt)
-    cell = cell_at(own, first_round) if own.seat.layout.sides == layout.sides else None
+    cell = cell_at(own, first_round) if own.layout.sides == layout.sides else None
     taken = {
         peer_id: place
         for peer_id, said in others.items()
-        if said.seat.layout.sides == layout.sides and (place := cell_at(said, first_round)) is not None
+        if said.layout.sides == layout.sides and (place := cell_at(said, first_round)) is not None
     }
     is_new = cell is None
     if cell is None:  # as dealt for this peer by those that laid the grid out a moment ago
@@ -311,11 +302,11 @@ def step_from(
     return Step(first_round, layout, cell)
 
 
-def cell_at(said: PublishedSeat, round_number: int) -> int | None:
+def cell_at(said: Seat, round_number: int) -> int | None:
     """A peer's cell at a later or earlier round, if it can be computed."""
     if abs(round_number - said.round_number) > MAX_ROUNDS_AGO:
         return None
-    return _moved(said.seat.layout, said.seat.cell, said.round_number, round_number)
+    return _moved(said.layout, said.cell, said.round_number, round_number)
 
 
 @functools.lru_cache(maxsize=8192)  # of each peer, at each look; its record stays for many looks

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 
-from manyhands.averaging.grid.seats import NO_SEAT
 from manyhands.averaging.messages import Position
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, NUM_VALUES, disagreement_of, packed, unpacked
 from manyhands.averaging.state.content import State
@@ -205,7 +204,7 @@ class Drift:
 
     def contradicts(self, position: Position, sketch: Sketch) -> bool:
         """Whether the majority published other sums for a position than those of a state that is said to be of it."""
-        if any(record.seat != NO_SEAT for record in self._told_at(position)[0].values()):
+        if any(record.seat.layout.sides for record in self._told_at(position)[0].values()):
             return False  # in a grid groups differ by more than rounding
         return self._distances_at(position, sketch).get(self.own_id, 0.0) > self.bound
 

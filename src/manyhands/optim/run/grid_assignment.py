@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from manyhands.averaging.grid.seats import (
     MAX_ROUNDS_AGO,
     NO_SEAT,
-    PublishedSeat,
     Seat,
     Step,
     cell_at,
@@ -76,7 +75,7 @@ class GridAssignment:
         observed = self.tracker.observed()
         return {
             peer_id: is_client for peer_id, is_client in expected.items()
-            if step.is_mate(peer_id, said_by(observed[peer_id].record), self._number)
+            if step.is_mate(peer_id, observed[peer_id].record.seat, self._number)
         }  # fmt: skip
 
     def roster(self) -> Roster | None:
@@ -150,22 +149,22 @@ class GridAssignment:
             self._number = self._step.first_round
 
     def _step_among(self, here: Position, records: Mapping[PeerId, ProgressRecord]) -> Step | None:
-        own = said_by(self.tracker.own)
-        if not own.seat.layout.sides and not self._begins_grid(records):
+        own = self.tracker.own.seat
+        if not own.layout.sides and not self._begins_grid(records):
             self.is_settled = True
             return None
-        others: dict[str, PublishedSeat] = {peer_id: said_by(record) for peer_id, record in records.items()}
+        others: dict[str, Seat] = {peer_id: record.seat for peer_id, record in records.items()}
         named, layout = chosen_layouts(own, others, self.max_group_size)
         if not layout.sides:
-            self.tracker.sit(0, NO_SEAT)
+            self.tracker.sit(NO_SEAT)
             return None
         first_round = here.step * layout.num_rounds
-        seated = [said for said in (own, *others.values()) if said.seat.layout.sides == layout.sides]
+        seated = [said for said in (own, *others.values()) if said.layout.sides == layout.sides]
         self.is_settled = len({cell_at(said, first_round) for said in seated}) == len(records) + 1
         step = step_from(self.own_id, own, others, named, layout, first_round, self.rng)
         is_old = first_round - own.round_number > MAX_ROUNDS_AGO // 2
-        if is_old or own.seat.layout != layout or cell_at(own, first_round) != step.cell:
-            self.tracker.sit(first_round, Seat(layout, step.cell))  # the others could not have predicted it
+        if is_old or own.layout != layout or cell_at(own, first_round) != step.cell:
+            self.tracker.sit(Seat(layout, step.cell, first_round))  # the others could not have predicted it
         return step
 
     def _begins_grid(self, records: Mapping[PeerId, ProgressRecord]) -> bool:
@@ -178,8 +177,3 @@ class GridAssignment:
             return True
         observed = self.tracker.observed().values()
         return len(records) >= self.max_group_size and not any(seen.record.sketch for seen in observed)
-
-
-def said_by(record: ProgressRecord) -> PublishedSeat:
-    """The seat that a peer has published."""
-    return PublishedSeat(record.seat_round, record.seat)

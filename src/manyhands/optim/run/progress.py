@@ -69,7 +69,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         lineage_samples: samples in all the committed steps that led to this position.
         is_client: it cannot be dialled.
         batch_s: seconds for a batch; 0 if not known yet.
-        seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
+        seat: its place among the groups of a run that is too large for one.
         sketch: sums of its parameters after its last step, as float32; see :mod:`manyhands.optim.run.drift`.
         sketch_step: the global step that this led to; 0 without one.
         is_auxiliary: it has no data; it averages with the others, and may lead where none of them can.
@@ -87,7 +87,6 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     counted_s_ago: float = 0.0
     batch_s: float = 0.0
     seat: Seat = NO_SEAT
-    seat_round: Count = 0
     sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""
     sketch_step: Count = 0
     is_auxiliary: bool = False
@@ -162,9 +161,7 @@ def is_news(
     Args:
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    is_moved = (own.position, own.seat, own.seat_round, own.sketch) != (
-        published.position, published.seat, published.seat_round, published.sketch
-    )  # fmt: skip
+    is_moved = (own.position, own.seat, own.sketch) != (published.position, published.seat, published.sketch)
     if is_moved or (is_near and own.samples != published.samples):
         return True
     if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * published.samples_per_second:

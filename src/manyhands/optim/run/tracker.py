@@ -145,10 +145,10 @@ class ProgressTracker(ProgressReader):
         is_trainer = not self.own.is_auxiliary and not self.is_busy
         return is_trainer and asyncio.get_running_loop().time() - self._counted_at > idle_s
 
-    def sit(self, round_number: int, seat: Seat) -> None:
-        """Take a place among the groups of a large run, from a round on."""
-        if (round_number, seat) != (self.own.seat_round, self.own.seat):
-            self._set_own(seat=seat, seat_round=round_number)
+    def sit(self, seat: Seat) -> None:
+        """Take a place among the groups of a large run."""
+        if seat != self.own.seat:
+            self._set_own(seat=seat)
             self._publish_news()
 
     def has_learnt_from(self, peer_id: PeerId) -> bool:
