@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from manyhands.averaging.allreduce.partition import owned_spans
+from manyhands.averaging.grid.seats import Layout, Seat, Step
 from manyhands.averaging.messages import (
     ASK_MOVED,
     ASK_VERDICT,
@@ -35,7 +36,8 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
-from manyhands.averaging.presence import PRESENCE, PresenceRecord, next_position
+from manyhands.averaging.peer_records import PEER_RECORD, PeerRecord, SeenRecord
+from manyhands.averaging.presence import next_position
 from manyhands.averaging.roster import Roster, check_roster, lineage_of, next_place
 from manyhands.averaging.round.count import Count
 from manyhands.averaging.round.machine import Exchanged, Finish, Round, Told
@@ -51,7 +53,7 @@ from manyhands.optim.manifest import RunManifest, differences, manifest_key, rea
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, TellResponse, WhereAreYou
-from manyhands.optim.run.progress import Observed, ProgressLog, ProgressRecord, View, next_refresh_s
+from manyhands.optim.run.progress import ProgressLog, View, next_refresh_s
 from manyhands.optim.state.download import check_of
 from manyhands.optim.state.replay import check_manifest
 from manyhands.optim.state.state import Capture, hyper_parameters_of, restore, specs_of
@@ -67,11 +69,14 @@ MEMBERS = [
 ]
 GROUP = Group(b"g" * 16, IDS[0], AT, MEMBERS)
 MANIFEST = GROUP.manifest(b"d" * 32)
-OWN_RECORD = ProgressRecord(AT, 5, 2.0, 99, False, [], 30.0)
+GRID = Step(6, Layout((2, 2)), 1)
+OWN_RECORD = PeerRecord(AT, False, [], samples=5, samples_per_second=2.0, lineage_samples=99)
 RECORDS = [
-    ProgressRecord(AT, 64, 1.5, 4096, False, [f"/ip4/10.0.0.1/tcp/1/p2p/{IDS[0]}"], 30.0),
-    ProgressRecord(Position(0, b""), 0, 0.0, 0, True, [], 30.0),
-    ProgressRecord(AT, 0, 0.0, 4096, False, [], 30.0, is_auxiliary=True),
+    PeerRecord(AT, False, MEMBERS[0].addresses, samples=64, samples_per_second=1.5, lineage_samples=4096),
+    PeerRecord(Position(0, b""), True, []),
+    PeerRecord(AT, False, [], 20.0, lineage_samples=4096, is_auxiliary=True),
+    PeerRecord(AT, False, [], seat=Seat(GRID.layout, 3, 7), sketch=b"1234", sketch_step=7),
+    PeerRecord(AT, False, MEMBERS[0].addresses, tensors=b"t" * 32, summary="1 with 3 values", num_steps=2),
 ]
 
 
@@ -193,24 +198,20 @@ def _round_manifest(data: bytes) -> None:
 # records in the DHT: the value was decoded there already
 
 
-def _progress_record(data: bytes) -> None:
-    record = msgspec.convert(decode_value(data), ProgressRecord)
+def _peer_record(data: bytes) -> None:
+    record = msgspec.convert(decode_value(data), PeerRecord)
     readable_addresses(record.addresses)
     for others in ({PeerId("other"): record}, {PeerId("other"): record, PeerId("third"): RECORDS[0]}):
         for position in (AT, record.position):
-            observed = {peer_id: Observed(said, said.ttl_s) for peer_id, said in others.items()}
+            observed = {peer_id: SeenRecord(said, said.ttl_s) for peer_id, said in others.items()}
             progress = View(observed, position).progress(OWN_RECORD, 64, 1.0)
             ProgressLog().tell(position.step, progress, next_refresh_s(progress, ProgressConfig()), 0.0)
         branch = leading_branch(others, PeerId("own"), OWN_RECORD)
         assert branch.holders
-
-
-def _presence_record(data: bytes) -> None:
-    record = msgspec.convert(decode_value(data), PresenceRecord)
-    readable_addresses(record.addresses)
+    GRID.is_mate("other", record.seat, GRID.first_round)
     after = next_position(record.position, MANIFEST)
     own = msgspec.structs.replace(record, position=after)
-    assert PRESENCE.decode(msgspec.msgpack.encode(own)) == own, "there is a next round, and it can be told"
+    assert PEER_RECORD.decode(msgspec.msgpack.encode(own)) == own, "there is a next round, and it can be told"
 
 
 def _metrics_record(data: bytes) -> None:
@@ -285,20 +286,14 @@ TARGETS = [
     _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),
     Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
     _decoder(f"{WHERE.name}.request", WhereAreYou, WhereAreYou()),
-    _decoder(f"{WHERE.name}.response", HereIAm, HereIAm(ProgressRecord(AT, 8, 1.0, 64, False, [], 30.0))),
-    _decoder(f"{TELL.name}.request", HereIAm, HereIAm(ProgressRecord(AT, 8, 1.0, 64, False, [], 30.0))),
+    _decoder(f"{WHERE.name}.response", HereIAm, HereIAm(RECORDS[0])),
+    _decoder(f"{TELL.name}.request", HereIAm, HereIAm(RECORDS[0])),
     _decoder(f"{TELL.name}.response", TellResponse, TellResponse()),
     _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id, GROUP.leader)),
     _decoder(f"{ASK_MOVED.name}.response", Moved, Moved(3), Moved(is_gone=True)),
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),
     Target(name="averaging.round-manifest", seeds=_messages(MANIFEST), run=_round_manifest, errors=_VIOLATION),
-    Target(name="run.progress-record", seeds=_values(*RECORDS), run=_progress_record, errors=(ValueError,)),
-    Target(
-        name="averaging.attendance-record",
-        seeds=_values(PresenceRecord(AT, b"t" * 32, "1 with 3 values", 2, False, ["/ip4/10.0.0.1/tcp/1"])),
-        run=_presence_record,
-        errors=(ValueError,),
-    ),
+    Target(name="run.peer-record", seeds=_values(*RECORDS), run=_peer_record, errors=(ValueError,)),
     Target(
         name="run.metrics-record",
         seeds=_values(MetricsRecord(7, 1.5, 64, 12.25, 4)),

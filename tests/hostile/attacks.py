@@ -35,6 +35,7 @@ from manyhands.averaging.messages import (
     Member,
     Position,
 )
+from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.averaging.roster import Roster, lineage_of
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.state.content import State, StateHeader, sealed, state_of
@@ -57,7 +58,7 @@ from manyhands.dht.messages import STORE, StoreOutcome, StoreRequest
 from manyhands.dht.records import AgedRecord, Record
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
-from manyhands.optim.run.progress import MAX_COUNT, ProgressRecord, progress_key
+from manyhands.optim.run.progress import MAX_COUNT
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.state import Scalars
 from manyhands.optim.step.replica import Replica
@@ -146,22 +147,22 @@ class Attacker:
         assert signed is not None
         return signed.manifest
 
-    async def honest(self, presence: Presence) -> dict[str, ProgressRecord]:
+    async def honest(self, presence: Presence) -> dict[str, PeerRecord]:
         """The records of the run, by peer id."""
         records = {}
-        for subkey, stored in (await presence.dht.get(progress_key(RUN_ID))).items():
+        for subkey, stored in (await presence.dht.get(peer_key(RUN_ID, PROGRESS_KIND))).items():
             with contextlib.suppress(msgspec.ValidationError):
-                records[subkey] = msgspec.convert(stored.value, ProgressRecord)
+                records[subkey] = msgspec.convert(stored.value, PeerRecord)
         return records
 
-    async def leader(self, presence: Presence) -> tuple[str, ProgressRecord] | None:
+    async def leader(self, presence: Presence) -> tuple[str, PeerRecord] | None:
         """Who is furthest, of the trainers."""
         records = await self.honest(presence)
         return max(records.items(), key=lambda item: item[1].position.step) if records else None
 
-    def record(self, presence: Presence, **fields: Any) -> ProgressRecord:
+    def record(self, presence: Presence, **fields: Any) -> PeerRecord:
         """A progress record; what is not given is as an ordinary trainer has it."""
-        return ProgressRecord(
+        return PeerRecord(
             **{
                 "position": Position(0, bytes(32)), "samples": 16, "samples_per_second": 300.0, "lineage_samples": 0,
                 "is_client": False, "addresses": [str(a) for a in presence.endpoint.addresses], "ttl_s": TTL_S,
@@ -172,7 +173,7 @@ class Attacker:
     async def publish(self, presence: Presence, **fields: Any) -> None:
         """Publish such a record of an identity."""
         value = msgspec.to_builtins(self.record(presence, **fields), builtin_types=(bytes,))
-        await presence.dht.store(progress_key(RUN_ID), value, TTL_S, subkey=presence.peer_id)
+        await presence.dht.store(peer_key(RUN_ID, PROGRESS_KIND), value, TTL_S, subkey=presence.peer_id)
 
 
 def state_at(position: Position, samples: int, spoil: Spoil) -> State:
@@ -431,7 +432,9 @@ def publish_records_of(attacker: Attacker, identities: list[Identity], addresses
         fields |= {"samples": TARGET // 4} | ({"addresses": addresses} if addresses else {})
         value = msgspec.to_builtins(attacker.record(presence, **fields), builtin_types=(bytes,))
         records = [
-            Issuer(identity, DhtConfig(), time.time).issue(progress_key(RUN_ID), identity.peer_id, value, TTL_S)
+            Issuer(identity, DhtConfig(), time.time).issue(
+                peer_key(RUN_ID, PROGRESS_KIND), identity.peer_id, value, TTL_S
+            )
             for identity in identities
         ]
         writer: Any = next(part for part in vars(presence.dht).values() if type(part).__name__ == "Writer")
@@ -459,7 +462,7 @@ def swallow_the_key(attacker: Attacker) -> None:
         attacker.run(become_a_hole(presence))
 
     async def act(presence: Presence) -> None:
-        await presence.dht.get(progress_key(RUN_ID))
+        await presence.dht.get(peer_key(RUN_ID, PROGRESS_KIND))
 
     attacker.forever(0.5, act, *identities)
 
@@ -550,7 +553,7 @@ def foreign_charter(attacker: Attacker, identity: Identity) -> tuple[str, Any]:
 
 def progress_of_stranger(attacker: Attacker, identity: Identity) -> tuple[str, Any]:
     record = attacker.record(attacker.peer.presence, ttl_s=LEASE_RECORD_TTL_S)
-    return progress_key(RUN_ID), msgspec.to_builtins(record, builtin_types=(bytes,))
+    return peer_key(RUN_ID, PROGRESS_KIND), msgspec.to_builtins(record, builtin_types=(bytes,))
 
 
 def download_slowly(attacker: Attacker) -> None:

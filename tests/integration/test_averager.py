@@ -13,7 +13,7 @@ import torch
 import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.averaging.messages import Verdict, Vote
-from manyhands.averaging.presence import presence_key
+from manyhands.averaging.peer_records import AVERAGING_KIND, peer_key
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
@@ -241,10 +241,10 @@ async def test_a_round_number_out_of_a_hat_stops_nobody() -> None:
         tracker = averagers[0]._averager_loop.tracker
         honest = msgspec.to_builtins(tracker.own, builtin_types=(bytes,))
         liar = peers[2]
-        for round_number in (2**48, 2**53, 2**48 - 1):
+        for round_number in (2**48, 2**53 + 1, 2**53, 2**48 - 1):
             lie = honest | {"position": {"step": round_number, "lineage": b"lie"}}
             liar.dht._schemas.clear()
-            await liar.dht.store(presence_key(RUN), lie, 30.0, subkey=liar.peer_id)
+            await liar.dht.store(peer_key(RUN, AVERAGING_KIND), lie, 30.0, subkey=liar.peer_id)
             for _ in range(2):
                 results = await step_all(averagers)
                 assert all(result.committed and len(result.group) == 2 for result in results), results
@@ -308,7 +308,7 @@ async def test_a_step_says_when_only_others_with_other_tensors_are_there() -> No
         averager = await join(peers[0], [torch.zeros(3)])
         own = averager._averager_loop.tracker.own
         other = msgspec.to_builtins(own, builtin_types=(bytes,)) | {"tensors": b"others", "summary": "two lists"}
-        await peers[1].dht.store(presence_key(RUN), other, 30.0, subkey=peers[1].peer_id)
+        await peers[1].dht.store(peer_key(RUN, AVERAGING_KIND), other, 30.0, subkey=peers[1].peer_id)
         result = await step(averager, timeout_s=1.5)
         await close_all([averager])
     assert not result.committed

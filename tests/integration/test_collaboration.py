@@ -19,7 +19,7 @@ import torch
 import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.averaging.messages import Accusation, Group, Position, Vote
-from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution
 from manyhands.averaging.state.content import State
@@ -27,7 +27,6 @@ from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError,
 from manyhands.base.identity import PeerId
 from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
-from manyhands.optim.run.progress import ProgressRecord, progress_key
 from tests.machine import Machine
 from tests.phases import before_voting, change_first_vote, on_driver
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
@@ -200,9 +199,9 @@ def publish(peer: manyhands.Peer, run_id: str, position: Position | None) -> Non
     """Publish a progress record of a peer that does nothing else in the run; None says goodbye."""
     value: Any = GOODBYE
     if position is not None:
-        record = ProgressRecord(position, 0, 1.0, 10**6, False, peer.addresses, 30.0)
+        record = PeerRecord(position, False, peer.addresses, 30.0, samples_per_second=1.0, lineage_samples=10**6)
         value = msgspec.to_builtins(record, builtin_types=(bytes,))
-    peer.run(peer.dht.store(progress_key(run_id), value, 30.0, subkey=peer.peer_id), 5.0, "publishing")
+    peer.run(peer.dht.store(peer_key(run_id, PROGRESS_KIND), value, 30.0, subkey=peer.peer_id), 5.0, "publishing")
 
 
 def test_a_peer_that_cannot_reach_the_run_does_not_make_a_branch_of_its_own() -> None:

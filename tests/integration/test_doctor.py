@@ -18,13 +18,13 @@ import pytest
 
 from manyhands.access import Charter, SignedCharter
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.base.address import Address
 from manyhands.base.ticket import DIGEST_BYTES
 from manyhands.dht import DhtConfig
 from manyhands.doctor import Check, Examination, Report
 from manyhands.doctor.page import lines_of
 from manyhands.optim.manifest import RunManifest, manifest_key
-from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.reach import EXAMINE
@@ -328,9 +328,9 @@ async def begin_run(peer: Presence, run_id: str) -> bytes:
     manifest = RunManifest("manyhands/1", run_id, 8, [], [], "SGD", [], "", "none", {})
     declare_run(peer.dht, run_id)
     await peer.dht.store(manifest_key(run_id), zlib.compress(manifest.encoded()), 60.0, subkey=peer.peer_id)
-    record = ProgressRecord(Position(1, b"x"), 4, 1.0, 8, False, [], 60.0)
+    record = PeerRecord(Position(1, b"x"), False, [], 60.0, samples=4, samples_per_second=1.0, lineage_samples=8)
     plain = msgspec.to_builtins(record, builtin_types=(bytes,))
-    await peer.dht.store(progress_key(run_id), plain, 60.0, subkey=peer.peer_id)
+    await peer.dht.store(peer_key(run_id, PROGRESS_KIND), plain, 60.0, subkey=peer.peer_id)
     return manifest.fingerprint()
 
 

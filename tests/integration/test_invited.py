@@ -19,6 +19,7 @@ import manyhands
 from manyhands.access import AccessConfig, Charter, Invitation, Limits, SignedCharter
 from manyhands.access.invitation import SignedInvitation
 from manyhands.averaging.messages import JOIN, JoinRequest, Member, Position
+from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
@@ -26,7 +27,6 @@ from manyhands.base.identity import PeerId
 from manyhands.base.ticket import Ticket
 from manyhands.cli.run_look_up import Scout, look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
-from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.optim.state.download import download_state
 from tests.network import identity_of
 from tests.trainers import LISTEN, Trainer, in_threads, kill, new_model
@@ -106,13 +106,15 @@ def test_an_uninvited_peer_gets_into_no_round_no_state_and_no_count(tmp_path: Pa
                 Trainer(stranger, RUN, 8)
 
             async def publish() -> None:
-                claimed = ProgressRecord(Position(9, b"x"), 10**6, 1e6, 10**9, False, [], 60.0)
+                claimed = PeerRecord(
+                    Position(9, b"x"), False, [], 60.0, samples=10**6, samples_per_second=1e6, lineage_samples=10**9
+                )
                 record = msgspec.to_builtins(claimed, builtin_types=(bytes,))
-                assert await stranger.dht.store(progress_key(RUN), record, 60.0, subkey=stranger.peer_id)
-                assert stranger.peer_id in await stranger.dht.get(progress_key(RUN))
+                assert await stranger.dht.store(peer_key(RUN, PROGRESS_KIND), record, 60.0, subkey=stranger.peer_id)
+                assert stranger.peer_id in await stranger.dht.get(peer_key(RUN, PROGRESS_KIND))
 
             stranger.run(publish(), 10.0, "publishing progress")
-            assert stranger.peer_id not in one.get(progress_key(RUN))
+            assert stranger.peer_id not in one.get(peer_key(RUN, PROGRESS_KIND))
             trainer.train_until(4)
             assert trainer.optimizer.statistics.states_loaded == 0
             assert trainer.optimizer.statistics.steps_alone == 4, "the samples that the stranger claims do not count"
@@ -166,7 +168,7 @@ def test_a_banned_peer_is_out_of_the_next_round(tmp_path: Path) -> None:
             for peer in (one, two, bad):
                 wait_until(lambda p=peer: bad.peer_id in p.presence.members[RUN]._banned, "the ban is known")
             in_threads([lambda t=trainer: t.train_until(3) for trainer in trainers[:2]])
-            assert bad.peer_id not in one.get(progress_key(RUN))
+            assert bad.peer_id not in one.get(peer_key(RUN, PROGRESS_KIND))
             assert trainers[0].optimizer.last_round is not None
             assert sorted(trainers[0].optimizer.last_round.members) == sorted([one.peer_id, two.peer_id])
             with pytest.raises(ConfigError, match=r"this peer was banned from run 'invited' by .*; ask its owner"):
@@ -203,7 +205,7 @@ def test_an_open_run_with_a_charter_needs_no_invitation_and_keeps_banned_peers_o
             assert all(trainer.optimizer.statistics.steps_alone == 0 for trainer in trainers)
             run.ban(two.peer_id)
             wait_until(lambda: two.peer_id in one.presence.members[RUN]._banned, "the ban is known")
-            assert two.peer_id not in one.get(progress_key(RUN))
+            assert two.peer_id not in one.get(peer_key(RUN, PROGRESS_KIND))
 
 
 def test_a_program_with_an_address_of_a_coordinator_knows_the_limits_and_bans_of_an_open_run(tmp_path: Path) -> None:

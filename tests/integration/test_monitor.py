@@ -10,7 +10,7 @@ import pytest
 
 from manyhands import Peer
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Happened, HeldoutSeen, MonitorEvent, ProgressMade, StepMade
 from manyhands.optim.manifest import RunManifest, manifest_key
@@ -23,7 +23,6 @@ from manyhands.optim.metrics import (
     metrics_key,
     publish_metrics,
 )
-from manyhands.optim.run.progress import ProgressRecord, progress_key
 from tests.waiting import wait_until
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -49,7 +48,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
 
         def progress(value: Any) -> None:
             plain = msgspec.to_builtins(value, builtin_types=(bytes,))
-            trainer.store(progress_key("run"), plain, ttl_s=60, subkey=trainer.peer_id)
+            trainer.store(peer_key("run", PROGRESS_KIND), plain, ttl_s=60, subkey=trainer.peer_id)
 
         def measured(peer: Peer, step: int, loss: float) -> None:
             record = HeldoutRecord(step, loss, 0.25, 0.5, 64)
@@ -59,7 +58,11 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
             record = MetricsRecord(step, 1.5, 64, 18.0, 4)
             peer.run(publish_metrics(peer.dht, peer.peer_id, "run", record), 5.0, "publishing")
 
-        progress(ProgressRecord(Position(3, b"x"), 8, 2.5, 64, False, trainer.addresses, 60.0))
+        progress(
+            PeerRecord(
+                Position(3, b"x"), False, trainer.addresses, 60.0, samples=8, samples_per_second=2.5, lineage_samples=64
+            )
+        )
         learnt(liar, 4)  # it was never seen to train
         measured(liar, 10**15, 0.0)
         learnt(trainer, 3)
@@ -70,7 +73,17 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         assert told(events, HeldoutSeen) == [HeldoutSeen(3, 5.5, 0.25, 0.5)]
 
         fourth = alone_lineage(b"x", trainer.peer_id, bytes(32))
-        progress(ProgressRecord(Position(4, fourth), 8, 2.5, 64, False, trainer.addresses, 60.0))
+        progress(
+            PeerRecord(
+                Position(4, fourth),
+                False,
+                trainer.addresses,
+                60.0,
+                samples=8,
+                samples_per_second=2.5,
+                lineage_samples=64,
+            )
+        )
         wait_until(lambda: events[-1].step == 4)  # type: ignore[union-attr]
         progress(GOODBYE)
         bad = {"step": 4, "loss": 1.0, "mlm_accuracy": 7.0, "sop_accuracy": 0.5, "num_samples": 1}
@@ -95,7 +108,11 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         assert kinds[0] == "joined"
         assert set(kinds[1:]) == {"left", "refused"}
 
-        progress(ProgressRecord(Position(1, b"z"), 8, 2.5, 64, False, trainer.addresses, 60.0))  # begun anew
+        progress(
+            PeerRecord(
+                Position(1, b"z"), False, trainer.addresses, 60.0, samples=8, samples_per_second=2.5, lineage_samples=64
+            )
+        )  # begun anew
         learnt(trainer, 1)
         wait_until(lambda: len(told(events, StepMade)) == 3)
         wait_until(lambda: "restarted" in [event.kind for event in told(events, Happened)])
@@ -105,9 +122,11 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
 
 def store_progress(peer: Peer, step: int, lineage: bytes = b"x") -> None:
     """Publish that a peer is at a step."""
-    record = ProgressRecord(Position(step, lineage), 8, 2.5, 64, False, peer.addresses, 60.0)
+    record = PeerRecord(
+        Position(step, lineage), False, peer.addresses, 60.0, samples=8, samples_per_second=2.5, lineage_samples=64
+    )
     plain = msgspec.to_builtins(record, builtin_types=(bytes,))
-    peer.store(progress_key("run"), plain, ttl_s=60, subkey=peer.peer_id)
+    peer.store(peer_key("run", PROGRESS_KIND), plain, ttl_s=60, subkey=peer.peer_id)
 
 
 def test_a_run_without_a_manifest_has_no_target_and_no_countdown() -> None:
@@ -116,9 +135,9 @@ def test_a_run_without_a_manifest_has_no_target_and_no_countdown() -> None:
     with Peer(listen=[LOOPBACK]) as here, Peer(here.addresses, listen=[LOOPBACK]) as trainer:
         monitor = RunMonitor(here, "run", events.append, refresh_s=0.5)
         here.run(monitor.start(), 5.0, "starting")
-        record = ProgressRecord(Position(3, b"x"), 8, 2.5, 64, True, [], 60.0)
+        record = PeerRecord(Position(3, b"x"), True, [], 60.0, samples=8, samples_per_second=2.5, lineage_samples=64)
         plain = msgspec.to_builtins(record, builtin_types=(bytes,))
-        trainer.store(progress_key("run"), plain, ttl_s=60, subkey=trainer.peer_id)
+        trainer.store(peer_key("run", PROGRESS_KIND), plain, ttl_s=60, subkey=trainer.peer_id)
         wait_until(lambda: monitor.picture is not None and monitor.picture.num_peers == 1)
         picture = monitor.picture
         assert picture is not None
@@ -154,7 +173,7 @@ def test_a_liar_neither_moves_the_step_that_is_shown_nor_has_the_run_restart_whe
         assert shown() == 3
         says(trainer, 4)
         wait_until(lambda: shown() == 4)
-        liar.store(progress_key("run"), GOODBYE, ttl_s=60, subkey=liar.peer_id)
+        liar.store(peer_key("run", PROGRESS_KIND), GOODBYE, ttl_s=60, subkey=liar.peer_id)
         wait_until(lambda: "left" in states())
         assert shown() == 4
         assert "restarted" not in [event.kind for event in events if isinstance(event, Happened)]
@@ -209,7 +228,7 @@ def test_what_was_published_before_the_run_went_back_does_not_count_in_the_steps
 
         says(volunteer, 3, b"x3", 16.0)
         wait_until(lambda: len(told(events, StepMade)) == 1 and told(events, HeldoutSeen))
-        volunteer.store(progress_key("run"), GOODBYE, ttl_s=60, subkey=volunteer.peer_id)
+        volunteer.store(peer_key("run", PROGRESS_KIND), GOODBYE, ttl_s=60, subkey=volunteer.peer_id)
         says(trainer, 9, b"x9", 8.0)
         wait_until(
             lambda: [event.step for event in told(events, StepMade)] == [3, 9] and len(told(events, HeldoutSeen)) == 2

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 
 import manyhands
+from manyhands.averaging.peer_records import PeerRecords
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.base.identity import Identity
@@ -239,6 +240,37 @@ def test_an_optimizer_may_be_closed_after_its_peer_and_then_says_so(delay: str |
     assert trainer.optimizer.state_dict()["manyhands"]["step"] == trainer.optimizer.global_step
     with pytest.raises(ConfigError, match="the peer is closed; make another one"):
         trainer.train_until(100)
+
+
+async def read_by(records: PeerRecords) -> set[str]:
+    """The other peers whose records one of its kind reads."""
+    await records.refresh()
+    return set(records.observed())
+
+
+def test_averagers_of_the_same_run_id_are_no_trainers_and_trainers_no_averagers() -> None:
+    """Their records are of one kind; each side reads only those of its own."""
+    with peers(3) as (one, *others):
+        trainer = Trainer(one, "shared", 8)
+        trainer.train_until(1)
+        tensors = [torch.full((3,), float(number)) for number in range(2)]
+        averagers = [
+            manyhands.Averager([tensor], peer=peer, run_id="shared")
+            for tensor, peer in zip(tensors, others, strict=True)
+        ]
+        results: list[manyhands.RoundResult] = []
+        in_threads([lambda a=averager: results.append(a.step(timeout_s=10.0)) for averager in averagers])
+        trainer.train_until(2)
+        ids = [peer.peer_id for peer in others]
+        assert one.run(read_by(trainer.optimizer._collaboration.tracker), 5.0, "reading the records") == set()
+        for averager, peer, other_id in zip(averagers, others, reversed(ids), strict=True):
+            assert peer.run(read_by(averager._averager_loop.tracker), 5.0, "reading the records") == {other_id}
+        for result in results:
+            assert result.committed, result.reason
+            assert set(result.group) == set(ids)
+        assert torch.equal(tensors[0], torch.full((3,), 0.5))
+        for averager in averagers:
+            averager.close()
 
 
 def test_what_lives_in_this_process_alone_refuses_to_be_copied() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from manyhands import Peer
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.optim.optimizer import Optimizer
-from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.recipes.albert.adoption import RunRecipe, adopted
 from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.config import AlbertRecipe
@@ -49,9 +49,11 @@ def test_a_position_that_nobody_has_the_state_of_is_passed_over(caplog: pytest.L
     ):
         trainer.run(serve_tokenizer(trainer.endpoint, tokenizer), 5.0, "handing out the tokenizer")
         optimizer = join_run(build_model(recipe, run.vocab_size), run, trainer, "run", TuningSettings())
-        ahead = ProgressRecord(Position(10**6, b"x"), 8, 2.5, 64, False, liar.addresses, 60.0)
+        ahead = PeerRecord(
+            Position(10**6, b"x"), False, liar.addresses, 60.0, samples=8, samples_per_second=2.5, lineage_samples=64
+        )
         plain = msgspec.to_builtins(ahead, builtin_types=(bytes,))
-        liar.store(progress_key("run"), plain, ttl_s=60, subkey=liar.peer_id)
+        liar.store(peer_key("run", PROGRESS_KIND), plain, ttl_s=60, subkey=liar.peer_id)
         follower = StateFollower(here, "run", run, Compute("cpu", "float32"))
         assert follower.next_state(every=1) == 0
         assert all(str(liar.peer_id) in message for message in caplog.messages), "the false one was tried first"

@@ -13,11 +13,11 @@ import pytest
 
 from manyhands import Peer
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.base.address import Address
 from manyhands.base.ticket import Ticket
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.beginning import Beginning
-from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.optim.run.records import declare_run
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
@@ -224,12 +224,12 @@ def sign(peer: Peer, **extra: str) -> None:
     manifest = RunManifest("manyhands/1", "odd", 64, [], [], "Lamb", [], "", "none", extra)
     keeper = ManifestKeeper(peer.dht, peer.peer_id, manifest, may_begin=AsyncMock(), expected=b"")
 
-    record = ProgressRecord(Position(0, b""), 0, 1.0, 0, False, [], 60.0)
+    record = PeerRecord(Position(0, b""), False, [], 60.0, samples_per_second=1.0)
 
     async def keep() -> None:
         await keeper.agree()
         await peer.dht.store(
-            progress_key("odd"), msgspec.to_builtins(record, builtin_types=(bytes,)), 60.0, peer.peer_id
+            peer_key("odd", PROGRESS_KIND), msgspec.to_builtins(record, builtin_types=(bytes,)), 60.0, peer.peer_id
         )
         peer.presence.on_close.append(keeper.close)
 

@@ -13,8 +13,8 @@ import pytest
 
 from manyhands import Peer
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, publish_metrics
-from manyhands.optim.run.progress import ProgressRecord, progress_key
 from tests.process.commands import LOOPBACK
 from tests.process.terminals import CTRL_C, CTRL_Z, Terminal, in_terminal
 from tests.waiting import PATIENCE_S
@@ -37,9 +37,11 @@ def a_trainer_of(terminal: Terminal) -> Iterator[Peer]:
     terminal.wait_until(r"--initial_peers /ip4/\S+\r\n")
     (address,) = re.findall(r"--initial_peers (/ip4/\S+)", terminal.screen)
     with Peer([address], listen=[LOOPBACK]) as peer:
-        progress = ProgressRecord(Position(3, b"x"), 8, 2.5, 64, False, peer.addresses, 60.0)
+        progress = PeerRecord(
+            Position(3, b"x"), False, peer.addresses, 60.0, samples=8, samples_per_second=2.5, lineage_samples=64
+        )
         plain = msgspec.to_builtins(progress, builtin_types=(bytes,))
-        peer.store(progress_key("seen"), plain, ttl_s=60, subkey=peer.peer_id)
+        peer.store(peer_key("seen", PROGRESS_KIND), plain, ttl_s=60, subkey=peer.peer_id)
         for record in (MetricsRecord(3, 1.5, 64, 18.0, 4), HeldoutRecord(3, 5.5, 0.25, 0.5, 64)):
             peer.run(publish_metrics(peer.dht, peer.peer_id, "seen", record), PATIENCE_S, "publishing")
         yield peer

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.averaging.roster import Roster, lineage_of
 from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer
 from manyhands.optim.run.drift import sketch_of
-from manyhands.optim.run.progress import ProgressReader, ProgressRecord, progress_key
+from manyhands.optim.run.progress import ProgressReader
 from manyhands.peer import Presence
 from tests.simulation.charted import ChartedRun
 from tests.unit.access.world import RUN
@@ -69,8 +70,9 @@ class Stranger:
             sketch = sketch_of(self._state().tensors[:2], position.step).sums
         self._claimed = position
         addresses = self._claimed_addresses or list(map(str, self._presence.endpoint.addresses))
-        record = ProgressRecord(
-            position, 0, 1.0, 32 * position.step, False, addresses, 30.0, sketch=sketch, sketch_step=position.step
-        )
+        record = PeerRecord(
+            position, False, addresses, samples_per_second=1.0, lineage_samples=32 * position.step,
+            sketch=sketch, sketch_step=position.step,
+        )  # fmt: skip
         value = msgspec.to_builtins(record, builtin_types=(bytes,))
-        await self._presence.dht.store(progress_key(RUN), value, 30.0, subkey=self._presence.peer_id)
+        await self._presence.dht.store(peer_key(RUN, PROGRESS_KIND), value, 30.0, subkey=self._presence.peer_id)

@@ -12,7 +12,8 @@ import torch
 
 from manyhands.averaging.averager import Averager, RoundResult
 from manyhands.averaging.messages import Position
-from manyhands.averaging.presence import LAST_ROUND, PresenceRecord, first_position, presence_key
+from manyhands.averaging.peer_records import AVERAGING_KIND, PeerRecord, peer_key
+from manyhands.averaging.presence import LAST_ROUND, first_position
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
@@ -97,18 +98,20 @@ def test_a_peer_that_publishes_made_up_places_does_not_stop_the_others(seed: int
             await presence.endpoint.listen([Address.of(host.ip, 0)])
             await join(presence.dht, initial_peers)
             while True:
-                step = rng.choice([rng.randint(0, LAST_ROUND), LAST_ROUND, LAST_ROUND + 1])
+                step = rng.choice([rng.randint(0, LAST_ROUND), LAST_ROUND, 2**53, 2**53 + 1])
                 record = msgspec.to_builtins(
                     honest | {"position": Position(step, rng.randbytes(32))}, builtin_types=(bytes,)
                 )
                 with contextlib.suppress(ManyhandsError):  # refused: nobody believes it
-                    await presence.dht.store(presence_key("simulated"), record, 30.0, subkey=presence.peer_id)
+                    await presence.dht.store(
+                        peer_key("simulated", AVERAGING_KIND), record, 30.0, subkey=presence.peer_id
+                    )
                 await asyncio.sleep(2.0)
         finally:
             await presence.stop()
 
     tensors = TensorList([torch.zeros(NUMEL)]).fingerprint()
-    honest = msgspec.structs.asdict(PresenceRecord(first_position("simulated"), tensors, "", 0, False, []))
+    honest = msgspec.structs.asdict(PeerRecord(first_position("simulated"), False, [], tensors=tensors))
     world.start("liar", lie)
     world.run(90.0)
     assert averages.num_rounds >= 20

@@ -26,6 +26,7 @@ from manyhands.averaging.messages import (
     Moved,
     Position,
 )
+from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
@@ -33,7 +34,7 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.issuing import Issuer
-from manyhands.optim.run.progress import ProgressReader, ProgressRecord, progress_key
+from manyhands.optim.run.progress import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
@@ -133,7 +134,8 @@ def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_af
 
 
 def record_at(position: Position, samples: int, addresses: list[str], **fields: Any) -> Any:
-    record = ProgressRecord(position, samples, 1.0, 40 * position.step, False, addresses, 30.0, **fields)
+    fields |= {"samples": samples, "samples_per_second": 1.0, "lineage_samples": 40 * position.step}
+    record = PeerRecord(position, False, addresses, **fields)
     return msgspec.to_builtins(record, builtin_types=(bytes,))
 
 
@@ -162,7 +164,7 @@ class Stranger:
         addresses = [str(address) for address in self.presence.endpoint.addresses]
         position = Position(self.position.step + ahead, b"elsewhere") if ahead else self.position
         value = record_at(position, samples, addresses)
-        await self.presence.dht.store(progress_key(RUN_ID), value, 30.0, subkey=self.endpoint.peer_id)
+        await self.presence.dht.store(peer_key(RUN_ID, PROGRESS_KIND), value, 30.0, subkey=self.endpoint.peer_id)
 
     async def publish_for(self, identities: list[Identity], *, names_grid: bool) -> None:
         """A record of each; every one names an address in a network of its own, where nobody is."""
@@ -173,7 +175,7 @@ class Stranger:
             address = f"/ip4/11.{number >> 8}.{number & 255}.2/tcp/31000"
             value = record_at(self.position, 0, [address], seat=seat, sketch=b"some")
             issuer = Issuer(identity, DhtConfig(), self.host.wall_clock)
-            records.append(issuer.issue(progress_key(RUN_ID), identity.peer_id, value, 30.0))
+            records.append(issuer.issue(peer_key(RUN_ID, PROGRESS_KIND), identity.peer_id, value, 30.0))
         await self.presence.dht._writer._write(records)
 
     async def call_all(self) -> None:
@@ -509,7 +511,7 @@ def test_nobody_goes_alone_while_peers_of_its_last_rounds_answer(caplog: pytest.
         get = dht.get
 
         async def nothing(key: str, **options: Any) -> Any:
-            return {} if key == progress_key(RUN_ID) else await get(key, **options)
+            return {} if key == peer_key(RUN_ID, PROGRESS_KIND) else await get(key, **options)
 
         while swarm.world.loop.time() < end_s:
             if swarm.world.loop.time() > blind_from_s:

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import ENOUGH_VOTES, Records, believed_by_a_newcomer
 from manyhands.optim.run.canvass import AGAIN_S, AT_ONCE, DIAL_TIMEOUT_S, Canvass
-from manyhands.optim.run.progress import ProgressRecord
 from manyhands.rpc import Endpoint
 from manyhands.rpc.backoff import TooEarly
 from manyhands.testing import Host, World
@@ -62,7 +62,7 @@ class Dials:
 def records_of(hosts: dict[PeerId, str]) -> Records:
     position = Position(10, b"")
     return {
-        peer_id: ProgressRecord(position, 0, 1.0, 0, is_client=False, addresses=[f"/ip4/{host}/tcp/1"], ttl_s=30.0)
+        peer_id: PeerRecord(position, False, [f"/ip4/{host}/tcp/1"], 30.0, samples_per_second=1.0)
         for peer_id, host in hosts.items()
     }
 

@@ -1,9 +1,13 @@
 """The DHT record of each peer of a run: publishes this peer's, and reads those of the others.
 
-Averagers and optimizers publish different records (:class:`manyhands.averaging.presence.PresenceRecord`,
-:class:`manyhands.optim.run.progress.ProgressRecord`), but in the same way: signed, when they change, and again before
-they expire. A record counts until it expires, a later one replaces it, or its peer says goodbye. A peer that did not
-come to a round, or sent no state, is *missing* until something new is learnt of it.
+A record says where in the run its peer is, and how it can be reached. Optimizers say in it how far they are towards the
+next global step (:mod:`manyhands.optim.run.progress`), averagers which tensors they average
+(:mod:`manyhands.averaging.presence`). Their records lie under different keys, so optimizers and averagers of one run id
+never take each other for their own kind.
+
+Records are signed, and published when they change, and again before they expire. A record counts until it expires, a
+later one replaces it, or its peer says goodbye. A peer that did not come to a round, or sent no state, is *missing*
+until something new is learnt of it.
 """
 
 from __future__ import annotations
@@ -11,13 +15,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
 import msgspec
 
-from manyhands.averaging.messages import MAX_ADDRESSES, readable_addresses
-from manyhands.averaging.timing import MOMENT_S
+from manyhands.averaging.grid.seats import NO_SEAT, Seat
+from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, readable_addresses
+from manyhands.averaging.sketch import MAX_SKETCH_BYTES
+from manyhands.averaging.timing import DAY_S, MOMENT_S, RECORD_S
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -26,29 +32,80 @@ from manyhands.rpc import Endpoint
 
 logger = logging.getLogger(__name__)
 
+PROGRESS_KIND, AVERAGING_KIND = "progress", "averaging"
+"""The kinds in the DHT keys of the records: of optimizers, and of averagers."""
 GOODBYE = "goodbye"
 """Published instead of a record by a peer that leaves on purpose."""
 KEEP_ALIVES = 3
 """Records published in the lifetime of one: two may get lost before the others consider the peer gone."""
 GOODBYE_TIMEOUT_S = MOMENT_S
 """A lost goodbye costs the others the lifetime of a record; closing the peer must not wait for it."""
+IN_FLIGHT_S = MOMENT_S
+"""How long a record may travel from its owner to its reader."""
+MAX_TTL_S = DAY_S
+MAX_WALL_TIME_S = 1e11  # the year 5138
 
 
-class PeerRecord(Protocol):
-    """What the records of both kinds have; ``ttl_s`` is the lifetime with which one is published."""
+class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """What a peer publishes about itself, under its own signature.
 
-    @property
-    def addresses(self) -> Sequence[str]: ...
+    Fields with their default do not travel: an optimizer has none of an averager's, nor an averager any of its own.
 
-    @property
-    def ttl_s(self) -> float: ...
+    Attributes:
+        position: of the peer; the ``step`` of an averager is the number of its round.
+        is_client: it cannot be dialled.
+        ttl_s: lifetime of the record.
+        seat: its place among the groups of a run that is too large for one.
+        sketch: numbers computed from its values after its last step, as float32, to compare peers by; an averager
+            has them in a grid alone. See :mod:`manyhands.averaging.sketch`.
+        sketch_step: the step of the position that this led to; 0 without a sketch.
+        samples: accumulated since the last global step, and counted ``counted_s_ago`` seconds before publication.
+        lineage_samples: samples in all the committed steps that led to this position.
+        batch_s: seconds for a batch; 0 if not known yet.
+        is_auxiliary: it has no data; it averages with the others, and may lead where none of them can.
+        began_at: start of its process, by its own wall clock, which tells two processes with one identity apart.
+        claim: at step 0, why the run should begin from its parameters; see
+            :class:`manyhands.optim.run.progress.Claim`.
+        tensors: fingerprint of an averager's list of tensors, which ``summary`` has in words.
+        num_steps: how many it has begun, as an averager.
+    """
+
+    position: Position
+    is_client: bool
+    addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
+    ttl_s: float = RECORD_S
+    seat: Seat = NO_SEAT
+    sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""
+    sketch_step: Count = 0
+    # of an optimizer
+    samples: Count = 0
+    samples_per_second: float = 0.0
+    lineage_samples: Count = 0
+    counted_s_ago: float = 0.0
+    batch_s: float = 0.0
+    is_auxiliary: bool = False
+    began_at: float = 0.0
+    claim: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
+    # of an averager
+    tensors: Digest = b""
+    summary: Annotated[str, msgspec.Meta(max_length=400)] = ""
+    num_steps: Count = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago, self.batch_s)
+        if not (all(0 <= number < math.inf for number in numbers) and 0 <= self.began_at < MAX_WALL_TIME_S):
+            raise ValueError("speeds and times are finite and >= 0")
 
 
-R = TypeVar("R", bound=PeerRecord)
-R_co = TypeVar("R_co", bound=PeerRecord, covariant=True)
+PEER_RECORD = Schema(PeerRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
 
 
-class SeenRecord(msgspec.Struct, Generic[R_co], frozen=True, gc=False):
+def peer_key(run_id: str, kind: str) -> str:
+    """The DHT key of a run's records of a kind."""
+    return f"{run_id}.{kind}"
+
+
+class SeenRecord(msgspec.Struct, frozen=True, gc=False):
     """A record of another peer. Whatever is learnt of a peer makes another object.
 
     Attributes:
@@ -56,7 +113,7 @@ class SeenRecord(msgspec.Struct, Generic[R_co], frozen=True, gc=False):
         is_direct: it was learnt from a round or from the peer itself, not from the DHT.
     """
 
-    record: R_co
+    record: PeerRecord
     expires_at: float
     is_direct: bool = False
 
@@ -66,10 +123,18 @@ class SeenRecord(msgspec.Struct, Generic[R_co], frozen=True, gc=False):
         return self.expires_at - self.record.ttl_s
 
 
-class PeerRecords(Generic[R]):
+def _is_outdated(known: SeenRecord, news: SeenRecord) -> bool:
+    """Whether what is known of a peer takes precedence over a record of it that is read now."""
+    here, there = known.record.position, news.record.position
+    says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
+    return says_less and known.is_direct and news.since <= known.since + IN_FLIGHT_S
+
+
+class PeerRecords:
     """The records of the others, as last read, and that of this peer, if it publishes any. Lives on the network thread.
 
     Args:
+        kind: of the records' key.
         min_period_s: from one record of this peer to the next, which contains all changes since.
 
     Attributes:
@@ -79,34 +144,30 @@ class PeerRecords(Generic[R]):
         last_said_goodbye: whether none of the other peers is left, and the last one left on purpose.
     """
 
-    own: R
+    own: PeerRecord
 
-    def __init__(self, endpoint: Endpoint, dht: DhtNode, key: str, schema: Schema, min_period_s: float = 0.0) -> None:
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, kind: str, min_period_s: float = 0.0) -> None:
         self._endpoint = endpoint
         self._dht = dht
-        self._key = key
-        self._schema = schema
+        self._run_id = run_id
+        self._key = peer_key(run_id, kind)
         self._min_period_s = min_period_s
-        self.published: tuple[R, float] | None = None
+        self.published: tuple[PeerRecord, float] | None = None
         self.num_failures = 0
         self._changed = asyncio.Event()
         self._is_urgent = asyncio.Event()
-        self._seen: dict[PeerId, SeenRecord[R]] = {}
+        self._seen: dict[PeerId, SeenRecord] = {}
         self._sequences: dict[str, int] = {}  # by peer id, also of those that said goodbye
-        self._missing: dict[PeerId, SeenRecord[R]] = {}
-        self._observed: Mapping[PeerId, SeenRecord[R]] = {}
+        self._missing: dict[PeerId, SeenRecord] = {}
+        self._observed: Mapping[PeerId, SeenRecord] = {}
         self._observed_until = -math.inf  # loop time
         self._version = 0
         self.last_said_goodbye = False
 
-    def _is_outdated(self, known: SeenRecord[R], news: SeenRecord[R]) -> bool:
-        """Whether what is known of a peer takes precedence over a record of it that is read now."""
-        return False
-
-    def _look_at_own(self, seen: SeenRecord[R], now: float) -> None:
+    def _look_at_own(self, seen: SeenRecord, now: float) -> None:
         """A record under this peer's own id was read."""
 
-    def observed(self) -> Mapping[PeerId, SeenRecord[R]]:
+    def observed(self) -> Mapping[PeerId, SeenRecord]:
         """The records that count now: the same mapping until a record changes, comes, goes or expires."""
         now = asyncio.get_running_loop().time()
         if now >= self._observed_until:
@@ -114,6 +175,9 @@ class PeerRecords(Generic[R]):
             self._observed_until = min([seen.expires_at for seen in self._observed.values()], default=math.inf)
             self._version += 1
         return self._observed
+
+    def records(self) -> dict[PeerId, PeerRecord]:
+        return {peer_id: seen.record for peer_id, seen in self.observed().items()}
 
     @property
     def version(self) -> int:
@@ -134,7 +198,7 @@ class PeerRecords(Generic[R]):
         for subkey, stored in answer.items():
             if stored.owner == subkey and (subkey == own_id or stored.sequence > sequences.get(subkey, -1)):
                 self._take_in(PeerId(subkey), stored, now)
-        gate = self._endpoint.gates.get(self._key.partition(".")[0])  # a key begins with the run's id
+        gate = self._endpoint.gates.get(self._run_id)
         for peer_id, seen in list(self._seen.items()):
             if seen.expires_at <= now or (gate is not None and gate.is_banned(peer_id)):
                 self._drop(peer_id)
@@ -146,7 +210,7 @@ class PeerRecords(Generic[R]):
         if not is_own:
             self._sequences[peer_id] = stored.sequence
         try:
-            record = self._schema.decode(stored.raw)
+            record = PEER_RECORD.decode(stored.raw)
         except msgspec.ValidationError as error:
             if not is_own:
                 self._endpoint.counters["bad_records"] += 1
@@ -161,7 +225,7 @@ class PeerRecords(Generic[R]):
         seen = SeenRecord(record, now + min(stored.remaining_s, record.ttl_s))
         if is_own:
             self._look_at_own(seen, now)
-        elif known is None or not self._is_outdated(known, seen):
+        elif known is None or not _is_outdated(known, seen):
             self._keep(peer_id, seen)
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
@@ -177,11 +241,11 @@ class PeerRecords(Generic[R]):
             self._missing[peer_id] = seen
             self._note_change()
 
-    def missing(self) -> Mapping[PeerId, SeenRecord[R]]:
+    def missing(self) -> Mapping[PeerId, SeenRecord]:
         observed = self.observed()
         return {peer_id: seen for peer_id, seen in self._missing.items() if observed.get(peer_id) is seen}
 
-    def _keep(self, peer_id: PeerId, seen: SeenRecord[R]) -> None:
+    def _keep(self, peer_id: PeerId, seen: SeenRecord) -> None:
         self._seen[peer_id] = seen
         self.last_said_goodbye = False
         self._note_change()
@@ -198,11 +262,11 @@ class PeerRecords(Generic[R]):
 
     def _set_own(self, **changes: object) -> None:
         is_client = self._endpoint.client_mode
-        self.own = msgspec.structs.replace(self.own, is_client=is_client, **changes)  # type: ignore[type-var]
+        self.own = msgspec.structs.replace(self.own, is_client=is_client, **changes)
 
-    def _record_to_publish(self) -> R | None:
+    def _record_to_publish(self) -> PeerRecord | None:
         """What to publish now; None to publish nothing."""
-        return msgspec.structs.replace(self.own, addresses=self._addresses())  # type: ignore[type-var]
+        return msgspec.structs.replace(self.own, addresses=self._addresses())
 
     def _addresses(self) -> list[str]:
         """Those of this peer now: they may change while it runs."""

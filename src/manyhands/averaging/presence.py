@@ -1,12 +1,12 @@
 """The presence of the averagers of a run: each one's current round, and in a large swarm its place in the grid.
 
-Every peer publishes a signed record in the DHT, and reads those of the others when it steps. There is no state to load,
-so a position is only a meeting point. A peer that missed a round, or is new, goes to the leading position: the highest
-(round number, lineage) that a peer with the same tensors has published. Two parts of a split swarm find each other
-again by the same rule.
+Every peer publishes its record (:class:`manyhands.averaging.peer_records.PeerRecord`), and reads those of the others
+when it steps. There is no state to load, so a position is only a meeting point. A peer that missed a round, or is new,
+goes to the leading position: the highest (round number, lineage) that a peer with the same tensors has published. Two
+parts of a split swarm find each other again by the same rule.
 
-A peer may publish any round number, and the others then meet there: that changes no value. Round numbers without room
-for the next one are ignored, and after ``LAST_ROUND`` the count begins again at 0, so no peer can use them up.
+A peer may publish any round number, and the others then meet there: that changes no value. After ``LAST_ROUND`` the
+count begins again at 0, so no peer can use the numbers up.
 
 A swarm of more than ``max_group_size`` forms a grid (:mod:`manyhands.averaging.grid.seats`), where several groups
 average in each round. A step is then several rounds, and begins at a multiple of their number. Whatever its groups
@@ -25,74 +25,32 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Literal
 
 import msgspec
 
-from manyhands.averaging.grid.seats import NO_SEAT, ONE_GROUP, Layout, Seat, Step, next_step
-from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
-from manyhands.averaging.peer_records import GOODBYE, PeerRecords
-from manyhands.averaging.sketch import MAX_SKETCH_BYTES, disagreement_of
-from manyhands.averaging.timing import LOOK_S, MOMENT_S, RECORD_S
+from manyhands.averaging.grid.seats import ONE_GROUP, Layout, Seat, Step, next_step
+from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.peer_records import AVERAGING_KIND, GOODBYE, PEER_RECORD, PeerRecord, PeerRecords, peer_key
+from manyhands.averaging.sketch import disagreement_of
+from manyhands.averaging.timing import LOOK_S, MOMENT_S
 from manyhands.base.errors import ManifestMismatch, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import is_run_id
-from manyhands.dht import DhtNode, Schema
+from manyhands.dht import DhtNode
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-PRESENCE_KIND = "averaging"
-"""Of the DHT keys of the records."""
 MAX_OTHER_RUNS = 8
 """Other runs that are looked at where a run id may be mistyped."""
 LAST_ROUND = 2**48
 """Round numbers go up to here: 8,900 years of a thousand rounds a second."""
-MAX_TTL_S = 3600.0
-TTL_S = RECORD_S
 MIN_PERIOD_S = LOOK_S / 2
 """Between two records: what happens meanwhile is in the second one."""
 GRACE_S = MOMENT_S
 """Wait, from the beginning of a step, for peers that missed the last one: they may just have begun theirs."""
-
-
-class PresenceRecord(msgspec.Struct, frozen=True):
-    """What a peer publishes about itself, under its own signature.
-
-    Attributes:
-        position: of the peer; ``step`` is the round number.
-        tensors: fingerprint of its list, which ``summary`` has in words.
-        num_steps: how many it has begun.
-        seat: its place among the groups of a swarm that is too large for one.
-        sketch: some of its values as float32 after its last step in a grid, which ended with ``sketch_round``.
-    """
-
-    position: Position
-    tensors: Digest
-    summary: Annotated[str, msgspec.Meta(max_length=400)]
-    num_steps: Count
-    is_client: bool
-    addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
-    seat: Seat = NO_SEAT
-    sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""
-    sketch_round: Count = 0
-
-    def __post_init__(self) -> None:
-        if self.position.step > LAST_ROUND:
-            raise ValueError(f"round numbers go up to {LAST_ROUND}")
-
-    @property
-    def ttl_s(self) -> float:
-        return TTL_S
-
-
-PRESENCE = Schema(PresenceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
-
-
-def presence_key(run_id: str) -> str:
-    return f"{run_id}.{PRESENCE_KIND}"
 
 
 def first_position(run_id: str) -> Position:
@@ -111,7 +69,7 @@ def order_of(position: Position) -> tuple[int, bytes]:
     return (position.step, position.lineage)
 
 
-class PresenceTracker(PeerRecords[PresenceRecord]):
+class PresenceTracker(PeerRecords):
     """The positions of this averager and the others of its run.
 
     It is the :class:`manyhands.averaging.matchmaking.attendees.Meeting` of the rounds, and in a grid the
@@ -129,9 +87,8 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
         max_group_size: int,
         rng: random.Random,
     ) -> None:
-        super().__init__(endpoint, dht, presence_key(run_id), PRESENCE, MIN_PERIOD_S)
-        self._run_id = run_id
-        self.own = PresenceRecord(first_position(run_id), tensors, summary, 0, endpoint.client_mode, [])
+        super().__init__(endpoint, dht, run_id, AVERAGING_KIND, MIN_PERIOD_S)
+        self.own = PeerRecord(first_position(run_id), endpoint.client_mode, [], tensors=tensors, summary=summary)
         self._absent: dict[PeerId, int] = {}  # connected, but did not come: until they have begun more steps than this
         self._grace_until = 0.0  # loop time
         self._max_group_size = max_group_size
@@ -142,7 +99,7 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
 
     async def start(self) -> None:
         """Join the averagers of the run; raises ManifestMismatch if their tensors differ."""
-        self._dht.declare(self._key, PRESENCE)
+        self._dht.declare(self._key, PEER_RECORD)
         await self.refresh()
         self._check_fits()
         self._go_to(self.leading())
@@ -154,9 +111,9 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
         """Run ids under which others average, and this peer does not; empty if others are in this run."""
         if self.observed():
             return []
-        run_ids = sorted(filter(is_run_id, await self._dht.topics(PRESENCE_KIND)))[:MAX_OTHER_RUNS]
+        run_ids = sorted(filter(is_run_id, await self._dht.topics(AVERAGING_KIND)))[:MAX_OTHER_RUNS]
         try:
-            found = await asyncio.gather(*(self._dht.get(presence_key(run_id)) for run_id in run_ids))
+            found = await asyncio.gather(*(self._dht.get(peer_key(run_id, AVERAGING_KIND)) for run_id in run_ids))
         except Unavailable:
             return []
         members = [
@@ -258,12 +215,12 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
 
     def tell(self, sketch: bytes) -> None:
         """In a grid: set the published sample of this peer's values after its step."""
-        self._update(sketch=sketch, sketch_round=self.own.position.step)
+        self._update(sketch=sketch, sketch_step=self.own.position.step)
 
     def disagreement(self) -> float | None:
         """The distance between the peers after this peer's last step, by what they published."""
         own, fitting = self.own, self._fitting().values()
-        others = [record.sketch for record in fitting if record.sketch_round == own.sketch_round]
+        others = [record.sketch for record in fitting if record.sketch_step == own.sketch_step]
         return disagreement_of([own.sketch, *others])
 
     def leading(self) -> Position:
@@ -314,12 +271,12 @@ class PresenceTracker(PeerRecords[PresenceRecord]):
         self._set_own(**changes)
         self.publish_soon()
 
-    def _fitting(self) -> dict[PeerId, PresenceRecord]:
-        """Of the peers whose tensors match."""
-        observed = self.observed().items()
-        return {peer_id: seen.record for peer_id, seen in observed if seen.record.tensors == self.own.tensors}
+    def _fitting(self) -> dict[PeerId, PeerRecord]:
+        """The records of the peers whose tensors match."""
+        tensors = self.own.tensors
+        return {peer_id: record for peer_id, record in self.records().items() if record.tensors == tensors}
 
-    def _is_absent(self, peer_id: PeerId, record: PresenceRecord) -> bool:
+    def _is_absent(self, peer_id: PeerId, record: PeerRecord) -> bool:
         return self._absent.get(peer_id) == record.num_steps
 
     def _check_fits(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord, SeenRecord
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
@@ -32,11 +33,9 @@ from manyhands.optim.metrics import TTL_S, AccountRecord, HeldoutRecord, Metrics
 from manyhands.optim.run.branches import held_by_most
 from manyhands.optim.run.progress import (
     SHOWN_LIVE,
-    Observed,
     Progress,
     ProgressLog,
     ProgressReader,
-    ProgressRecord,
     StrandedNotice,
     View,
     crowd_factor,
@@ -84,10 +83,10 @@ class WatchingPeer(Protocol):
 class WatchingReader(ProgressReader):
     """The progress records of a run, with that of this peer, if it trains as well."""
 
-    def _look_at_own(self, seen: Observed, now: float) -> None:
+    def _look_at_own(self, seen: SeenRecord, now: float) -> None:
         self._keep(self._endpoint.peer_id, seen)
 
-    def present(self) -> dict[PeerId, Observed]:
+    def present(self) -> dict[PeerId, SeenRecord]:
         """The records of the peers that have been heard of lately: a dead one must not hold the run back."""
         now = asyncio.get_running_loop().time()
         return {
@@ -250,7 +249,7 @@ class RunMonitor:
         await self._report_what_was_learnt(trainers)
         return min(delay_s, SETTLED_S) if self._steps.is_waiting else delay_s
 
-    def _vouch(self, trainers: Mapping[PeerId, ProgressRecord]) -> None:
+    def _vouch(self, trainers: Mapping[PeerId, PeerRecord]) -> None:
         """Vouch for trainers, if the run has a charter that names this peer."""
         coordinator = self._peer.presence.coordinators.get(self._run_id)
         if coordinator is not None and coordinator.is_delegated:
@@ -347,7 +346,7 @@ class RunMonitor:
                 self._on_event(HeldoutSeen(record.step, record.loss, record.mlm_accuracy, record.sop_accuracy))
 
 
-def _all_at(leading: Position, present: Mapping[PeerId, Observed], now: float) -> dict[PeerId, Observed]:
+def _all_at(leading: Position, present: Mapping[PeerId, SeenRecord], now: float) -> dict[PeerId, SeenRecord]:
     """The records, with peers one step off counted at ``leading``: of a step, some records tell before others do."""
     counted_there = dict(present)
     for peer_id, seen in present.items():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from manyhands.averaging.peer_records import SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.monitor.credit import PATIENCE_S, Changes, Credit, leaders_of
@@ -21,7 +22,7 @@ from manyhands.monitor.history import History
 from manyhands.monitor.peer_table import PeerTable, longest_silence_s, median_of
 from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPicture
 from manyhands.optim.metrics import AccountRecord, unpacked
-from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Observed, Progress
+from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Progress
 
 MAX_EVENTS = 50
 MAX_LEADERS = 100
@@ -45,7 +46,7 @@ class Look:
         now: loop time; ``wall_time`` is the same instant in seconds since 1970.
     """
 
-    observed: Mapping[PeerId, Observed]
+    observed: Mapping[PeerId, SeenRecord]
     accounts: Mapping[PeerId, AccountRecord]
     trained_lately: Container[PeerId]
     step: int

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.averaging.messages import short_id
+from manyhands.averaging.peer_records import MAX_TTL_S, PeerRecord, SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.monitor.credit import Credit
 from manyhands.monitor.history import SeenPeer
 from manyhands.monitor.picture import EventKind, PeerRow, PeerState, Reachability, RunEvent
 from manyhands.optim.metrics import AccountRecord
-from manyhands.optim.run.progress import MAX_TTL_S, Observed, ProgressRecord
 
 SILENT_S = 13.5
 """A peer that was not heard of for this long is gone; it publishes every 10 s, and more rarely in a crowd."""
@@ -45,7 +45,7 @@ class Person:
     """
 
     peer_id: PeerId
-    record: ProgressRecord
+    record: PeerRecord
     since: float
     since_step: int
     last_seen: float
@@ -80,7 +80,7 @@ class Person:
         )  # fmt: skip
 
 
-def longest_silence_s(record: ProgressRecord) -> float:
+def longest_silence_s(record: PeerRecord) -> float:
     """The seconds without a record after which a peer is gone."""
     return max(SILENT_S, SILENT_SHARE * min(record.ttl_s, MAX_TTL_S))
 
@@ -122,7 +122,7 @@ class PeerTable:
 
     def look(
         self,
-        observed: Mapping[PeerId, Observed],
+        observed: Mapping[PeerId, SeenRecord],
         accounts: Mapping[PeerId, AccountRecord],
         *,
         now: float,
@@ -195,7 +195,7 @@ class PeerTable:
     def _came(
         self,
         peer_id: PeerId,
-        seen: Observed,
+        seen: SeenRecord,
         wall_time: float,
         step: int,
         credit: Credit,

@@ -14,9 +14,9 @@ import math
 from collections.abc import Iterable, Mapping
 
 from manyhands.access.messages import MAX_VOUCHED
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import held_by_most
-from manyhands.optim.run.progress import ProgressRecord
 
 LONG_S = 6 * 3600.0
 OFF_BRANCH_S = 120.0
@@ -38,7 +38,7 @@ class Vouching:
         self._there_at: dict[PeerId, float] = {}
         self._looked_at = math.inf
 
-    def look(self, records: Mapping[PeerId, ProgressRecord], now: float) -> frozenset[PeerId]:
+    def look(self, records: Mapping[PeerId, PeerRecord], now: float) -> frozenset[PeerId]:
         """Judge again by the trainers that are present; returns those that are vouched for."""
         since_s = min(max(now - self._looked_at, 0.0), OFF_BRANCH_S)
         self._looked_at = now

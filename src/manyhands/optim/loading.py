@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.state.content import LoadedState, State, StateHeader, sealed, state_of
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.averaging.timing import DIAL_S
@@ -25,7 +26,7 @@ from manyhands.optim.manifest import REST_OF_MODEL, RunManifest, read_manifest
 from manyhands.optim.rest_of_model import facts_of_rest
 from manyhands.optim.run.branches import believed_by_a_newcomer
 from manyhands.optim.run.canvass import Canvass
-from manyhands.optim.run.progress import ProgressReader, ProgressRecord, branch_order
+from manyhands.optim.run.progress import ProgressReader, branch_order
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
 from manyhands.peer import Peer, check_peer
@@ -125,7 +126,7 @@ async def _manifest_of(peer: Peer, run_id: str) -> RunManifest:
     return signed.manifest
 
 
-def askable(records: Mapping[PeerId, ProgressRecord], endpoint: Endpoint) -> dict[PeerId, ProgressRecord]:
+def askable(records: Mapping[PeerId, PeerRecord], endpoint: Endpoint) -> dict[PeerId, PeerRecord]:
     """The records of peers that this one can ask; those in client mode must be connected to it."""
     return {
         peer_id: record for peer_id, record in records.items() if not record.is_client or endpoint.is_connected(peer_id)
@@ -133,7 +134,7 @@ def askable(records: Mapping[PeerId, ProgressRecord], endpoint: Endpoint) -> dic
 
 
 async def leading_donors(
-    records: Mapping[PeerId, ProgressRecord], canvass: Canvass, rng: random.Random, vouched: Collection[PeerId] = ()
+    records: Mapping[PeerId, PeerRecord], canvass: Canvass, rng: random.Random, vouched: Collection[PeerId] = ()
 ) -> tuple[Position, list[PeerId]] | None:
     """The position of the run, as a peer that does not train believes it, and the peers that hold its state.
 

@@ -10,16 +10,8 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import Group, Member, Position
-from manyhands.averaging.peer_records import GOODBYE
-from manyhands.averaging.presence import (
-    LAST_ROUND,
-    PRESENCE,
-    PresenceRecord,
-    PresenceTracker,
-    first_position,
-    next_position,
-    presence_key,
-)
+from manyhands.averaging.peer_records import AVERAGING_KIND, GOODBYE, PEER_RECORD, PeerRecord, peer_key
+from manyhands.averaging.presence import LAST_ROUND, PresenceTracker, first_position, next_position
 from manyhands.base.errors import ManifestMismatch
 from manyhands.base.identity import PeerId
 from manyhands.dht import Reason
@@ -27,15 +19,15 @@ from tests.network import endpoints, identity_of
 from tests.unit.dht.examples import open_record, owned_record
 from tests.unit.optim.fake_dht import FakeDht
 
-KEY = presence_key("run")
+KEY = peer_key("run", AVERAGING_KIND)
 START = first_position("run")
 TENSORS = b"t" * 32
 BOB, CAROL, DAVE = sorted(identity_of(number).peer_id for number in (101, 102, 103))
 
 
-def record(position: Position = START, **fields: Any) -> PresenceRecord:
-    values: dict[str, Any] = {"tensors": TENSORS, "summary": "1", "num_steps": 0, "is_client": False, "addresses": []}
-    return PresenceRecord(position=position, **(values | fields))
+def record(position: Position = START, **fields: Any) -> PeerRecord:
+    values: dict[str, Any] = {"tensors": TENSORS, "summary": "1", "is_client": False, "addresses": []}
+    return PeerRecord(position=position, **(values | fields))
 
 
 def plain(value: msgspec.Struct) -> Any:
@@ -76,21 +68,22 @@ def test_after_the_last_round_number_comes_the_first() -> None:
     after = next_position(last, manifest_at(last))
     assert after.step == 0
     assert after.lineage not in (START.lineage, last.lineage)
+    beyond = Position(2**53, b"lie")
+    assert next_position(beyond, manifest_at(beyond)).step == 0
     before = Position(LAST_ROUND - 1, b"lie")
     assert next_position(before, manifest_at(before)).step == LAST_ROUND
 
 
-@pytest.mark.parametrize("value", [plain(record()), plain(record(Position(LAST_ROUND, b"x"))), GOODBYE, None])
+@pytest.mark.parametrize("value", [plain(record()), plain(record(Position(2**53, b"x"))), GOODBYE, None])
 def test_what_fits_under_the_key(value: Any) -> None:
-    assert PRESENCE.fault_of(owned_record(value, key=KEY)) is None
-    assert PRESENCE.fault_of(open_record(value, key=KEY)) is Reason.OTHER_SCHEMA
+    assert PEER_RECORD.fault_of(owned_record(value, key=KEY)) is None
+    assert PEER_RECORD.fault_of(open_record(value, key=KEY)) is Reason.OTHER_SCHEMA
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"position": {"step": LAST_ROUND + 1, "lineage": b""}},
-        {"position": {"step": 2**53, "lineage": b""}},
+        {"position": {"step": 2**53 + 1, "lineage": b""}},
         {"position": {"step": -1, "lineage": b""}},
         {"summary": "x" * 401},
         {"addresses": ["/ip4/10.0.0.1/tcp/1"] * 9},
@@ -99,7 +92,7 @@ def test_what_fits_under_the_key(value: Any) -> None:
 )
 def test_what_does_not(change: dict[str, Any]) -> None:
     value = plain(record()) | change
-    assert PRESENCE.fault_of(owned_record(value, key=KEY)) is Reason.OTHER_SCHEMA
+    assert PEER_RECORD.fault_of(owned_record(value, key=KEY)) is Reason.OTHER_SCHEMA
 
 
 async def test_peers_at_this_position_and_behind_are_expected(case: Case) -> None:
@@ -126,7 +119,7 @@ async def test_of_two_branches_of_one_length_the_higher_lineage_leads(case: Case
 
 
 async def test_a_record_that_is_not_believed_is_counted_and_moves_nobody(case: Case) -> None:
-    case.dht.put(KEY, BOB, plain(record()) | {"position": {"step": 2**53, "lineage": b""}}, sequence=1)
+    case.dht.put(KEY, BOB, plain(record()) | {"position": {"step": 2**53 + 1, "lineage": b""}}, sequence=1)
     await case.tracker.refresh()
     case.tracker.begin_step()
     assert case.tracker.position() == START

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import Position, short_id
+from manyhands.averaging.peer_records import PeerRecord, SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.monitor import peer_table as table_module
 from manyhands.monitor.credit import Credit
@@ -13,17 +14,18 @@ from manyhands.monitor.history import SeenPeer
 from manyhands.monitor.peer_table import MAX_ALIKE, SILENT_S, PeerTable
 from manyhands.monitor.picture import RunEvent
 from manyhands.optim.metrics import AccountRecord
-from manyhands.optim.run.progress import Observed, ProgressRecord
 from tests.unit.monitor.published import Peers
 
 WALL_S = 1e9
 TTL_S = 30.0
 
 
-def seen(since: float, step: int = 1, *, began_at: float = 5.0, is_auxiliary: bool = False) -> Observed:
+def seen(since: float, step: int = 1, *, began_at: float = 5.0, is_auxiliary: bool = False) -> SeenRecord:
     position = Position(step, b"")
-    record = ProgressRecord(position, 1, 2.5, 0, False, [], TTL_S, is_auxiliary=is_auxiliary, began_at=began_at)
-    return Observed(record, since + TTL_S)
+    record = PeerRecord(
+        position, False, [], TTL_S, samples=1, samples_per_second=2.5, is_auxiliary=is_auxiliary, began_at=began_at
+    )
+    return SeenRecord(record, since + TTL_S)
 
 
 class Story:
@@ -35,7 +37,7 @@ class Story:
         self.known: list[SeenPeer] = []
 
     def look(
-        self, now: float, observed: dict[str, Observed], accounts: dict[str, AccountRecord] | None = None
+        self, now: float, observed: dict[str, SeenRecord], accounts: dict[str, AccountRecord] | None = None
     ) -> list[RunEvent]:
         events, known = self.table.look(
             {PeerId(name): record for name, record in observed.items()},

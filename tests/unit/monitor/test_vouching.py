@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.base.identity import PeerId
 from manyhands.monitor.vouching import LONG_S, MAX_KEPT, OFF_BRANCH_S, Vouching
-from manyhands.optim.run.progress import ProgressRecord
 
 ANN, BOB, CAROL, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "eve"))
 STRANGERS = [PeerId(f"eve {number}") for number in range(20)]
 LOOK_S = 3.0
 
 
-def at(step: int, lineage: bytes = b"run") -> ProgressRecord:
-    return ProgressRecord(Position(step, lineage if step else b""), 0, 1.0, 8 * step, False, [], 30.0)
+def at(step: int, lineage: bytes = b"run") -> PeerRecord:
+    position = Position(step, lineage if step else b"")
+    return PeerRecord(position, False, [], samples_per_second=1.0, lineage_samples=8 * step)
 
 
 class Watch:
@@ -26,7 +27,7 @@ class Watch:
         self.seen_s: dict[str, float] = {}
         self.vouching = vouching or Vouching(self.seen_s)
 
-    def look(self, records: Mapping[PeerId, ProgressRecord], for_s: float = LOOK_S) -> frozenset[PeerId]:
+    def look(self, records: Mapping[PeerId, PeerRecord], for_s: float = LOOK_S) -> frozenset[PeerId]:
         until = self.now + for_s
         while self.now < until:
             vouched = self.vouching.look(records, self.now)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster, Standing
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import (
@@ -28,7 +29,7 @@ from manyhands.optim.run.branches import (
     vote_from,
     voter_of,
 )
-from manyhands.optim.run.progress import Claim, ProgressRecord
+from manyhands.optim.run.progress import Claim
 
 ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave", "eve"))
 
@@ -36,10 +37,10 @@ ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "
 LONG = FOUNDING_ROUNDS + 1  # a step at which the roster alone decides
 
 
-def at(step: int, lineage: bytes = b"run", host: str = "192.168.0.1") -> ProgressRecord:
+def at(step: int, lineage: bytes = b"run", host: str = "192.168.0.1") -> PeerRecord:
     addresses = [f"/ip4/{host}/tcp/1"] if host else []
     position = Position(step, lineage + b" %d" % step if step else b"")
-    return ProgressRecord(position, 0, 1.0, 8 * step, not host, addresses, 30.0)
+    return PeerRecord(position, not host, addresses, 30.0, samples_per_second=1.0, lineage_samples=8 * step)
 
 
 HONEST = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
@@ -152,7 +153,7 @@ def test_peers_without_an_address_vote_only_among_themselves() -> None:
 # which peers vote
 
 
-def reached(hosts: dict[PeerId, str | None]) -> Callable[[PeerId, ProgressRecord], str | None]:
+def reached(hosts: dict[PeerId, str | None]) -> Callable[[PeerId, PeerRecord], str | None]:
     """Where peers were reached: an empty host if they were not, None if they were not dialled."""
     return lambda peer_id, _: host and vote_from(host, peer_id) if (host := hosts.get(peer_id)) is not None else None
 
@@ -307,7 +308,7 @@ def test_of_two_vouched_peers_neither_follows_strangers() -> None:
 
 
 @pytest.mark.parametrize("there", [at(60, b"other"), at(9, b"other")], ids=["ahead", "behind"])
-def test_one_vouched_peer_takes_no_member_with_it_and_two_do_so_late(there: ProgressRecord) -> None:
+def test_one_vouched_peer_takes_no_member_with_it_and_two_do_so_late(there: PeerRecord) -> None:
     """Until then their coordinator has noticed if they went elsewhere, or fell behind."""
     member = member_of(ANN, BOB, CAROL, DAVE)
     member.vouched = lambda: [ANN]
@@ -353,7 +354,7 @@ def test_a_newcomer_with_its_first_members_is_not_kept_from_the_vouched_peers() 
 # what a peer at step 0 has seen of the run
 
 
-def beginner(claim: Claim = Claim.JOINED) -> tuple[BranchChoice, ProgressRecord]:
+def beginner(claim: Claim = Claim.JOINED) -> tuple[BranchChoice, PeerRecord]:
     own = msgspec.structs.replace(at(0), claim=claim)
     choice = BranchChoice(EVE, own, lambda _: True)
     choice.belief.poll = poll_of_claims

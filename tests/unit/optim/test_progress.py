@@ -9,13 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.progress import (
     Claim,
     Progress,
-    ProgressRecord,
     branch_order,
     busy_s,
     crowd_factor,
@@ -36,12 +36,13 @@ def record(
     lineage_samples: int = 0,
     is_client: bool = False,
     **more: Any,
-) -> ProgressRecord:
+) -> PeerRecord:
     position = Position(step, lineage)
-    return ProgressRecord(position, samples, speed, lineage_samples, is_client, [], 30.0, **more)
+    more |= {"samples": samples, "samples_per_second": speed, "lineage_samples": lineage_samples}
+    return PeerRecord(position, is_client, [], **more)
 
 
-def named(**records: ProgressRecord) -> dict[PeerId, ProgressRecord]:
+def named(**records: PeerRecord) -> dict[PeerId, PeerRecord]:
     return {PeerId(name): record for name, record in records.items()}
 
 
@@ -80,9 +81,9 @@ def test_newcomers_bring_the_target_forward() -> None:
 )
 def test_records_that_make_no_sense_are_refused(field: str, value: Any) -> None:
     good = msgspec.to_builtins(record(), builtin_types=(bytes,))
-    assert msgspec.convert(good, ProgressRecord) == record()
+    assert msgspec.convert(good, PeerRecord) == record()
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(good | {field: value}, ProgressRecord)
+        msgspec.convert(good | {field: value}, PeerRecord)
 
 
 # branches
@@ -99,7 +100,7 @@ SWARMS = st.dictionaries(st.sampled_from([PeerId(name) for name in "abcdef"]), R
 
 
 @given(SWARMS)
-def test_all_peers_agree_on_the_leading_branch(swarm: dict[PeerId, ProgressRecord]) -> None:
+def test_all_peers_agree_on_the_leading_branch(swarm: dict[PeerId, PeerRecord]) -> None:
     branches = set()
     for peer_id, own in swarm.items():
         others = {other: record for other, record in swarm.items() if other != peer_id}
@@ -108,7 +109,7 @@ def test_all_peers_agree_on_the_leading_branch(swarm: dict[PeerId, ProgressRecor
 
 
 @given(SWARMS)
-def test_a_branch_has_holders_and_this_peer_follows_others_only(swarm: dict[PeerId, ProgressRecord]) -> None:
+def test_a_branch_has_holders_and_this_peer_follows_others_only(swarm: dict[PeerId, PeerRecord]) -> None:
     for peer_id, own in swarm.items():
         others = {other: record for other, record in swarm.items() if other != peer_id}
         branch = leading_branch(others, peer_id, own)
@@ -211,9 +212,7 @@ def test_whatever_a_peer_says_can_be_reckoned_with(
         (record(lineage=b"there", samples=30, speed=2.0), True, True),
     ],
 )
-def test_only_what_the_others_could_not_reckon_is_news(
-    own: ProgressRecord, is_far_news: bool, is_near_news: bool
-) -> None:
+def test_only_what_the_others_could_not_reckon_is_news(own: PeerRecord, is_far_news: bool, is_near_news: bool) -> None:
     published = record(samples=10 if own.samples != 30 else 30, speed=2.0)
     age_s = 10.0 if own.samples != 30 else 0.0
     assert is_news(published, age_s, own, 1000, 10, is_near=False) == is_far_news
@@ -239,7 +238,7 @@ def test_other_parameters_at_the_same_position_are_news() -> None:
 def test_a_peer_is_busy_until_the_end_of_the_batch_that_it_computes(
     batch_s: float, elapsed_s: float, counted_s_ago: float
 ) -> None:
-    said = ProgressRecord(HERE, 8, 1.0, 0, False, [], 30.0, counted_s_ago, batch_s)
+    said = record(samples=8, speed=1.0, counted_s_ago=counted_s_ago, batch_s=batch_s)
     said_at = 100.0
     instant = said_at + elapsed_s
     until = instant + busy_s(said, elapsed_s)
@@ -253,5 +252,5 @@ def test_a_peer_is_busy_until_the_end_of_the_batch_that_it_computes(
 
 
 def test_a_peer_that_does_not_say_how_long_its_batches_take_is_not_busy() -> None:
-    said = ProgressRecord(HERE, 8, 1.0, 0, False, [], 30.0)
+    said = record(samples=8, speed=1.0)
     assert busy_s(said, 1.0) == 0.0

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from manyhands.averaging.messages import Position
-from manyhands.optim.run.progress import (
-    STRANDED_PATIENCE_S,
-    STRANDED_PERIOD_S,
-    Progress,
-    ProgressLog,
-    ProgressRecord,
-    StrandedNotice,
-)
+from manyhands.averaging.peer_records import PeerRecord
+from manyhands.optim.run.progress import STRANDED_PATIENCE_S, STRANDED_PERIOD_S, Progress, ProgressLog, StrandedNotice
 
 GROWS = Progress(64, 2, 8.0, 24.0)
 
@@ -66,8 +60,8 @@ def test_who_can_dial_no_trainer_is_told_so_once_that_has_lasted_and_then_every_
     assert times == [5.0, 5.0 + STRANDED_PERIOD_S]
 
 
-def trainer_at(step: int, lineage: bytes = b"start") -> ProgressRecord:
-    return ProgressRecord(Position(step, lineage), 8, 1.0, 0, is_client=True, addresses=[], ttl_s=30.0)
+def trainer_at(step: int, lineage: bytes = b"start") -> PeerRecord:
+    return PeerRecord(Position(step, lineage), True, [], 30.0, samples=8, samples_per_second=1.0)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +76,7 @@ def trainer_at(step: int, lineage: bytes = b"start") -> ProgressRecord:
     ],
 )
 def test_only_those_that_have_the_state_of_the_run_are_told_that_their_gradients_are_kept(
-    trainers: list[ProgressRecord], says: str, caplog: pytest.LogCaptureFixture
+    trainers: list[PeerRecord], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     notice = StrandedNotice("run")
     notice.look(trainers, [], 0.0)

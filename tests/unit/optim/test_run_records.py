@@ -8,15 +8,14 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.dht import Reason, Schema
 from manyhands.optim.manifest import manifest_key
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
-from manyhands.optim.run.progress import ProgressRecord, progress_key
 from manyhands.optim.run.records import declare_run
 from tests.unit.dht.examples import open_record, owned_record
 
-PROGRESS = ProgressRecord(Position(3, b"here"), 10, 2.5, 0, False, ["/ip4/10.0.0.1/tcp/1"], 30.0)
+PROGRESS = PeerRecord(Position(3, b"here"), False, ["/ip4/10.0.0.1/tcp/1"], 30.0, samples=10, samples_per_second=2.5)
 
 
 def schemas() -> dict[str, Schema]:
@@ -38,10 +37,10 @@ def plain(value: msgspec.Struct) -> Any:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        (progress_key("run"), plain(PROGRESS)),
-        (progress_key("run"), plain(PROGRESS) | {"mood": "from a later version"}),
-        (progress_key("run"), GOODBYE),
-        (progress_key("run"), None),
+        (peer_key("run", PROGRESS_KIND), plain(PROGRESS)),
+        (peer_key("run", PROGRESS_KIND), plain(PROGRESS) | {"mood": "from a later version"}),
+        (peer_key("run", PROGRESS_KIND), GOODBYE),
+        (peer_key("run", PROGRESS_KIND), None),
         (metrics_key("run"), plain(MetricsRecord(1, 2.0, 3, 4.0, 5))),
         (metrics_key("run", HeldoutRecord), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5))),
         (manifest_key("run"), b"compressed"),
@@ -55,9 +54,9 @@ def test_what_the_peers_of_a_run_publish_fits(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        (progress_key("run"), plain(PROGRESS) | {"samples": -1}),
-        (progress_key("run"), "hello"),
-        (progress_key("run"), {}),
+        (peer_key("run", PROGRESS_KIND), plain(PROGRESS) | {"samples": -1}),
+        (peer_key("run", PROGRESS_KIND), "hello"),
+        (peer_key("run", PROGRESS_KIND), {}),
         (metrics_key("run"), plain(MetricsRecord(1, 2.0, 3, 4.0, 5)) | {"loss": "low"}),
         (metrics_key("run", HeldoutRecord), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"sop_accuracy": 1.01}),
         (

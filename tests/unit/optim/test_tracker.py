@@ -11,20 +11,20 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.averaging.roster import Roster, Standing
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.run.progress import CROWD, ProgressRecord, progress_key
+from manyhands.optim.run.progress import CROWD
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.rpc import Endpoint
 from tests.network import PATIENCE_S
 from tests.swarm import endpoints, identity_of
 from tests.unit.optim.fake_dht import FakeDht
 
-KEY = progress_key("run")
+KEY = peer_key("run", PROGRESS_KIND)
 BOB, CAROL, DAVE = sorted(identity_of(number).peer_id for number in (101, 102, 103))
 TTL_S = 30.0
 HERE, NEXT = Position(3, b"here"), Position(4, b"next")
@@ -46,7 +46,7 @@ class Run:
         self._sequence += 1
         ttl_s = fields.pop("ttl_s", TTL_S)
         values: dict[str, Any] = {"samples": 0, "samples_per_second": 1.0, "lineage_samples": 0, "is_client": False}
-        record = ProgressRecord(position=position, addresses=[], ttl_s=ttl_s, **(values | fields))
+        record = PeerRecord(position=position, addresses=[], ttl_s=ttl_s, **(values | fields))
         value = msgspec.to_builtins(record, builtin_types=(bytes,))
         self.dht.put(KEY, peer_id, value, sequence=self._sequence, remaining_s=ttl_s - age_s)
         await self.tracker.refresh()
@@ -115,7 +115,7 @@ async def test_a_record_from_before_a_round_does_not_move_a_peer_back() -> None:
 async def test_whatever_lifetime_the_other_peer_gives_its_records(
     ttl_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.optim.run.tracker.IN_FLIGHT_S", 0.0)  # no record is on its way
+    monkeypatch.setattr("manyhands.averaging.peer_records.IN_FLIGHT_S", 0.0)  # no record is on its way
     async with run_of_one() as run:
         await run.hears(BOB, ttl_s=ttl_s)
         run.tracker.move(NEXT, 20, [BOB])
@@ -315,7 +315,7 @@ async def test_what_a_peer_tells_ends_the_wait_and_no_older_record_takes_it_back
         await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
         waiting = asyncio.create_task(run.tracker.wait_until_due(5.0))
         await asyncio.sleep(0)
-        run.tracker.heard(BOB, ProgressRecord(HERE, 8, 4.0, 0, False, [], TTL_S, batch_s=1.0))
+        run.tracker.heard(BOB, PeerRecord(HERE, False, [], TTL_S, samples=8, samples_per_second=4.0, batch_s=1.0))
         async with time_limit(4.0, "hearing that the target is reached"):
             await waiting
         await run.hears(BOB, age_s=0.2, samples=4, samples_per_second=4.0, batch_s=1.0)
@@ -361,7 +361,7 @@ async def test_where_this_peer_was_is_not_published_while_a_result_is_applied() 
         run.tracker.move(NEXT, 20, [])
         while len(run.dht.stored) == num_before:
             await asyncio.sleep(0.001)
-        assert msgspec.convert(run.dht.stored[-1], ProgressRecord).position == NEXT
+        assert msgspec.convert(run.dht.stored[-1], PeerRecord).position == NEXT
 
 
 async def test_a_new_position_is_published_at_once() -> None:
@@ -375,7 +375,7 @@ async def test_a_new_position_is_published_at_once() -> None:
             run.tracker.move(NEXT, 20, [])
             while len(run.dht.stored) < 2:
                 await asyncio.sleep(0.001)
-        assert msgspec.convert(run.dht.stored[-1], ProgressRecord).position == NEXT
+        assert msgspec.convert(run.dht.stored[-1], PeerRecord).position == NEXT
 
 
 async def test_far_from_the_target_a_steady_peer_publishes_nothing_new() -> None:
@@ -408,7 +408,7 @@ async def test_a_record_tells_how_long_ago_its_samples_were_counted() -> None:
         run.tracker.report(5, 1.0)
         num_before = len(run.dht.stored)
         await until(lambda: len(run.dht.stored) >= num_before + 3)
-        last = msgspec.convert(run.dht.stored[-1], ProgressRecord)
+        last = msgspec.convert(run.dht.stored[-1], PeerRecord)
         assert 0.01 < last.counted_s_ago <= asyncio.get_running_loop().time() - counted_at
 
 

@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord, SeenRecord
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.progress import Observed, Progress, ProgressRecord, View
+from manyhands.optim.run.progress import Progress, View
 
 HERE = Position(3, b"here")
 
 
-def record(position: Position = HERE, samples: int = 0, speed: float = 0.0, **fields: Any) -> ProgressRecord:
-    return ProgressRecord(position, samples, speed, 0, fields.pop("is_client", False), [], 30.0, **fields)
+def record(position: Position = HERE, samples: int = 0, speed: float = 0.0, **fields: Any) -> PeerRecord:
+    is_client = fields.pop("is_client", False)
+    return PeerRecord(position, is_client, [], samples=samples, samples_per_second=speed, **fields)
 
 
-def view_of(*records: ProgressRecord, since: float = 0.0) -> View:
+def view_of(*records: PeerRecord, since: float = 0.0) -> View:
     """What peers have said, each at the same instant."""
-    observed = {PeerId(f"p{number}"): Observed(said, since + said.ttl_s) for number, said in enumerate(records)}
+    observed = {PeerId(f"p{number}"): SeenRecord(said, since + said.ttl_s) for number, said in enumerate(records)}
     return View(observed, HERE)
 
 

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.averaging.grid.seats import Layout, Seat
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster, Standing
 from manyhands.averaging.state.content import Origin, StateHeader
 from manyhands.averaging.state.server import StateAnswer
@@ -20,7 +22,6 @@ from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.dht.records import decode_value, encode_value
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
-from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.serializable import is_serializable
 from tests.unit.optim.fake_dht import FakeDht
 
@@ -36,16 +37,21 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
+SEATS = st.builds(Seat, st.just(Layout((3, 2))), st.integers(0, 5), COUNTS)
 RECORDS = st.one_of(
     st.builds(
-        ProgressRecord,
+        PeerRecord,
         POSITIONS,
-        COUNTS,
-        AMOUNTS,
-        COUNTS,
         st.booleans(),
         st.lists(TEXTS, max_size=3),
         AMOUNTS,
+        SEATS,
+        samples=COUNTS,
+        samples_per_second=AMOUNTS,
+        lineage_samples=COUNTS,
+        tensors=st.binary(max_size=64),
+        summary=TEXTS,
+        num_steps=COUNTS,
     ),
     st.builds(MetricsRecord, COUNTS, AMOUNTS, COUNTS, st.floats(-1e300, 1e300), COUNTS.filter(bool)),
     st.builds(HeldoutRecord, COUNTS, st.floats(-1e300, 1e300), st.floats(0, 1), st.floats(0, 1), COUNTS),

@@ -29,11 +29,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from manyhands.averaging.messages import Position, readable_addresses
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.timing import DIAL_S, IDLE_S, SHUN_S
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
-from manyhands.optim.run.progress import Claim, ProgressRecord, branch_order
+from manyhands.optim.run.progress import Claim, branch_order
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ rosters: so others count beside the members."""
 ENOUGH_VOTES = 32
 """Of more networks, this many decide, chosen at random: in a large run no peer dials all others."""
 
-Records = Mapping[PeerId, ProgressRecord]
+Records = Mapping[PeerId, PeerRecord]
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Branch:
     holders: tuple[PeerId, ...]
 
 
-def leading_branch(others: Records, own_id: PeerId, own: ProgressRecord) -> Branch:
+def leading_branch(others: Records, own_id: PeerId, own: PeerRecord) -> Branch:
     """The branch that all peers should be on: the one with the highest (global step, samples in its lineage, digest).
 
     At step 0 nothing has been learnt yet, and the highest claim wins (docs/adr/0030-initial-parameters.md). Of equal
@@ -191,7 +192,7 @@ class Belief:
         roster = self.roster() if self._has_stepped else None
         return roster.members.union(roster.former) if roster is not None and roster.members else frozenset()
 
-    def judge(self, own: ProgressRecord, records: Records) -> Judgement:
+    def judge(self, own: PeerRecord, records: Records) -> Judgement:
         """Judge the peers that claim to be ahead."""
         ahead = {peer_id: record.position for peer_id, record in records.items() if is_ahead(record, own)}
         if not any(position.step for position in ahead.values()):
@@ -206,7 +207,7 @@ class Belief:
                 break
         return Judgement(frozenset(peer_id for peer_id, position in ahead.items() if position != believed))
 
-    def other_majority(self, own: ProgressRecord, records: Records, now: float) -> Position | None:
+    def other_majority(self, own: PeerRecord, records: Records, now: float) -> Position | None:
         """The position of most peers for a while, if this peer was never there and does not follow them at once."""
         elsewhere = {
             peer_id: record.position for peer_id, record in records.items()
@@ -225,7 +226,7 @@ class Belief:
         self._outvoted_since = math.inf
         return None
 
-    def judges(self, own: ProgressRecord, records: Records) -> Poll:
+    def judges(self, own: PeerRecord, records: Records) -> Poll:
         """The peers that tell which parameters are right: those met in committed rounds, else one of each vote."""
         for electorate in self._electorates(own, records):
             if electorate.voters:
@@ -233,7 +234,7 @@ class Belief:
                 return Poll({peer_id: vote for vote, peer_id in each.items()}, electorate.num_open)
         return Poll({}, num_open=0)
 
-    def _electorates(self, own: ProgressRecord, records: Records) -> Iterator[_Electorate]:
+    def _electorates(self, own: PeerRecord, records: Records) -> Iterator[_Electorate]:
         members = self._members()
         met = {peer_id: str(peer_id) for peer_id in (members or self._met.keys()) if peer_id in records}
         is_member = self._own_id in members
@@ -255,7 +256,7 @@ class Belief:
 
 
 def sample(
-    records: Records, vote_of: Callable[[PeerId, ProgressRecord], str | None], rank: Callable[[PeerId], float]
+    records: Records, vote_of: Callable[[PeerId, PeerRecord], str | None], rank: Callable[[PeerId], float]
 ) -> tuple[dict[PeerId, str], list[PeerId]]:
     """The peers that vote on where the run is, each with the name of its vote, and those that must be dialled first.
 
@@ -312,17 +313,17 @@ def held_by_most(records: Records, vouched: Collection[PeerId] = ()) -> Position
 
 def believed_by_a_newcomer(
     records: Records, vouched: Collection[PeerId], poll: Callable[[Records], Poll]
-) -> dict[PeerId, ProgressRecord]:
+) -> dict[PeerId, PeerRecord]:
     """The records of the branch that most peers are on, for a peer that has met none, such as an evaluator.
 
     Empty while it cannot tell.
     """
-    nowhere = ProgressRecord(Position(0, b""), 0, 0.0, 0, is_client=True, addresses=[], ttl_s=0.0)
+    nowhere = PeerRecord(Position(0, b""), is_client=True, addresses=[])
     doubted, still_open = Belief(PeerId(""), lambda: vouched, poll).judge(nowhere, records)
     return {} if still_open else {peer_id: record for peer_id, record in records.items() if peer_id not in doubted}
 
 
-def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
+def is_ahead(record: PeerRecord, own: PeerRecord) -> bool:
     """Whether a record is of a higher branch."""
     return record.position != own.position and branch_order(record) > branch_order(own)
 
@@ -375,7 +376,7 @@ class BranchChoice:
             gone: by the record of a peer that it believes, or by a state that it began to download.
     """
 
-    def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
+    def __init__(self, own_id: PeerId, own: PeerRecord, is_connected: Callable[[PeerId], bool]) -> None:
         self.belief = Belief(own_id)
         self.believed: Records = {}
         self.is_joining = True
@@ -389,7 +390,7 @@ class BranchChoice:
         self._shunned: dict[PeerId, _Shunned] = {}
         self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
 
-    def look(self, own: ProgressRecord, records: Records, now: float) -> None:
+    def look(self, own: PeerRecord, records: Records, now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
         self._own, self._records = own, records
         if own.position not in self.belief.been_at:

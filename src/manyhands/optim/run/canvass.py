@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from manyhands.averaging.messages import readable_addresses
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.timing import DIAL_S, SHUN_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import Poll, Records, sample, vote_from
-from manyhands.optim.run.progress import ProgressRecord
 from manyhands.rpc import Endpoint
 from manyhands.rpc.backoff import TooEarly
 from manyhands.runtime import TaskOwner
@@ -83,7 +83,7 @@ class Canvass:
         await wait_at_most(self._has_news, DIAL_TIMEOUT_S)
         return True
 
-    def _vote_of(self, peer_id: PeerId, record: ProgressRecord) -> str | None:
+    def _vote_of(self, peer_id: PeerId, record: PeerRecord) -> str | None:
         if not record.addresses:  # it dialled this peer, so the address that is seen may be that of a router
             host = self._endpoint.host_of(peer_id)
             return vote_from(host, host) if host else ""

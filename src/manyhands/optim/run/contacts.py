@@ -17,12 +17,13 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from manyhands.averaging.messages import Position, readable_addresses
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.timing import ANSWER_S, DIAL_S
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
+from manyhands.optim.run.progress import StrandedNotice
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.peer import Presence
 from manyhands.rpc.method import Method, RequestT, ResponseT
@@ -44,7 +45,7 @@ class WhereAreYou(msgspec.Struct):
 
 
 class HereIAm(msgspec.Struct):
-    record: ProgressRecord
+    record: PeerRecord
 
 
 class TellResponse(msgspec.Struct):
@@ -186,7 +187,7 @@ class Contacts:
 
     def warn_if_stranded(self) -> None:
         """Warn every minute while no trainer of the run can be dialled."""
-        trainers, ways_in = list[ProgressRecord](), list[str]()
+        trainers, ways_in = list[PeerRecord](), list[str]()
         if self._tracker.is_stranded():
             trainers = [self._tracker.own, *self._tracker.trainers().values()]
             ways_in = [f"{text}/p2p/{one.peer_id}" for one in self._presence.dht.contacts() for text in one.addresses]

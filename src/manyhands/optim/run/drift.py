@@ -23,13 +23,14 @@ from typing import NamedTuple
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, NUM_VALUES, disagreement_of, packed, unpacked
 from manyhands.averaging.state.content import State
 from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.run.branches import Poll
-from manyhands.optim.run.progress import ProgressReader, ProgressRecord
+from manyhands.optim.run.progress import ProgressReader
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class Drift:
             sketches[self.own_id] = own.sums
         return distances(sketches, num_others + 1, self.bound, own.size)
 
-    def _told_at(self, position: Position) -> tuple[dict[PeerId, ProgressRecord], int]:
+    def _told_at(self, position: Position) -> tuple[dict[PeerId, PeerRecord], int]:
         """The records with sums at a position, and how many others count in all, also those still to be dialled."""
         judges, observed = self.judges(), self.reader.observed()
         counted = {peer_id: observed[peer_id] for peer_id in judges.voters if peer_id in observed}

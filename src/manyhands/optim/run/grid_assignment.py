@@ -25,9 +25,9 @@ from manyhands.averaging.grid.seats import (
     step_from,
 )
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.tracker import ProgressTracker
 
 
@@ -148,7 +148,7 @@ class GridAssignment:
         if self._step is not None:
             self._number = self._step.first_round
 
-    def _step_among(self, here: Position, records: Mapping[PeerId, ProgressRecord]) -> Step | None:
+    def _step_among(self, here: Position, records: Mapping[PeerId, PeerRecord]) -> Step | None:
         own = self.tracker.own.seat
         if not own.layout.sides and not self._begins_grid(records):
             self.is_settled = True
@@ -167,7 +167,7 @@ class GridAssignment:
             self.tracker.sit(Seat(layout, step.cell, first_round))  # the others could not have predicted it
         return step
 
-    def _begins_grid(self, records: Mapping[PeerId, ProgressRecord]) -> bool:
+    def _begins_grid(self, records: Mapping[PeerId, PeerRecord]) -> bool:
         """Whether this peer, which has no seat, should take one beside the other trainers at this position."""
         if self.tracker.num_together:
             return self.tracker.num_together > self.max_group_size

@@ -1,4 +1,4 @@
-"""The progress of the collaboration, from the DHT records of its peers.
+"""The progress of the collaboration, from the DHT records of its peers (:mod:`manyhands.averaging.peer_records`).
 
 A record says how many samples its peer had, when, and how fast it computes; a later reader extrapolates from it. So far
 from the target a peer publishes only what the others could not have predicted. Predictions only decide when to publish
@@ -16,18 +16,22 @@ import logging
 import math
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from manyhands.averaging.grid.seats import NO_SEAT, Seat
-from manyhands.averaging.messages import Count, Position
-from manyhands.averaging.peer_records import KEEP_ALIVES, PeerRecords, SeenRecord
-from manyhands.averaging.sketch import MAX_SKETCH_BYTES
-from manyhands.averaging.timing import ANSWER_S, DAY_S, LOG_S, MOMENT_S, REMIND_S
+from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import (
+    KEEP_ALIVES,
+    MAX_TTL_S,
+    PROGRESS_KIND,
+    PeerRecord,
+    PeerRecords,
+    SeenRecord,
+)
+from manyhands.averaging.timing import ANSWER_S, LOG_S, MOMENT_S, REMIND_S
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted, shell_option
-from manyhands.dht import DhtNode, Schema
+from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
 from manyhands.rpc import Endpoint
 
@@ -46,10 +50,8 @@ NEWS_SPEED = 0.2
 CROWD = 40
 MAX_CROWD_FACTOR = 6.0
 MAX_COUNT = 2**53
-MAX_TTL_S = DAY_S
 MAX_SPEED = 1e9
 """The most samples per second that are believed: sums of strangers' numbers stay exact."""
-MAX_WALL_TIME_S = 1e11  # the year 5138
 
 
 class Claim(enum.IntEnum):
@@ -59,52 +61,6 @@ class Claim(enum.IntEnum):
     JOINED = 1  # when it joined, another peer had signed the settings of the run, and none was there to load from
     BEGAN = 2  # it was the first to sign the settings of the run, or has loaded the parameters of that peer
     TOLD = 3  # its user says that its parameters are those of the run, or it has loaded the parameters of that peer
-
-
-class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What a peer publishes about itself, under its own signature.
-
-    Attributes:
-        samples: accumulated since the last global step, and counted ``counted_s_ago`` seconds before publication.
-        lineage_samples: samples in all the committed steps that led to this position.
-        is_client: it cannot be dialled.
-        batch_s: seconds for a batch; 0 if not known yet.
-        seat: its place among the groups of a run that is too large for one.
-        sketch: sums of its parameters after its last step, as float32; see :mod:`manyhands.optim.run.drift`.
-        sketch_step: the global step that this led to; 0 without one.
-        is_auxiliary: it has no data; it averages with the others, and may lead where none of them can.
-        began_at: start of its process, by its own wall clock, which tells two processes with one identity apart.
-        claim: at step 0, why the run should begin from its parameters; see :class:`Claim`.
-    """
-
-    position: Position
-    samples: Count
-    samples_per_second: float
-    lineage_samples: Count
-    is_client: bool
-    addresses: list[str]
-    ttl_s: float
-    counted_s_ago: float = 0.0
-    batch_s: float = 0.0
-    seat: Seat = NO_SEAT
-    sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""
-    sketch_step: Count = 0
-    is_auxiliary: bool = False
-    began_at: float = 0.0
-    claim: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
-
-    def __post_init__(self) -> None:
-        numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago, self.batch_s)
-        if not (all(0 <= number < math.inf for number in numbers) and 0 <= self.began_at < MAX_WALL_TIME_S):
-            raise ValueError("speeds and times are finite and >= 0")
-
-
-PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
-Observed: TypeAlias = SeenRecord[ProgressRecord]
-
-
-def progress_key(run_id: str) -> str:
-    return f"{run_id}.progress"
 
 
 @dataclass(frozen=True)
@@ -121,13 +77,13 @@ class Progress:
     eta_s: float
 
 
-def reckoned_samples(record: ProgressRecord, age_s: float) -> float:
+def reckoned_samples(record: PeerRecord, age_s: float) -> float:
     """The samples that a peer has if it goes on at its published speed, ``age_s`` seconds after it has published."""
     samples = record.samples + min(record.samples_per_second, MAX_SPEED) * _since_count_s(record, age_s)
     return min(MAX_COUNT, samples)
 
 
-def samples_with_batch(record: ProgressRecord, age_s: float) -> int:
+def samples_with_batch(record: PeerRecord, age_s: float) -> int:
     """The predicted samples at the end of the peer's current batch; without its duration those counted."""
     if (batch_s := record.batch_s) <= 0:
         return record.samples
@@ -136,13 +92,13 @@ def samples_with_batch(record: ProgressRecord, age_s: float) -> int:
     return min(record.samples + round(min(more, MAX_COUNT)), MAX_COUNT)
 
 
-def _since_count_s(record: ProgressRecord, age_s: float) -> float:
+def _since_count_s(record: PeerRecord, age_s: float) -> float:
     """Seconds since a peer counted its samples, as far as its record is relied on."""
     ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, products are numbers
     return min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
 
 
-def busy_s(record: ProgressRecord, age_s: float) -> float:
+def busy_s(record: PeerRecord, age_s: float) -> float:
     """Predicted seconds until the end of a peer's batch; 0 if unknown, or if it has counted nothing for two batches."""
     elapsed_s = age_s + min(record.counted_s_ago, MAX_TTL_S)
     return record.batch_s - elapsed_s % record.batch_s if 0 <= elapsed_s < 2 * record.batch_s else 0.0
@@ -154,7 +110,7 @@ def crowd_factor(num_peers: int) -> float:
 
 
 def is_news(
-    published: ProgressRecord, age_s: float, own: ProgressRecord, target_batch_size: int, num_peers: int, is_near: bool
+    published: PeerRecord, age_s: float, own: PeerRecord, target_batch_size: int, num_peers: int, is_near: bool
 ) -> bool:
     """Whether a peer must publish ``own``, as the others could not have predicted it from the record ``published``.
 
@@ -183,13 +139,13 @@ def sum_of_samples(numbers: Iterable[float]) -> int:
     return round(min(math.fsum(numbers), MAX_COUNT))
 
 
-def branch_order(record: ProgressRecord) -> tuple[int, int, int, bytes]:
+def branch_order(record: PeerRecord) -> tuple[int, int, int, bytes]:
     """Orders the branches of a run: the higher one wins."""
     claim = record.claim if record.position.step == 0 else 0
     return (record.position.step, claim, record.lineage_samples, record.position.lineage)
 
 
-def gone_to(seen: Observed, position: Position, lineage_samples: int, now: float) -> Observed:
+def gone_to(seen: SeenRecord, position: Position, lineage_samples: int, now: float) -> SeenRecord:
     """The record of a peer that has just gone to a position, by what others know of it."""
     record = msgspec.structs.replace(
         seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0,
@@ -198,16 +154,13 @@ def gone_to(seen: Observed, position: Position, lineage_samples: int, now: float
     return SeenRecord(record, seen.expires_at, is_direct=True)
 
 
-class ProgressReader(PeerRecords[ProgressRecord]):
+class ProgressReader(PeerRecords):
     """The progress records of a run; sufficient for a peer that only watches."""
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, min_period_s: float = 0.0) -> None:
-        super().__init__(endpoint, dht, progress_key(run_id), PROGRESS, min_period_s)
+        super().__init__(endpoint, dht, run_id, PROGRESS_KIND, min_period_s)
 
-    def records(self) -> dict[PeerId, ProgressRecord]:
-        return {peer_id: seen.record for peer_id, seen in self.observed().items()}
-
-    def trainers(self) -> dict[PeerId, ProgressRecord]:
+    def trainers(self) -> dict[PeerId, PeerRecord]:
         """The records of the peers that train, wherever in the run they are."""
         return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
 
@@ -229,7 +182,7 @@ class View:
 
     def __init__(
         self,
-        observed: Mapping[PeerId, Observed],
+        observed: Mapping[PeerId, SeenRecord],
         position: Position,
         missing: Container[PeerId] = (),
     ) -> None:
@@ -241,7 +194,7 @@ class View:
         self._samples = sum([seen.record.samples for seen in self.trainers.values()])
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 
-    def progress(self, own: ProgressRecord | None, target_batch_size: int, now: float | None = None) -> Progress:
+    def progress(self, own: PeerRecord | None, target_batch_size: int, now: float | None = None) -> Progress:
         """The progress of all trainers together, with this peer if it trains; ``own`` is None if it only watches.
 
         Args:
@@ -292,7 +245,7 @@ class StrandedNotice:
         self._run_id = run_id
         self._due_at = math.inf
 
-    def look(self, trainers: Collection[ProgressRecord], addresses: Sequence[str], now: float) -> None:
+    def look(self, trainers: Collection[PeerRecord], addresses: Sequence[str], now: float) -> None:
         """Look whether to warn.
 
         Args:
@@ -316,7 +269,7 @@ class StrandedNotice:
             )  # fmt: skip
 
 
-def _whose_gradients_are_kept(trainers: Collection[ProgressRecord]) -> str:
+def _whose_gradients_are_kept(trainers: Collection[PeerRecord]) -> str:
     """Those of the leading position: the others must load its state first, and clients get none from each other."""
     best = max(trainers, key=branch_order).position
     num_others = sum(record.position != best for record in trainers)

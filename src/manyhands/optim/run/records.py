@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.peer_records import GOODBYE, MAX_TTL_S, PEER_RECORD, PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import is_run_id
 from manyhands.base.text import counted
@@ -17,7 +17,6 @@ from manyhands.dht import DhtNode, Schema
 from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, manifest_key, read_manifest
 from manyhands.optim.metrics import AccountRecord, HeldoutRecord, MetricsRecord, metrics_key
 from manyhands.optim.run.beginning import BEGINNING, beginning_key, peers_beginning
-from manyhands.optim.run.progress import MAX_TTL_S, PROGRESS, ProgressRecord, progress_key
 
 MAX_RUNS = 64
 """Runs whose peers are counted, besides the wanted one."""
@@ -26,7 +25,7 @@ SHOWN_RUNS = 8
 
 def declare_run(dht: DhtNode, run_id: str) -> None:
     """Make the node of a peer of the run refuse, and not return, records that do not fit."""
-    dht.declare(progress_key(run_id), PROGRESS)
+    dht.declare(peer_key(run_id, PROGRESS_KIND), PEER_RECORD)
     dht.declare(beginning_key(run_id), BEGINNING)
     for kind in (MetricsRecord, HeldoutRecord, AccountRecord):
         dht.declare(metrics_key(run_id, kind), Schema(kind, is_owned=True, max_ttl_s=MAX_TTL_S))
@@ -44,7 +43,7 @@ class Run(NamedTuple):
 
     run_id: str
     manifest: RunManifest | None
-    peers: dict[PeerId, ProgressRecord]
+    peers: dict[PeerId, PeerRecord]
     signers: Sequence[PeerId]
     beginners: Sequence[PeerId] = ()
 
@@ -63,11 +62,13 @@ class Run(NamedTuple):
 
 async def look_up_run(dht: DhtNode, run_id: str, expected: bytes = b"") -> Run:
     """Read the settings of a run and its peers' records; the arguments and errors are those of ``read_manifest``."""
-    signed, progress = await asyncio.gather(read_manifest(dht, run_id, expected), dht.get(progress_key(run_id)))
+    signed, progress = await asyncio.gather(
+        read_manifest(dht, run_id, expected), dht.get(peer_key(run_id, PROGRESS_KIND))
+    )
     peers = {}
     for subkey, stored in progress.items():
         with suppress(msgspec.DecodeError):
-            if stored.owner == subkey and (record := PROGRESS.decode(stored.raw)) != GOODBYE:
+            if stored.owner == subkey and (record := PEER_RECORD.decode(stored.raw)) != GOODBYE:
                 peers[PeerId(subkey)] = record
     if signed is None:
         return Run(run_id, None, peers, [], await peers_beginning(dht, run_id))

@@ -11,9 +11,9 @@ import msgspec
 
 from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import SeenRecord
+from manyhands.averaging.peer_records import MAX_TTL_S, PeerRecord, SeenRecord
 from manyhands.averaging.roster import Roster
-from manyhands.averaging.timing import DIAL_S, IDLE_S, MOMENT_S
+from manyhands.averaging.timing import DIAL_S, IDLE_S
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -22,12 +22,9 @@ from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice, Poll
 from manyhands.optim.run.progress import (
-    MAX_TTL_S,
     Claim,
-    Observed,
     ProgressLog,
     ProgressReader,
-    ProgressRecord,
     View,
     branch_order,
     crowd_factor,
@@ -44,8 +41,6 @@ logger = logging.getLogger(__name__)
 READ_TIMEOUT_S = DIAL_S
 WHOLE_READ_PERIOD_S = DIAL_S
 """Period of reads from most holders of the records."""
-IN_FLIGHT_S = MOMENT_S
-"""How long a record may travel from its owner to its reader."""
 IDLE_BATCHES = 5
 """A trainer's record is no longer published after ``IDLE_S``, and so many batches, without a new sample."""
 MAX_IN_NEED = 2
@@ -88,11 +83,10 @@ class ProgressTracker(ProgressReader):
         self.num_together = 0
         self.roster: Callable[[], Roster] = Roster
         self.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
-        self._run_id = run_id
         self._config = config
         self._log = ProgressLog()
-        self.own = ProgressRecord(
-            position, 0, 0.0, 0, endpoint.client_mode, self._addresses(), config.ttl_s, is_auxiliary=is_auxiliary,
+        self.own = PeerRecord(
+            position, endpoint.client_mode, self._addresses(), config.ttl_s, is_auxiliary=is_auxiliary,
             began_at=began_at,
         )  # fmt: skip
         self._counted_at = 0.0  # loop time, when the samples were counted
@@ -220,7 +214,7 @@ class ProgressTracker(ProgressReader):
                 return
         self.publish_soon(urgently=urgently)
 
-    def _record_to_publish(self) -> ProgressRecord | None:
+    def _record_to_publish(self) -> PeerRecord | None:
         if self.is_moving or self.is_idle or self.has_lost_run():  # others would begin a run with it
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
@@ -253,15 +247,10 @@ class ProgressTracker(ProgressReader):
         if self.twin.is_to_be_told(now):
             self.publish_soon()
 
-    def _is_outdated(self, known: Observed, news: Observed) -> bool:
-        here, there = known.record.position, news.record.position
-        says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
-        return says_less and known.is_direct and news.since <= known.since + IN_FLIGHT_S
-
-    def _look_at_own(self, seen: Observed, now: float) -> None:
+    def _look_at_own(self, seen: SeenRecord, now: float) -> None:
         self.twin.seen(seen.record.began_at, seen.since, now)
 
-    def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
+    def heard(self, peer_id: PeerId, record: PeerRecord) -> None:
         """Take over the progress that a peer has sent directly."""
         record = msgspec.structs.replace(record, ttl_s=min(record.ttl_s, MAX_TTL_S))
         self._keep(peer_id, SeenRecord(record, asyncio.get_running_loop().time() + record.ttl_s, is_direct=True))

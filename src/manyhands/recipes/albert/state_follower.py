@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.state.content import State
 from manyhands.averaging.state.download import MAX_DOWNLOAD_S
 from manyhands.base.errors import Timeout, Unavailable
@@ -15,7 +16,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.loading import MAX_POSITIONS, askable, leading_donors
 from manyhands.optim.local_steps import LocalReplica
 from manyhands.optim.run.canvass import Canvass
-from manyhands.optim.run.progress import ProgressReader, ProgressRecord
+from manyhands.optim.run.progress import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
 from manyhands.optim.step.replica import manifest_of
@@ -124,10 +125,10 @@ class StateFollower:
             self._peer.sleep(RETRY_PERIOD_S)
         return None
 
-    def _look(self) -> dict[PeerId, ProgressRecord]:
+    def _look(self) -> dict[PeerId, PeerRecord]:
         """Progress of the peers that can provide the state."""
 
-        async def look() -> dict[PeerId, ProgressRecord]:
+        async def look() -> dict[PeerId, PeerRecord]:
             self._peer.presence.check_own(self._run_id)
             await self._reader.refresh()
             return askable(self._reader.records(), self._peer.endpoint)
@@ -138,7 +139,7 @@ class StateFollower:
             logger.warning("cannot read the records of the run: %s; trying again", error)
             return {}
 
-    def _leading(self, records: Mapping[PeerId, ProgressRecord]) -> tuple[Position, list[PeerId]] | None:
+    def _leading(self, records: Mapping[PeerId, PeerRecord]) -> tuple[Position, list[PeerId]] | None:
         presence = self._peer.presence
         leading = leading_donors(records, self._canvass, presence.rng, presence.vouched(self._run_id))
         try:
