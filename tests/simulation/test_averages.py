@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 
 import msgspec
@@ -20,7 +21,7 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.peer import Presence
 from manyhands.testing import Host, World
 from manyhands.testing.blocking import SimPeer, run_blocking
-from tests.simulation.averages import NUMEL, start_averages
+from tests.simulation.averages import CONFIG, NUMEL, start_averages
 from tests.simulation.worlds import join
 from tests.sweeps import few_of
 
@@ -110,12 +111,13 @@ def test_a_peer_that_publishes_made_up_places_does_not_stop_the_others(seed: int
         finally:
             await presence.stop()
 
-    tensors = TensorList([torch.zeros(NUMEL)]).fingerprint()
+    settings = f"codec {CONFIG.codec}; groups of up to {CONFIG.max_group_size}"
+    tensors = hashlib.sha256(TensorList([torch.zeros(NUMEL)]).fingerprint() + settings.encode()).digest()
     honest = msgspec.structs.asdict(PeerRecord(first_position("simulated"), False, [], tensors=tensors))
     world.start("liar", lie)
     world.run(90.0)
     assert averages.num_rounds >= 20
-    assert all(time > 75 and num_members == 3 for time, num_members in averages.times.values()), averages.times
+    assert all(time > 75 and num_members >= 2 for time, num_members in averages.times.values()), averages.times
 
 
 @pytest.mark.parametrize("come_s", [22.6, 22.7, 22.8, 22.9, 23.0, 23.1, 23.2])
