@@ -769,7 +769,7 @@ async def test_a_group_that_is_not_for_this_peer_is_refused(spoil: Callable[[Gro
 
         async def lie(remote: PeerId, request: JoinRequest) -> JoinResponse:
             own = Member(liar.peer_id, [str(address) for address in liar.endpoint.addresses], False, 1.0)
-            group = Group(b"id", liar.peer_id, request.position, [own, request.member])
+            group = Group(b"nonce", liar.peer_id, request.position, [own, request.member])
             return JoinResponse(spoil(group, request.member))
 
         liar.run.unhandle(JOIN)
@@ -876,6 +876,59 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
             liar.run.handle(method, handler)
         lying, tasks = start([liar]), start(others)
         await aborted_then_committed_without(liar, others, tasks)
+        await end(lying)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda group: replace_group(group, late=2),
+        lambda group: replace_group(group, members=[changed(group.members[0], weight=7.0), *group.members[1:]]),
+    ],
+    ids=["late", "weight"],
+)
+async def test_a_leader_that_tells_one_member_another_group_does_not_part_it_from_the_others(
+    change: Callable[[Group], Group],
+) -> None:
+    """It counts the votes itself, so the members notice it among themselves: they do not meet in the exchange."""
+    async with averagers(4, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
+        liar, *others = by_id(members)
+        join, count, ask = (
+            liar.averager.matchmaker._on_join,
+            liar.averager._answers._on_vote,
+            liar.averager._answers._on_ask,
+        )
+        told: list[Group] = []
+
+        async def tell(remote: PeerId, request: JoinRequest) -> JoinResponse:
+            response = await join(remote, request)
+            assert response.group is not None
+            if remote == others[-1].peer_id:
+                told[:] = [response.group, change(response.group)]
+                return JoinResponse(told[1])
+            return response
+
+        def own_id(group_id: bytes) -> bytes:
+            return told[0].group_id if told and group_id == told[1].group_id else group_id
+
+        def take(remote: PeerId, vote: Vote) -> Received:
+            return count(remote, msgspec.structs.replace(vote, group_id=own_id(vote.group_id)))
+
+        async def answer(remote: PeerId, query: VerdictQuery) -> Verdict:
+            verdict = await ask(remote, msgspec.structs.replace(query, group_id=own_id(query.group_id)))
+            if remote == others[-1].peer_id and (manifest := verdict.manifest) is not None:
+                fitting = told[1].manifest(manifest.digest, manifest.parts, {0, 1, 2, 3} - manifest.left_out)
+                return msgspec.structs.replace(verdict, manifest=fitting)
+            return verdict
+
+        for method, handler in ((JOIN, tell), (VOTE, take), (ASK_VERDICT, answer)):
+            liar.run.unhandle(method)
+            liar.run.handle(method, handler)
+        lying, tasks = start([liar]), start(others)
+        results = await outcomes(tasks, 20.0)
+        held = [one for one in results if isinstance(one, CommittedRound) and one.averaged_N is not None]
+        assert len({one.manifest.fingerprint() for one in held}) == 1, results
+        assert len(held) == 2
         await end(lying)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
+from blake3 import blake3
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ProtocolViolation
@@ -90,10 +91,11 @@ class Member(msgspec.Struct, frozen=True):
     bandwidth: Bandwidth = 0  # unknown
 
 
-class Group(msgspec.Struct, frozen=True):
+class Group(msgspec.Struct, frozen=True, dict=True):
     """A formed group; a member's rank is its index in ``members``.
 
     Attributes:
+        nonce: chosen by the leader, so that no two groups are alike.
         min_span_numel: smallest span in elements; a short vector is not reduced by all members.
         chunk_numel: the most elements that are encoded and reduced at once.
         codec: see docs/reference/wire.md.
@@ -101,7 +103,7 @@ class Group(msgspec.Struct, frozen=True):
         late: one of :class:`Late`.
     """
 
-    group_id: Digest
+    nonce: Digest
     leader: PeerIdText
     position: Position
     members: list[Member]
@@ -110,6 +112,11 @@ class Group(msgspec.Struct, frozen=True):
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
     time_left_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
     late: LateNumber = 0
+
+    @functools.cached_property
+    def group_id(self) -> bytes:
+        """A digest of all of the group: those whom the leader tells another group do not meet in a round."""
+        return blake3(msgspec.msgpack.encode(self)).digest(NAME_BYTES)
 
     def rank_of(self, peer_id: PeerId) -> int | None:
         """The rank of a peer, or None when it is not a member."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.presence import next_position
+from manyhands.averaging.round.exchange import stream_id
 from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import AT, group_of, peer
 
@@ -38,7 +40,7 @@ def test_a_manifest_names_everybody_by_rank() -> None:
     group = msgspec.structs.replace(group_of(3, weights=[1.0, 0.0, 2.5], clients=[0, 2]), late=Late.GUESTS)
     manifest = group.manifest(b"digest", members=[0, 1])
     ids, weights, marks = [peer(0), peer(1), peer(2)], [1.0, 0.0, 2.5], [1, 2, 1 + 4]
-    assert manifest == RoundManifest(b"group", AT, 1, ids, weights, marks, b"digest", late=1)
+    assert manifest == RoundManifest(group.group_id, AT, 1, ids, weights, marks, b"digest", late=1)
     assert manifest.left_out == {2}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=RoundManifest) == manifest
 
@@ -60,12 +62,34 @@ def test_lineages_part_at_any_difference(change: str) -> None:
     assert next_position(AT, changed) != next_position(AT, manifest)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nonce": b"another"},
+        {"leader": peer(1)},
+        {"position": Position(4, b"lineage")},
+        {"late": Late.MEMBERS},
+        {"codec": 1},
+        {"time_left_s": 1.0},
+        {"members": [Member(peer(rank), [], False, 1.0 + rank) for rank in range(3)]},
+        {"members": [Member(peer(rank), ["/ip4/10.0.0.1/tcp/1"], False, 1.0) for rank in range(3)]},
+    ],
+    ids=str,
+)
+def test_another_group_has_another_id(changes: dict[str, Any]) -> None:
+    group = group_of(3)
+    other = msgspec.structs.replace(group, **changes)
+    assert other.group_id != group.group_id == group_of(3).group_id
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(other), type=Group).group_id == other.group_id
+    assert stream_id(other, 1, (0, 1)) != stream_id(group, 1, (0, 1)) != stream_id(group, 1, (0, 2))
+
+
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, -math.inf, 1e300, "1"])
 def test_a_weight_that_would_spoil_the_mean_is_not_even_decoded(weight: object) -> None:
     member = {"peer_id": peer(0), "addresses": [], "is_client": False, "weight": weight}
     position = {"step": 0, "lineage": b""}
     join = {"run_fingerprint": b"", "position": position, "member": member}
-    group = {"group_id": b"", "leader": peer(0), "position": position, "members": [member]}
+    group = {"nonce": b"", "leader": peer(0), "position": position, "members": [member]}
     for message, kind in ((join, JoinRequest), ({"group": group}, JoinResponse)):
         with pytest.raises(msgspec.ValidationError, match="weight"):
             msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)

@@ -35,7 +35,7 @@ GROUP = group_of(3, weights=[1.0, 0.0, 2.5])
 OTHERS = [
     group_of(2),
     group_of(3),
-    msgspec.structs.replace(GROUP, group_id=b"another"),
+    msgspec.structs.replace(GROUP, nonce=b"another"),
     msgspec.structs.replace(GROUP, members=GROUP.members[::-1]),
 ]
 HELD = Vote(b"group", 0, b"digest")
@@ -100,6 +100,14 @@ def test_other_contributors_than_a_member_has_heard_are_not_believed() -> None:
     assert outcome_of(member(), Verdict(True, other)) is not None, "it may hold less than the others"
 
 
+def test_a_result_of_an_exchange_with_this_member_is_not_one_without_it() -> None:
+    """Else a leader could tell each member another list of those that it has left out."""
+    group = group_of(4)
+    assert outcome_of(member(group), Verdict(True, group.manifest(b"digest", members=[0, 1, 3]))) is None
+    another = group.manifest(b"another digest", members=[0, 1, 3])
+    assert outcome_of(member(group), Verdict(True, another)) is not None
+
+
 @pytest.mark.parametrize(
     "again",
     [
@@ -110,6 +118,7 @@ def test_other_contributors_than_a_member_has_heard_are_not_believed() -> None:
         Again(1, [0, 1]),  # without this member
         Again(0, [0, 2]),
         Again(2, [0, 2]),
+        Again(1, [2]),  # no majority
     ],
 )
 def test_orders_that_a_member_cannot_follow_are_refused(again: Again) -> None:
@@ -147,7 +156,7 @@ def test_a_leader_cannot_claim_that_it_has_left_others_out() -> None:
 
 def test_a_member_that_was_left_out_believes_who_the_others_were() -> None:
     group = group_of(4)
-    assert outcome_of(member(group), Verdict(True, group.manifest(b"digest", members=[0, 1]))) is not None
+    assert outcome_of(member(group), Verdict(True, group.manifest(b"another digest", members=[0, 1]))) is not None
 
 
 def test_only_members_are_blamed() -> None:

@@ -112,7 +112,7 @@ class Matchmaker:
         if self._tasks.is_closed:
             raise RoundAborted("this peer leaves the run")
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
-        self._own = Member(self._endpoint.peer_id, addresses, self._endpoint.client_mode, weight, bandwidth)
+        self._own = Member(self._endpoint.peer_id, addresses, self._endpoint.client_mode, float(weight), bandwidth)
         self._ends_at = self._loop.time() + timeout_s
         found: asyncio.Future[Group] = self._loop.create_future()
         self._found, is_broken_off = found, True

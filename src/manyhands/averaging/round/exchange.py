@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import Memory, empty_vector
-from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Vote
+from manyhands.averaging.messages import MAX_REASON_LENGTH, NAME_BYTES, Accusation, Group, Vote
 from manyhands.averaging.round.limits import MemberLimits, joined, outsized, usual_norm
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.timing import ANSWER_S, MOMENT_S, hasty_s
@@ -37,11 +37,11 @@ OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
 
 
-def stream_id(group: Group, exchange: int) -> bytes:
-    """The id of an exchange's streams; for the first one it is the group's."""
+def stream_id(group: Group, exchange: int, members: Sequence[int]) -> bytes:
+    """The id of an exchange's streams, so that all who meet in it know the same members; at first it is the group's."""
     if exchange == 0:
         return group.group_id
-    return blake3(msgspec.msgpack.encode((group.group_id, exchange))).digest(16)
+    return blake3(msgspec.msgpack.encode((group.group_id, exchange, members))).digest(NAME_BYTES)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -197,7 +197,7 @@ class Exchange:
     async def _average(self, butterfly: Butterfly) -> None:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
         group, rank = self.contribution.group, self.contribution.rank
-        name, is_whole = stream_id(group, self.number), False
+        name, is_whole = stream_id(group, self.number, self.members), False
         monitor = StragglerMonitor(self.endpoint, group, rank, butterfly, self.streams, self.ends_at, self.doubted)
         opening: dict[int, asyncio.Task[RoundStream]] = {}
         watching: list[asyncio.Task[None]] = []

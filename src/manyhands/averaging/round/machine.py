@@ -293,16 +293,23 @@ class Round:
             is_of_group = manifest == self.group.manifest(manifest.digest, manifest.parts, self._members_of(manifest))
             if not (verdict.is_known and is_of_group and _are_whole(self.group, manifest.parts)):
                 return "a verdict that is not about the group it was asked about"
-            if self._vote is not None and manifest.digest == self._vote.digest and manifest.parts != self._vote.parts:
+            if self._vote is not None and manifest.digest == self._vote.digest and not self._has_heard(manifest):
                 return "a verdict that names other contributors than this member has heard"
         if again is None:
             return ""
         ranks, number = again.members, again.exchange
         is_next = self.state is State.VOTED and number == self.exchange + 1 < MAX_EXCHANGES
-        is_sound = ranks == sorted(set(ranks)) and all(other < len(self.group.members) for other in ranks)
+        num_members = len(self.group.members)
+        is_sound = ranks == sorted(set(ranks)) and all(other < num_members for other in ranks)
+        is_sound = is_sound and 2 * len(ranks) > num_members  # fewer could not commit
         if verdict.is_known or not (is_next and is_sound and self.rank in ranks and includes_values(self.group, ranks)):
             return "an order that this member cannot follow"
         return ""
+
+    def _has_heard(self, manifest: RoundManifest) -> bool:
+        """Whether the contributors are those of the exchange in which this member was."""
+        assert self._vote is not None
+        return manifest.parts == self._vote.parts and self.rank not in manifest.left_out
 
     def _members_of(self, manifest: RoundManifest) -> frozenset[int]:
         """The members that can have been in the last exchange of a committed round.
