@@ -292,7 +292,7 @@ class Roster(msgspec.Struct, frozen=True):
             0,
             former[-MAX_FORMER:],
         )
-        return after._with_new_members()
+        return after._with_new_members(result.complete)
 
     def _with_turns(self, attendance: Attendance, skipped: set[PeerId], number: int) -> Roster:
         """The roster after a round without most members: only whose turn is over, and whether there was trouble."""
@@ -347,14 +347,14 @@ class Roster(msgspec.Struct, frozen=True):
         leaders = self.leaders()
         return set(leaders[: leaders.index(leader)] if leader in leaders else leaders)
 
-    def _with_new_members(self) -> Roster:
-        """Promote guests that qualify, if it is calm: at most a quarter of the members, and at least one."""
+    def _with_new_members(self, complete: Collection[PeerId]) -> Roster:
+        """Promote guests that qualify by this round, if it is calm: at most a quarter of the members, at least one."""
         if not self.is_calm:
             return self
         qualified = [
             peer_id
             for peer_id, standing in sorted(self.standings.items())
-            if standing.complete >= QUALIFYING and not standing.is_member and standing.missed == 0
+            if standing.complete >= QUALIFYING and not standing.is_member and peer_id in complete
         ]
         promoted = qualified[: max(1, len(self.members) // 4)]
         standings = dict(self.standings)

@@ -200,6 +200,19 @@ def test_trouble_halves_the_patience_and_keeps_guests_out() -> None:
     assert roster.members == {A, B, C, D, E}
 
 
+def test_a_guest_becomes_a_member_only_in_a_round_in_which_it_did_its_part() -> None:
+    """It has long had enough complete rounds, as it was not calm; now that it is, a member accuses it."""
+    roster = founded(A, B, C, D)
+    for _ in range(2):
+        leader = next(one for one in roster.leaders() if one != D)
+        roster = roster.after(attendance(A, B, C, leader=leader, late=Late.MEMBERS))
+    while not roster.after(said := attendance(A, B, C, D, E)).is_calm:
+        roster = roster.after(said)
+    assert roster.standings[E].complete >= QUALIFYING
+    assert E not in roster.after(attendance(A, B, C, D, E, accused={E: [B]})).members
+    assert E in roster.after(said).members
+
+
 def test_a_leader_that_says_that_all_were_late_makes_no_trouble_if_all_are_there() -> None:
     roster = founded(A, B, C, D)
     for _ in range(3):
