@@ -77,6 +77,14 @@ def test_a_run_that_was_begun_twice_becomes_one_in_its_first_rounds() -> None:
     assert with_roster(BOB).judge(own, {BOB: own, ANN: at(30), CAROL: at(30)}).doubted == {ANN, CAROL}, "too late"
 
 
+def test_the_smaller_side_of_a_run_that_was_begun_twice_follows_though_it_gets_on_while_it_makes_sure() -> None:
+    belief, others = with_roster(BOB), {ANN: at(3), CAROL: at(3), EVE: at(3)}
+    assert belief.other_majority(at(8, b"few"), {BOB: at(8, b"few"), **others}, 0.0) is None
+    own = at(LONG, b"few")
+    assert belief.other_majority(own, {BOB: own, **others}, 0.9 * OUTVOTED_S) is None
+    assert belief.other_majority(own, {BOB: own, **others}, OUTVOTED_S) == at(3).position
+
+
 def test_a_run_that_was_begun_twice_is_told_in_one_line_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     own, choice = at(LONG, b"few"), BranchChoice(DAVE, at(LONG, b"few"), lambda peer_id: True)
     choice.belief = with_roster(BOB)
@@ -84,7 +92,7 @@ def test_a_run_that_was_begun_twice_is_told_in_one_line_with_what_to_do(caplog: 
         choice.look(own, {BOB: own, ANN: at(30), CAROL: at(31)}, now)
     assert caplog.text.count("WARNING") == 1
     assert "2 peers, ann among them, claim that the run is at step 31" in caplog.text
-    assert "restart the peers of one side" in caplog.text
+    assert "restart the peers on this side" in caplog.text
 
 
 def member_of(*met: PeerId, step: int = 10, own_id: PeerId = EVE) -> Belief:

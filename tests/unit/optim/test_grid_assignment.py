@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, NO_SEAT, Layout, Seat
 from manyhands.averaging.messages import Position
-from manyhands.averaging.roster import Roster
+from manyhands.averaging.roster import Roster, Standing
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.grid_assignment import GridAssignment
 from tests.swarm import identity_of
@@ -167,3 +167,22 @@ async def test_of_two_in_one_cell_the_higher_takes_another() -> None:
         assignment.position()
         moved = run.tracker.own.seat
         assert (moved == mine) == (run.endpoint.peer_id < lowest)
+
+
+async def test_the_least_patience_is_the_median_batch_of_the_members_here() -> None:
+    """Neither strangers change it, nor a minority of the members."""
+    async with seats() as (run, assignment):
+        assignment.max_group_size = 100
+        assert assignment.batch_s() == 0.0
+        standing = Standing(is_member=True)
+        run.tracker.roster = lambda: Roster(dict.fromkeys([run.endpoint.peer_id, *OTHERS[:2]], standing), round=3)
+        run.tracker.report(0, 1.0, batch_s=1.0)
+        await run.hears(OTHERS[0], batch_s=3.0)
+        await run.hears(OTHERS[1], batch_s=1000.0)
+        assert assignment.batch_s() == 3.0
+        await hears_many(run, HERE, batch_s=1000.0)
+        assert assignment.batch_s() == 3.0
+        await run.hears(OTHERS[1], batch_s=0.0)  # it has computed none yet
+        assert assignment.batch_s() == 3.0
+        run.tracker.roster = lambda: ROSTER
+        assert assignment.batch_s() == 1000.0, "without members all count"

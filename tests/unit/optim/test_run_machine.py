@@ -175,6 +175,68 @@ def test_a_step_that_is_made_while_the_peer_waits_ends_the_wait() -> None:
     assert machine.on(Done(), 100.2, arriving) == [ACCUMULATE]
 
 
+FIRST = [
+    (Facts(has_better_branch=True), Decide(Decision.LOAD_STATE)),
+    (Facts(refusal="no"), Fail("no")),
+    (Facts(has_lost_run=True), ACCUMULATE),
+    (Facts(differs=True), Decide(Decision.RELOAD)),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(range(len(FIRST)), 2)))
+def test_of_two_reasons_not_to_step_the_first_one_decides(one: int, other: int) -> None:
+    fields = {**changed(FIRST[one][0]), **changed(FIRST[other][0])}
+    assert after(Facts(is_due=True, can_meet=True, **fields))[-1] == FIRST[one][1]  # type: ignore[arg-type]
+
+
+def changed(facts: Facts) -> dict[str, object]:
+    return {name: value for name, value in vars(facts).items() if value != getattr(Facts(), name)}
+
+
+def test_no_wait_is_longer_than_half_of_the_matchmaking_time_and_a_second() -> None:
+    half_s, slow = CONFIG.matchmaking_time_s / 2, Batch(8, 20.0, may_wait=True)
+    arriving = Facts(is_arriving=True, busy_s=half_s)
+    assert after(arriving, batch=slow)[0] == WaitUntilDue(half_s + NEAR_TIMEOUT_S)
+    assert after(replace(arriving, busy_s=half_s + 0.1), batch=slow) == [ACCUMULATE]
+    machine, due = RunMachine(CONFIG), Facts(is_due=True, can_meet=True, busy_s=100.0)
+    assert outcome_of(machine, BATCH, 100.0, due) == [ACCUMULATE]
+    assert outcome_of(machine, BATCH, 100.0 + half_s - 1.3, due) == [ACCUMULATE]
+    assert outcome_of(machine, BATCH, 100.0 + half_s - 1.2, due) == [AVERAGE]
+    newcomer = Facts(is_due=True, can_meet=True, loading=(GUEST,))
+    machine = RunMachine(CONFIG)
+    assert outcome_of(machine, BATCH, 100.0, newcomer) == [ACCUMULATE]
+    assert outcome_of(machine, BATCH, 100.0 + half_s, newcomer) == [AVERAGE]
+
+
+def test_the_others_batches_count_from_when_the_step_was_due() -> None:
+    """Else peers that compute one batch after the other wait for each other for ever."""
+    machine, due = RunMachine(CONFIG), Facts(is_due=True, can_meet=True, busy_s=1.5)
+    assert outcome_of(machine, BATCH, 100.0, due) == [ACCUMULATE]
+    assert outcome_of(machine, BATCH, 101.0, due) == [AVERAGE]
+
+
+def test_a_group_waits_only_for_newcomers_that_would_never_take_part_else() -> None:
+    assert after(Facts(is_due=True, can_meet=True, loading=(GUEST,), are_late=False)) == [AVERAGE]
+
+
+def test_a_peer_that_can_be_met_after_another_read_is_met() -> None:
+    alone = Facts(is_due=True, is_alone=True)
+    assert after(alone, replace(alone, can_meet=True))[1:] == [ACCUMULATE]
+
+
+def test_a_peer_that_has_made_steps_does_not_ask_whether_its_link_is_up() -> None:
+    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, knew_others=True)
+    machine.on(Stepped([MATE]), 90.0, alone)
+    assert outcome_of(machine, BATCH, 100.0, alone)[1:] == [AskMates(), ALONE]
+
+
+def test_a_peer_without_samples_tells_nothing_and_one_that_sees_no_end_reports_each_batch() -> None:
+    assert after(Facts(is_near=True), batch=Batch(0, 1.0, may_wait=True)) == [ACCUMULATE]
+    machine = RunMachine(CONFIG)
+    outcome_of(machine, BATCH, 100.0, Facts(eta_s=math.inf))
+    assert machine.lull_until == -math.inf
+
+
 # newcomers
 
 
@@ -224,11 +286,11 @@ def situations() -> Iterator[Facts]:
     """All that a peer can know, as far as a decision can depend on it."""
     flags = (False, True)
     yield from (Facts(has_better_branch=True), Facts(refusal="no"), Facts(has_lost_run=True), Facts(differs=True))
-    for arriving, due, meet, alone, knew in itertools.product(flags, repeat=5):
+    for old, arriving, due, meet, alone, knew in itertools.product(flags, repeat=6):
         for loading, busy_s in itertools.product(((), (GUEST,)), (0.5, 9.0)):
             yield Facts(
-                is_arriving=arriving, is_due=due, can_meet=meet, is_alone=alone, knew_others=knew, loading=loading,
-                busy_s=busy_s,
+                is_worth_a_look=old, is_near=arriving, is_arriving=arriving, is_due=due, can_meet=meet, is_alone=alone,
+                knew_others=knew, loading=loading, busy_s=busy_s,
             )  # fmt: skip
 
 

@@ -248,7 +248,8 @@ class Belief:
         if voters and num_votes > bool(met):  # one alone decides nothing for members
             yield _Electorate(voters, num_votes, is_half_enough=False, is_patient=bool(met))
             return
-        if members and met and own.position.step > FOUNDING_ROUNDS:
+        is_young = own.position.step <= FOUNDING_ROUNDS or self._outvoted_since < math.inf  # it has met the others
+        if members and met and not is_young:
             return
         poll = self.poll(records)
         num_votes = len(set(poll.voters.values())) + is_own_counted + poll.num_open
@@ -355,7 +356,7 @@ def _not_followed(claims: Records) -> str:
     return (
         f"{len(claims)} peers, {first} among them, claim that the run is at step {step}, but too few of those that "
         "train with this peer do: they are not followed. If they are no strangers, the run was begun twice: restart "
-        "the peers of one side, which then load the state of the other"
+        "the peers on this side, which then load the state of the others"
     )
 
 

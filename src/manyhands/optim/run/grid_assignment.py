@@ -83,11 +83,11 @@ class GridAssignment:
         return self.tracker.roster() if self._step is None else None
 
     def batch_s(self) -> float:
-        """The median of the members here, this peer included: a minority of strangers or liars does not change it."""
-        tracker, members = self.tracker, self.tracker.roster().members
-        awaited = tracker.view.awaited
+        """The median of the members here, with this peer, or of all where there is no roster; 0 if none is known."""
+        roster, awaited = self.roster(), self.tracker.view.awaited
+        members = roster.members if roster is not None else frozenset()
         records = [seen.record for peer_id, seen in awaited.items() if not members or peer_id in members]
-        times_s = sorted(record.batch_s for record in (tracker.own, *records) if not record.is_auxiliary)
+        times_s = sorted(record.batch_s for record in (self.tracker.own, *records) if record.batch_s > 0)
         return times_s[len(times_s) // 2] if times_s else 0.0
 
     def call_to_round(self) -> None:

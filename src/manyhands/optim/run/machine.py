@@ -5,32 +5,36 @@ Events come in with :meth:`RunMachine.on`, actions come out. A :class:`Situation
 ===========  ===============================================  ===========  =============================================
 state        event                                            next         actions
 ===========  ===============================================  ===========  =============================================
-any          a batch is done, and the records are old         reading      read the others' records
-any          a batch is done                                  computing    :meth:`RunMachine._choose`, see below
-reading      done                                             computing    :meth:`RunMachine._choose`, see below
-waiting      done; the others' batches reach the target       computing    :meth:`RunMachine._at_target`, see below
+any          a batch is done; the target should be reached,   reading      read the others' records
+             though the records do not say so
+any          a batch is done                                  *            as below
+reading      done                                             *            as below
+waiting      done; the others' batches reach the target       *            as below, at the target
 waiting      done; they do not                                rereading    read the others' records
-rereading    done                                             computing    as after waiting; else ``ACCUMULATE``, and no
-                                                                           other such wait in this step
-alone        done; another peer is there now                  computing    ``ACCUMULATE``
-alone        done; nobody is                                  asking       ask the peers of earlier rounds
+rereading    done; they do                                    *            as below, at the target
+rereading    done; they do not                                computing    ``ACCUMULATE``; no other wait in this step
+alone        done; another peer is there, or this one has no  computing    ``ACCUMULATE``
+             samples, or newcomers load the state
+alone        done; nobody is there                            asking       ask the peers of earlier rounds
 asking       done; one answers                                computing    ``ACCUMULATE``
 asking       done; this peer has made no step yet, has known  in doubt     ask whoever it knows in the DHT
              others, and a round's time is not over
 asking       done                                             computing    ``GO_ALONE``
 in doubt     done; somebody answers                           computing    ``GO_ALONE``
 in doubt     done; nobody does                                computing    ``ACCUMULATE``: its link may be down
-any          a step was made meanwhile                        computing    after done ``ACCUMULATE``
+any          a step was made                                  computing    a wait that goes on ends in ``ACCUMULATE``
 ===========  ===============================================  ===========  =============================================
 
-The first of these that holds decides after a batch:
+``*``: the first of these that holds decides after a batch. Near the target the peer also tells the others what it has.
 
 =======================================================  ==============================================================
 a better branch has a state to load                      ``LOAD_STATE``
+this peer has learnt nothing, and cannot use the state   it fails, with the reason
+of those that are ahead
 this peer has no state, and has seen a run that has      ``ACCUMULATE``, until a peer has that state
 its parameters differ from those of the majority         ``RELOAD``
-the target is not reached, but will be with the batches  wait for these, if they end before the next one of this peer
-that the others now compute
+the target is not reached, but will be with the batches  waiting, if they end before the next one of this peer and in
+that the others now compute                              half of the matchmaking time; once in a step
 the target is not reached                                ``ACCUMULATE``
 -------------------------------------------------------  --------------------------------------------------------------
 at the target
@@ -38,8 +42,7 @@ at the target
 another peer can come to the round                       ``AVERAGE``; ``ACCUMULATE`` while there is time for another
                                                          batch, or newcomers load the state
 others are there, but cannot be reached                  ``ACCUMULATE``; this peer dials them, to find the dead
-no other peer is there                                   read again, and ask; then ``GO_ALONE``. Without samples, or
-                                                         while newcomers load the state, ``ACCUMULATE``
+no other peer is there                                   alone: it reads the others' records
 =======================================================  ==============================================================
 """
 
@@ -99,7 +102,7 @@ class Situation(Protocol):
 
     @property
     def is_worth_a_look(self) -> bool:
-        """The target should be reached, although the last records did not say so."""
+        """The target should be reached, although the last records do not say so."""
 
     @property
     def has_better_branch(self) -> bool:
