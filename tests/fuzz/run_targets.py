@@ -34,6 +34,7 @@ from manyhands.averaging.messages import (
     Verdict,
     VerdictQuery,
     Vote,
+    digest_of_all,
     readable_addresses,
 )
 from manyhands.averaging.peer_records import PEER_RECORD, PeerRecord, SeenRecord
@@ -68,7 +69,9 @@ MEMBERS = [
     for rank, peer_id in enumerate(IDS)
 ]
 GROUP = Group(b"g" * 16, IDS[0], AT, MEMBERS)
-MANIFEST = GROUP.manifest(b"d" * 32)
+DIGESTS = [b"0" * 32, b"1" * 32, b""]
+"""Of the means of each member's span; the last one is a client."""
+MANIFEST = GROUP.manifest(digest_of_all(DIGESTS))
 GRID = Step(6, Layout((2, 2)), 1)
 OWN_RECORD = PeerRecord(AT, False, [], samples=5, samples_per_second=2.0, lineage_samples=99)
 RECORDS = [
@@ -160,18 +163,18 @@ def _vote(data: bytes) -> None:
     count = Count(GROUP)
     vote.exchange = 0
     count.add(1, vote)
-    count.add(0, Vote(GROUP.group_id, 0, b"d" * 32))
+    count.add(0, Vote(GROUP.group_id, 0, DIGESTS))
     count.lose(2, "gone")
     decision = count.decide()
     assert decision is not None
     assert len(count.suspects()) <= len(IDS)
     if isinstance(decision, Verdict) and decision.manifest is not None:
-        assert decision.manifest.digest == b"d" * 32 or vote.digest == decision.manifest.digest
+        assert decision.manifest.digest in (digest_of_all(DIGESTS), vote.digest)
 
 
 def _verdict(data: bytes) -> None:
     verdict, one = decoded(data, Verdict), Round(GROUP, 1)
-    one.on(Exchanged(Vote(GROUP.group_id, 0, b"d" * 32)), 0.0)
+    one.on(Exchanged(Vote(GROUP.group_id, 0, DIGESTS)), 0.0)
     actions = one.on(Told(one.leader, verdict), 1.0)
     if not verdict.is_known or one.state is RoundState.IN_DOUBT:
         return
@@ -274,7 +277,7 @@ _VIOLATION = (ProtocolViolation,)
 _VERDICTS = _messages(Verdict(True, MANIFEST), Verdict(True, None, "lost", [IDS[1]]), Verdict(False))
 _JOINS = _messages(JoinRequest(b"f" * 32, AT, MEMBERS[1], 15.0), JoinRequest(b"", AT, MEMBERS[0], 0.0))
 _JOINED = _messages(JoinResponse(GROUP), JoinResponse(None, IDS[0], ["/ip4/10.0.0.1/tcp/1"]))
-_VOTES = _messages(Vote(GROUP.group_id, 0, b"d" * 32), Vote(GROUP.group_id, 0, reason="no result"))
+_VOTES = _messages(Vote(GROUP.group_id, 0, DIGESTS), Vote(GROUP.group_id, 0, reason="no result"))
 
 TARGETS = [
     Target(name=f"{JOIN.name}.request", seeds=_JOINS, run=_join_request, errors=_VIOLATION),

@@ -18,7 +18,7 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.messages import Accusation, Group, Position, Vote
+from manyhands.averaging.messages import Group, Position, Vote
 from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution
@@ -84,6 +84,10 @@ def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_agai
             while is_noticed and not is_counted.is_set():
                 await asyncio.sleep(0.01)
 
+        async def wait_for_the_verdict() -> None:
+            while not is_noticed and not averager_of(leader)._answers._verdicts:
+                await asyncio.sleep(0.01)
+
         def note_votes(driver: RoundDriver) -> None:
             count = driver.vote
 
@@ -95,12 +99,12 @@ def test_a_member_that_lost_the_result_gets_it_and_its_samples_do_not_count_agai
 
         before_voting(averager_of(leader), wait_for_its_vote)
         before_voting(averager_of(other), wait_for_its_vote)
+        before_voting(averager_of(unlucky), wait_for_the_verdict)
         on_driver(averager_of(leader), note_votes)
 
         def lose(contribution: Contribution, vote: Vote) -> None:
             contribution.means = None
-            vote.digest = b"" if is_noticed else b"a memory chip that forgets"
-            vote.accusations = [Accusation(contribution.rank, "its memory chip forgets")] if is_noticed else []
+            vote.digests = [b"a memory chip that forgets"] * len(vote.digests)
 
         change_first_vote(averager_of(unlucky), lose)
 

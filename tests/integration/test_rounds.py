@@ -474,7 +474,7 @@ async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
 async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_another_result: bool) -> None:
     def lose(contribution: Contribution, vote: Vote) -> None:
         contribution.means = None
-        vote.digest = b"a memory chip that forgets" if has_another_result else b""
+        vote.digests = [b"a memory chip that forgets"] * len(vote.digests) if has_another_result else []
 
     async with averagers(3, config=PATIENT) as members:
         *others, unlucky = by_id(members)
@@ -964,16 +964,16 @@ async def test_votes_of_strangers_count_nothing() -> None:
         await until(lambda: leader.averager._answers._rounds)
         ((group_id, this),) = leader.averager._answers._rounds.items()
         voting = [
-            asyncio.ensure_future(stranger.run.call(leader.peer_id, VOTE, Vote(group_id, 0, b"forged"), 0.2))
+            asyncio.ensure_future(stranger.run.call(leader.peer_id, VOTE, Vote(group_id, 0, [b"forged"] * 3), 0.2))
             for _ in range(3)
         ]
         for error in await asyncio.gather(*voting, return_exceptions=True):
             assert isinstance(error, Refused)
             assert error.code == "not_a_member"
         assert this.machine.count is not None
-        assert b"forged" not in [vote.digest for vote in this.machine.count.votes.values()]
+        assert [b"forged"] * 3 not in [vote.digests for vote in this.machine.count.votes.values()]
         with pytest.raises(Refused, match="unknown_group"):
-            await stranger.run.call(leader.peer_id, VOTE, Vote(b"no such group", 0, b"forged"), 1.0)
+            await stranger.run.call(leader.peer_id, VOTE, Vote(b"no such group", 0, [b"forged"]), 1.0)
         await end(tasks)
 
 

@@ -6,15 +6,16 @@ import argparse
 import asyncio
 import itertools
 import logging
+import struct
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
 import torch
 
-from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.allreduce.butterfly import Butterfly, Condition
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Group, SpanResult
 from manyhands.averaging.round.driver import RoundDriver
@@ -76,7 +77,8 @@ class RoundWorld:
         slow: by name, what a host sends, in megabits per second.
         believes: by name, what it says that it sends, if that is not so.
         stuck: by name, what a member does not do while it still answers calls: ``send`` its values, or ``reduce``. With
-            ``claim`` it does not reduce either, and says that it gets on.
+            ``claim`` it does not reduce either, and says that it gets on. With ``unlike`` it sends half of the others
+            other means.
         max_attempts: of each member, as its training loop would make them: the next one follows when one is aborted.
         attempts: by name, how many a member has made.
         group_sizes: by name, members of the first group that a member has found.
@@ -293,7 +295,9 @@ def get_stuck(runner: RoundRunner, what: str) -> None:
         driver.moved = itertools.count().__next__  # type: ignore[method-assign]
 
     def change(butterfly: Butterfly) -> None:
-        if what == "send":
+        if what == "unlike":
+            send_unlike_means(butterfly, set(butterfly.partners[::2]))
+        elif what == "send":
             butterfly._send_to = stand_still  # type: ignore[method-assign]
         else:
             butterfly._reducer.run = stand_still  # type: ignore[assignment,method-assign]
@@ -301,6 +305,28 @@ def get_stuck(runner: RoundRunner, what: str) -> None:
     change_butterflies(runner, change)
     if what == "claim":
         on_driver(runner, claim)
+
+
+def send_unlike_means(butterfly: Butterfly, victims: Collection[int]) -> None:
+    """Have a reducer send some of its partners other means, each its own ones."""
+    outgoing = butterfly._means
+
+    def means_for(rank: int) -> Iterator[memoryview | Condition]:
+        num_sent = 0
+        for piece in outgoing():
+            if isinstance(piece, memoryview):
+                num_sent += 1
+                if num_sent == 2:  # the first one says how long they are
+                    piece = memoryview(bytearray(piece.cast("B")[:-4]) + struct.pack("<f", float(rank)))
+            yield piece
+
+    def outgoing_to(rank: int) -> Iterator[memoryview | Condition]:
+        if butterfly._owes_values_to(rank):
+            yield from butterfly._values(rank)
+        if butterfly._reducer.chunks:
+            yield from means_for(rank) if rank in victims else outgoing()
+
+    butterfly._outgoing = outgoing_to  # type: ignore[method-assign]
 
 
 def random_death(seed: int) -> RoundWorld:

@@ -40,7 +40,8 @@ from manyhands.peer import Presence
 from manyhands.testing import Host
 from manyhands.transport.api import Stream
 from tests.phases import change_butterflies
-from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.simulation.round_faults import send_unlike_means
+from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm, together
 from tests.simulation.worlds import join
 from tests.sweeps import few_of
 
@@ -468,6 +469,43 @@ def test_a_member_that_was_too_slow_for_a_while_is_in_the_steps_again_soon_after
     after = [is_in for at, is_in in steps if at >= recovered_s]
     assert len(after) >= 6
     assert all(after)
+
+
+@pytest.mark.parametrize("num_honest", [3, 4])
+def test_a_member_that_sends_different_means_to_different_members_stops_no_step(num_honest: int) -> None:
+    """Each of its partners gets means of its own; no step was made any more."""
+    swarm, times = Swarm(seed=4), []
+    names = [*("a", "b", "c", "d")[:num_honest], "liar"]
+    clock = swarm.world.loop
+
+    def lie(butterfly: Butterfly) -> None:
+        if clock.time() >= QUIET_S:
+            send_unlike_means(butterfly, butterfly.partners)
+
+    def train(member: Member) -> None:
+        together(len(names), member)
+        if member.name == "liar":
+            change_butterflies(rounds_of(member), lie)
+            rounds_of(member)._bandwidth.lose_round = lambda: None  # type: ignore[method-assign]
+        number, seen, step = names.index(member.name), 0, 0
+        while clock.time() < QUIET_S + ATTACK_S:
+            member.step(loss_of(member.model, 100 * step + number), 0.4 + 0.05 * number)
+            step += 1
+            if number == 0 and member.optimizer.global_step > seen:
+                seen = member.optimizer.global_step
+                times.append(clock.time())
+
+    for name in names:
+        swarm.start(
+            name, new_model, sgd, train, target_batch_size=8 * TARGET, batch_size_per_step=BATCH,
+            averaging=replace(PLAIN, min_span_bytes=1024),
+        )  # fmt: skip
+    swarm.run(2000.0)
+    before, during = rates(times, ATTACK_S)
+    assert during >= 0.8 * before
+    for name in names[:-1]:
+        counts = swarm.members[name].optimizer.statistics
+        assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)
 
 
 @pytest.mark.long

@@ -310,6 +310,24 @@ def test_who_answers_but_gets_nothing_done_is_dropped_within_seconds_and_blamed(
         assert world.outcomes[name].time - START_S < STUCK_S
 
 
+@pytest.mark.parametrize("num_peers", SIZES)
+@pytest.mark.parametrize("role", ["leader", "reducer"])
+def test_a_reducer_that_sends_different_means_is_left_out_and_blamed(role: str, num_peers: int) -> None:
+    """Half of the others get other means than the rest, so no result had a majority, and nobody was blamed."""
+    world = RoundWorld(num_peers)
+    liar = world.name_of(role)
+    world.stuck[liar] = "unlike"
+    world.start()
+    world.run()
+    for name in world.survivors([liar]):
+        held = world.outcomes[name].held
+        assert held is not None, (name, world.outcomes[name])
+        assert held.blamed == (world.ids[liar],), held.reason
+        assert f"peer {world.ids[liar]} sent different members different means" in held.reason
+        assert [held.manifest.members[rank] for rank in held.manifest.left_out] == [world.ids[liar]]
+        assert world.outcomes[name].time - START_S < WITHIN_S
+
+
 def test_a_reducer_that_waits_for_a_slow_peer_is_not_stuck() -> None:
     """The others get no means for most of the round: they ask those who owe them, and these get on."""
     world = RoundWorld(4, 1, numel=600_000, config=replace(CONFIG, chunk_bytes=4 * 300_000))

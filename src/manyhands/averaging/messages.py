@@ -269,17 +269,29 @@ class Vote(msgspec.Struct):
 
     Attributes:
         exchange: which one, from 0.
-        digest, parts: of the result that it holds, as in :class:`RoundManifest`; empty if it lacks something.
+        digests: BLAKE3 of the means of each member's span, by rank, as this member holds them; empty for members that
+            reduce nothing. None at all if it lacks something.
+        parts: of the result that it holds, as in :class:`RoundManifest`.
         reason: why it lacks something.
         accusations: members whose values or means did not come, and why.
     """
 
     group_id: Digest
     exchange: ExchangeNumber
-    digest: Digest = b""
+    digests: Annotated[list[Digest], msgspec.Meta(max_length=2**16)] = []
     parts: Annotated[list[SpanResult], msgspec.Meta(max_length=MAX_PARTS)] = []
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)] = ""
     accusations: Annotated[list[Accusation], msgspec.Meta(max_length=256)] = []
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of the whole result, as in :class:`RoundManifest`; empty without one."""
+        return digest_of_all(self.digests) if self.digests else b""
+
+
+def digest_of_all(digests: Sequence[bytes]) -> bytes:
+    """The digest of a result, over those of its spans."""
+    return blake3(b"".join(digests)).digest()
 
 
 class Received(msgspec.Struct):

@@ -22,8 +22,15 @@ def elections(draw: st.DrawFn) -> tuple[int, list[tuple[int, bytes | str]]]:
     return num_members, draw(st.lists(st.tuples(st.integers(0, num_members - 1), EVENTS), max_size=14))
 
 
-def vote_of(digest: bytes, exchange: int = 0, **more: object) -> Vote:
-    return Vote(b"group", exchange, digest, **more)  # type: ignore[arg-type]
+def vote_of(count: Count, digest: bytes, exchange: int = 0, **more: object) -> Vote:
+    """Of a member that holds one result; the leader has reduced all of it."""
+    others = [b""] * (len(count.group.members) - 1)
+    return Vote(b"group", exchange, [digest, *others], **more)  # type: ignore[arg-type]
+
+
+def holding(*digests: bytes) -> Vote:
+    """The vote of a member that holds these means, by reducer."""
+    return Vote(b"group", 0, list(digests))
 
 
 def lacking(*accused: int, exchange: int = 0) -> Vote:
@@ -38,13 +45,17 @@ def test_a_verdict_follows_the_majority(election: tuple[int, list[tuple[int, byt
     first: dict[int, bytes] = {}
     for member, event in events:
         if isinstance(event, bytes):
-            count.add(member, vote_of(event))
+            count.add(member, vote_of(count, event))
             first.setdefault(member, event)
         else:
             count.lose(member, f"{member} was lost")
         decision = count.decide()
-        assert not isinstance(decision, Again), "nobody accuses anybody"
         most = max(Counter(first.values()).values(), default=0)
+        if isinstance(decision, Again):
+            assert len(set(first.values())) == 2, "else nobody accuses anybody"
+            assert 0 not in decision.members, "it has sent different means"
+            assert 2 * most <= num_members
+            return
         assert (decision is not None and decision.manifest is not None) == (2 * most > num_members)
         if decision is not None:
             assert decision.manifest is not None or decision.reason
@@ -53,7 +64,7 @@ def test_a_verdict_follows_the_majority(election: tuple[int, list[tuple[int, byt
 
 def test_after_the_loss_of_a_reducer_the_others_exchange_again() -> None:
     count = Count(group_of(4))
-    count.add(0, vote_of(b"digest"))
+    count.add(0, vote_of(count, b"digest"))
     count.add(1, lacking(2))
     count.lose(2, "killed")
     assert count.decide() is None, "one has not voted yet"
@@ -62,7 +73,7 @@ def test_after_the_loss_of_a_reducer_the_others_exchange_again() -> None:
     for rank in (0, 1, 3):
         assert count.decide() is None
         count.add(rank, lacking())  # late, on the first exchange
-        count.add(rank, vote_of(b"again", 1, parts=[SpanResult(0, 100, 0, [2])]))
+        count.add(rank, vote_of(count, b"again", 1, parts=[SpanResult(0, 100, 0, [2])]))
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
     assert verdict.manifest is not None
@@ -76,13 +87,13 @@ def test_what_most_hold_is_committed_at_once_though_others_lack_something() -> N
     count.add(3, lacking(2))
     count.lose(2, "killed")
     for rank in (0, 1):
-        count.add(rank, vote_of(b"digest"))
+        count.add(rank, vote_of(count, b"digest"))
     assert count.decide() is not None, "two of four are no majority, and none can come"
     count = Count(group_of(5))
     count.add(3, lacking(2))
     for rank in (0, 1, 4):
         assert count.decide() is None
-        count.add(rank, vote_of(b"digest"))
+        count.add(rank, vote_of(count, b"digest"))
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
     assert verdict.manifest is not None
@@ -95,20 +106,101 @@ def test_votes_on_other_exchanges_and_of_those_who_were_left_out_count_nothing()
     count.add(0, lacking(2))
     count.add(1, lacking(2))
     assert isinstance(count.decide(), Again)
-    count.add(2, vote_of(b"digest", 1))
-    count.add(0, vote_of(b"digest"))
+    count.add(2, vote_of(count, b"digest", 1))
+    count.add(0, vote_of(count, b"digest"))
     assert count.votes == {}
 
 
 def test_half_is_not_enough() -> None:
-    count = Count(group_of(4))
-    for member in range(2):
-        count.add(member, vote_of(b"digest"))
-        count.add(2 + member, vote_of(b"another"))
+    count = Count(group_of(2))
+    count.add(0, vote_of(count, b"digest"))
+    count.add(1, vote_of(count, b"another"))
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
     assert verdict.manifest is None
-    assert verdict.reason == "the members hold different results"
+    assert verdict.reason == f"peer {peer(0)} sent different members different means"
+
+
+# reducers that send different means
+
+
+def test_a_reducer_that_sends_different_means_is_left_out_and_blamed() -> None:
+    count = Count(group_of(4))
+    count.add(0, holding(b"0", b"1", b"2", b"3"))
+    count.add(1, holding(b"0", b"1", b"2", b"3"))
+    count.add(2, holding(b"0", b"other", b"2", b"3"))
+    assert count.decide() is None, "the last one may hold what two hold"
+    count.add(3, holding(b"0", b"other", b"2", b"3"))
+    assert count.decide() == Again(1, [0, 2, 3])
+    for rank in (0, 2, 3):
+        count.add(rank, vote_of(count, b"again", 1))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is not None
+    assert verdict.manifest.left_out == {1}
+    assert verdict.blamed == [peer(1)]
+
+
+def test_two_that_do_so_are_left_out_though_most_agree_on_each_span() -> None:
+    count = Count(group_of(5))
+    for rank in range(5):
+        count.add(
+            rank, holding(b"0", b"other" if rank == 0 else b"1", b"2", b"other" if rank in (2, 4) else b"3", b"4")
+        )
+    assert count.decide() == Again(1, [0, 2, 4])
+
+
+def test_what_most_hold_is_committed_though_a_reducer_has_sent_one_of_them_something_else() -> None:
+    """Somebody is blamed, so that the others keep the means for it."""
+    count = Count(group_of(5))
+    count.add(4, holding(b"0", b"other", b"2", b"3", b"4"))
+    for rank in range(3):
+        assert count.decide() is None
+        count.add(rank, holding(b"0", b"1", b"2", b"3", b"4"))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is not None
+    assert verdict.blamed == [peer(1)]
+
+
+def test_a_reducer_that_names_other_contributors_to_some_is_left_out() -> None:
+    """The means are the same."""
+    count = Count(group_of(4))
+    honest = SpanResult(0, 50, 0, [])
+    for rank in range(4):
+        vote = holding(b"0", b"", b"", b"3")
+        vote.parts = [honest, SpanResult(50, 100, 3, [2])] if rank < 2 else []
+        count.add(rank, vote)
+    assert count.decide() == Again(1, [0, 1, 2])
+
+
+@pytest.mark.parametrize("liar", [0, 1, 3])
+def test_one_that_claims_to_hold_something_else_has_nobody_left_out(liar: int) -> None:
+    """All others hold the same, so that is committed; with a lost member it is the liar that quarrels with all."""
+    for lost in (False, True):
+        count = Count(group_of(5))
+        for rank in range(4 if lost else 5):
+            count.add(rank, holding(*(b"false" if rank == liar else b"%d" % reducer for reducer in range(5))))
+        if lost:
+            count.lose(4, "killed")
+        verdict = count.decide()
+        assert isinstance(verdict, Verdict)
+        assert verdict.manifest is not None
+        assert verdict.manifest.digest == holding(b"0", b"1", b"2", b"3", b"4").digest
+        assert set(verdict.blamed) <= {peer(liar), peer(4)}
+
+
+@pytest.mark.parametrize("digests", [[b"digest"], [b"digest"] * 4])
+def test_digests_of_another_number_of_spans_are_no_result(digests: list[bytes]) -> None:
+    count = Count(group_of(3))
+    for rank in range(3):
+        count.add(rank, Vote(b"group", 0, list(digests)))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is None
+
+
+# members that are lost
 
 
 def test_half_of_a_group_cannot_go_on_alone() -> None:
@@ -142,7 +234,7 @@ def test_a_leader_that_gives_its_round_up_is_the_only_one_to_blame(voted: list[i
     """The others may still vote; they lack a verdict, not the will."""
     count = Count(group_of(5))
     for rank in voted:
-        count.add(rank, vote_of(b"digest"))
+        count.add(rank, vote_of(count, b"digest"))
     count.give_up("the leader leaves the run")
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
@@ -179,11 +271,11 @@ def test_one_member_alone_cannot_have_all_others_left_out() -> None:
 def test_a_vote_of_one_that_is_lost_still_counts_towards_a_majority() -> None:
     count = Count(group_of(5))
     for rank in (0, 1):
-        count.add(rank, vote_of(b"digest"))
+        count.add(rank, vote_of(count, b"digest"))
     for rank in (1, 3, 4):
         count.lose(rank, "killed")
     assert count.decide() is None, "the one that is left may hold it, too"
-    count.add(2, vote_of(b"digest"))
+    count.add(2, vote_of(count, b"digest"))
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
     assert verdict.manifest is not None
@@ -204,7 +296,7 @@ def test_who_is_at_fault_is_named_though_it_has_voted_too() -> None:
     count = Count(group_of(4))
     count.add(3, lacking(0, 1, 2))
     for rank in range(3):
-        vote = vote_of(b"digest")
+        vote = vote_of(count, b"digest")
         vote.accusations = [Accusation(3, "it sent nothing", is_stalled=True)]
         count.add(rank, vote)
     verdict = count.decide()

@@ -1,4 +1,4 @@
-"""A round among a few members as values: all orders of its events, with deaths, broken links and duplicates."""
+"""A round among a few members as values: all orders of its events, with deaths, broken links, duplicates and a liar."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class Faults:
     duplicates: int = 0  # votes that arrive twice
     departures: int = 0  # a leader that ends its round early
     timeouts: int = 0
+    unlike: int = 0  # members that get other means from the liar than the rest
 
 
 @dataclass
@@ -54,6 +55,7 @@ class World:
     rounds: list[Round]
     faults: Faults
     alive: frozenset[int]
+    liar: int | None = None  # a reducer, if it sends different means
     stuck: frozenset[int] = frozenset()
     exchanging: frozenset[int] = frozenset()
     in_exchange: dict[int, frozenset[int]] = field(default_factory=dict)  # who takes part, by number
@@ -73,7 +75,7 @@ class World:
     def key(self) -> object:
         """Equal for worlds that go on in the same way."""
         return (
-            tuple(map(_key_of_round, self.rounds)), self.faults, self.alive, self.stuck, self.exchanging,
+            tuple(map(_key_of_round, self.rounds)), self.faults, self.liar, self.alive, self.stuck, self.exchanging,
             tuple(sorted((rank, _key_of_vote(vote)) for rank, vote in self.votes)),
             tuple(sorted(self.outcomes)), self.now,
         )  # fmt: skip
@@ -165,6 +167,10 @@ class World:
         stalled = members & self.stuck - {rank}
         if not stalled:  # a dead member may have sent its means before
             yield self.voting(rank, number, ())
+            if self.faults.unlike and self.liar in members:
+                after = self.voting(rank, number, (), is_victim=True)
+                after.faults = replace(self.faults, unlike=self.faults.unlike - 1)
+                yield after
         if gone | stalled:
             yield self.voting(rank, number, tuple(gone | stalled))
         if self.faults.breaks:
@@ -173,14 +179,19 @@ class World:
                 after.faults = replace(self.faults, breaks=self.faults.breaks - 1)
                 yield after
 
-    def voting(self, rank: int, number: int, accused: tuple[int, ...]) -> World:
-        after = self.copy(f"{rank} votes {number}, accuses {accused}")
+    def voting(self, rank: int, number: int, accused: tuple[int, ...], *, is_victim: bool = False) -> World:
+        after = self.copy(f"{rank} votes {number}, accuses {accused}{', is a victim' if is_victim else ''}")
         after.exchanging -= {rank}
         said = [Accusation(other, f"{other} sent nothing", is_stalled=True) for other in accused]
-        digest = b"" if accused else b"means of %d" % number
-        vote = Vote(b"group", number, digest, reason="something is missing" if accused else "", accusations=said)
-        if digest:
-            after.cast[digest] = after.cast.get(digest, frozenset()) | {rank}
+        reducers = {other for other in self.in_exchange[number] if not self.group.members[other].is_client}
+        digests = [b"means of %d" % number if other in reducers else b"" for other in range(len(self.rounds))]
+        if is_victim:
+            assert self.liar is not None
+            digests[self.liar] = b"means for %d" % rank
+        reason = "something is missing" if accused else ""
+        vote = Vote(b"group", number, [] if accused else digests, reason=reason, accusations=said)
+        if not accused:
+            after.cast[vote.digest] = after.cast.get(vote.digest, frozenset()) | {rank}
         return after.feed(rank, Exchanged(vote))
 
     def mishaps(self) -> Iterator[World]:
@@ -233,7 +244,7 @@ def _copied(one: Round) -> Round:
 
 
 def _key_of_vote(vote: Vote) -> object:
-    return vote.exchange, vote.digest, tuple(said.accused for said in vote.accusations)
+    return vote.exchange, tuple(vote.digests), tuple(said.accused for said in vote.accusations)
 
 
 def _key_of_round(one: Round) -> object:
@@ -252,7 +263,8 @@ def _key_of_round(one: Round) -> object:
 def explore(num_members: int, faults: Faults, clients: tuple[int, ...] = ()) -> tuple[int, list[World]]:
     """All worlds that can be reached; returns how many, and those in which nothing happens any more."""
     group = group_of(num_members, clients=list(clients))
-    start = World(group, [Round(group, rank) for rank in range(num_members)], faults, frozenset(range(num_members)))
+    rounds, everybody = [Round(group, rank) for rank in range(num_members)], frozenset(range(num_members))
+    start = World(group, rounds, faults, everybody, liar=num_members - 1 if faults.unlike else None)
     for rank, one in enumerate(start.rounds):
         start.carry_out(rank, one.begin())
     seen, todo, ended = {start.key()}, [start], list[World]()
@@ -286,6 +298,8 @@ def settled(world: World) -> World:
         (3, Faults(breaks=1, duplicates=1)),
         (3, Faults(deaths=1, departures=1, timeouts=1)),
         (4, Faults(deaths=1)),
+        (3, Faults(unlike=3)),
+        (4, Faults(unlike=2)),
     ],
 )
 def test_in_all_orders_one_result_at_most_commits_and_every_survivor_learns_how_it_ended(
@@ -304,6 +318,8 @@ def test_in_all_orders_one_result_at_most_commits_and_every_survivor_learns_how_
         (4, Faults(breaks=1, deaths=1)),
         (4, Faults(deaths=2)),
         (5, Faults(deaths=1)),
+        (3, Faults(unlike=3, deaths=1, duplicates=1)),
+        (4, Faults(unlike=2, deaths=1)),
     ],
 )
 def test_the_same_with_more_members_and_more_faults_at_once(num_members: int, faults: Faults) -> None:
@@ -323,6 +339,7 @@ def check_all_orders(num_members: int, faults: Faults) -> None:
         num_committed += bool(committed)
         lost = set(range(num_members)) - world.alive | world.stuck
         is_promised = not (faults.breaks or faults.departures or faults.timeouts or LEADER in lost)
+        lost |= {world.liar} - {None}
         if is_promised and 2 * len(lost) < num_members:
             assert committed >= world.alive - lost, world.trace
     assert num_committed

@@ -38,15 +38,15 @@ OTHERS = [
     msgspec.structs.replace(GROUP, nonce=b"another"),
     msgspec.structs.replace(GROUP, members=GROUP.members[::-1]),
 ]
-HELD = Vote(b"group", 0, b"digest")
+HELD = Vote(b"group", 0, [b"means"] * 4)
+DIGEST = HELD.digest
 
 
 def member(group: Group = GROUP, rank: int = 2) -> Round:
     """A member that has voted, and waits for the leader."""
     one = Round(group, rank)
     assert one.begin() == [BeginExchange(0, tuple(range(len(group.members))))]
-    vote = Vote(b"group", 0, b"digest")
-    assert one.on(Exchanged(vote), 0.0) == [SendVote(vote)]
+    assert one.on(Exchanged(HELD), 0.0) == [SendVote(HELD)]
     return one
 
 
@@ -62,19 +62,19 @@ def outcome_of(one: Round, verdict: Verdict) -> Verdict | None:
 
 
 def test_a_verdict_about_the_group_is_believed() -> None:
-    committed = outcome_of(member(), Verdict(True, GROUP.manifest(b"digest")))
+    committed = outcome_of(member(), Verdict(True, GROUP.manifest(DIGEST)))
     assert committed is not None
-    assert committed.manifest == GROUP.manifest(b"digest")
+    assert committed.manifest == GROUP.manifest(DIGEST)
     assert outcome_of(member(), Verdict(True, None, "lost", [peer(1)])) == Verdict(True, None, "lost", [peer(1)])
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_another_group_committed_is_not_believed(other: Group) -> None:
-    assert outcome_of(member(), Verdict(True, other.manifest(b"digest"))) is None
+    assert outcome_of(member(), Verdict(True, other.manifest(DIGEST))) is None
 
 
 def test_nothing_is_committed_in_doubt() -> None:
-    assert outcome_of(member(), Verdict(False, GROUP.manifest(b"digest"))) is None
+    assert outcome_of(member(), Verdict(False, GROUP.manifest(DIGEST))) is None
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_nothing_is_committed_in_doubt() -> None:
     ],
 )
 def test_parts_that_cannot_be_are_not_believed(parts: list[SpanResult]) -> None:
-    assert outcome_of(member(), Verdict(True, GROUP.manifest(b"digest", parts))) is None
+    assert outcome_of(member(), Verdict(True, GROUP.manifest(DIGEST, parts))) is None
 
 
 def test_other_contributors_than_a_member_has_heard_are_not_believed() -> None:
     """By its word alone a leader would have honest members accuse one of them."""
-    forged = GROUP.manifest(b"digest", [SpanResult(0, 5, 0, [1]), SpanResult(5, 10, 2, [1])])
+    forged = GROUP.manifest(DIGEST, [SpanResult(0, 5, 0, [1]), SpanResult(5, 10, 2, [1])])
     assert outcome_of(member(), Verdict(True, forged)) is None
     other = GROUP.manifest(b"another digest", forged.parts)
     assert outcome_of(member(), Verdict(True, other)) is not None, "it may hold less than the others"
@@ -103,7 +103,7 @@ def test_other_contributors_than_a_member_has_heard_are_not_believed() -> None:
 def test_a_result_of_an_exchange_with_this_member_is_not_one_without_it() -> None:
     """Else a leader could tell each member another list of those that it has left out."""
     group = group_of(4)
-    assert outcome_of(member(group), Verdict(True, group.manifest(b"digest", members=[0, 1, 3]))) is None
+    assert outcome_of(member(group), Verdict(True, group.manifest(DIGEST, members=[0, 1, 3]))) is None
     another = group.manifest(b"another digest", members=[0, 1, 3])
     assert outcome_of(member(group), Verdict(True, another)) is not None
 
@@ -139,18 +139,18 @@ def test_a_member_exchanges_again_and_votes_on_that() -> None:
     one = member()
     assert one.on(Told(0, Verdict(False, again=Again(1, [0, 2]))), 1.0) == [BeginExchange(1, (0, 2))]
     assert one.on(Exchanged(HELD), 2.0) == [], "the end of the first exchange, which came late"
-    vote = Vote(b"group", 1, b"again")
+    vote = Vote(b"group", 1, [b"again"])
     assert one.on(Exchanged(vote), 2.0) == [SendVote(vote)]
 
 
 def test_a_leader_cannot_claim_that_it_has_left_others_out() -> None:
     group = group_of(4)
-    assert outcome_of(member(group), Verdict(True, group.manifest(b"digest", members=[0, 2]))) is None
+    assert outcome_of(member(group), Verdict(True, group.manifest(DIGEST, members=[0, 2]))) is None
     again = Verdict(False, again=Again(1, [0, 2, 3]))
     for members, is_believed in (([0, 2, 3], True), ([0, 2], False), (None, False)):
         one = member(group)
         one.on(Told(0, again), 1.0)
-        verdict = Verdict(True, group.manifest(b"digest", members=members))
+        verdict = Verdict(True, group.manifest(DIGEST, members=members))
         assert (outcome_of(one, verdict) is not None) == is_believed
 
 
@@ -233,7 +233,7 @@ def test_another_member_may_know_the_verdict() -> None:
     one = member()
     one.on(Lost(0, "killed"), 1.0)
     assert one.on(Told(1, Verdict(False, blamed=[peer(0)])), 1.1) == []
-    (finish,) = one.on(Told(1, Verdict(True, GROUP.manifest(b"digest"))), 1.2)
+    (finish,) = one.on(Told(1, Verdict(True, GROUP.manifest(DIGEST))), 1.2)
     assert isinstance(finish, Finish)
     assert one.verdict is finish.verdict
     assert one.on(NobodyKnows(), 2.0) == [], "it is over"
@@ -242,7 +242,7 @@ def test_another_member_may_know_the_verdict() -> None:
 def test_another_member_cannot_order_anything() -> None:
     one = member()
     assert one.on(Told(1, Verdict(False, again=Again(1, [1, 2]))), 0.1) == []
-    assert one.on(Told(1, Verdict(True, OTHERS[2].manifest(b"digest"))), 0.1) == []
+    assert one.on(Told(1, Verdict(True, OTHERS[2].manifest(DIGEST))), 0.1) == []
     assert one.state is State.VOTED
 
 
@@ -260,8 +260,8 @@ def test_a_leader_that_is_left_out_goes_on_counting() -> None:
     assert leader.answer(1, VerdictQuery(b"group", 0)) == Verdict(False, again=Again(1, [1, 2, 3]))
     assert leader.answer(1, VerdictQuery(b"group", 1, num_lost=1)) is None
     for rank in (1, 2):
-        leader.on(Voted(rank, Vote(b"group", 1, b"digest")), 1.0)
-    (finish,) = leader.on(Voted(3, Vote(b"group", 1, b"digest")), 1.0)
+        leader.on(Voted(rank, Vote(b"group", 1, HELD.digests)), 1.0)
+    (finish,) = leader.on(Voted(3, Vote(b"group", 1, HELD.digests)), 1.0)
     assert isinstance(finish, Finish)
     assert finish.verdict.manifest is not None
     assert finish.verdict.manifest.left_out == {0}
@@ -270,13 +270,15 @@ def test_a_leader_that_is_left_out_goes_on_counting() -> None:
 
 def test_who_votes_too_early_is_left_out() -> None:
     leader = Round(GROUP, 0)
-    leader.on(Voted(1, Vote(b"group", 1, b"digest")), 0.0)
+    leader.on(Voted(1, Vote(b"group", 1, HELD.digests)), 0.0)
     assert leader.count is not None
     assert leader.count.lost == {1: f"{peer(1)} voted in an exchange that has not begun"}
 
 
 MESSAGES = st.one_of(
-    st.builds(Vote, st.binary(max_size=64), st.integers(0, 9), st.binary(max_size=64), reason=st.text(max_size=500)),
+    st.builds(
+        Vote, st.binary(max_size=64), st.integers(0, 9), st.lists(st.binary(max_size=64)), reason=st.text(max_size=500)
+    ),
     st.builds(
         Verdict,
         st.booleans(),

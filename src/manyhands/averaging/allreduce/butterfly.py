@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.means import BadContribution, ContributionRecords, Means, digest_of_all, parts_of
+from manyhands.averaging.allreduce.means import BadContribution, ContributionRecords, Means, parts_of
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
@@ -152,9 +152,10 @@ class Butterfly:
         self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
         self._conversations: dict[int, asyncio.Task[None]] = {}
 
-    def digest(self) -> bytes:
-        """BLAKE3 of the digests of all spans, in order of ranks, of the means as sent. Nothing may be missing."""
-        return digest_of_all([hasher.digest() for hasher in self._hashers])
+    def digests(self) -> list[bytes]:
+        """BLAKE3 of the means of each span as sent, by rank; empty for an empty span. Nothing may be missing."""
+        hashers = enumerate(self._hashers)
+        return [hasher.digest() if rank in self.partition.reducers else b"" for rank, hasher in hashers]
 
     def means(self) -> Means:
         """The means as sent, by reducer, as far as they have come; call it once the butterfly has ended."""

@@ -38,13 +38,8 @@ class Means:
 
 
 def digest_of(piece: torch.Tensor) -> bytes:
-    """BLAKE3, which reads memory nearly three times as fast as SHA-256 here."""
-    return blake3(bytes_of(piece) if piece.numel() else b"", max_threads=1).digest()
-
-
-def digest_of_all(digests: Sequence[bytes]) -> bytes:
-    """The digest that members vote for, over the digests of all pieces."""
-    return blake3(b"".join(digests)).digest()
+    """BLAKE3, which reads memory nearly three times as fast as SHA-256 here; empty for an empty piece."""
+    return blake3(bytes_of(piece), max_threads=1).digest() if piece.numel() else b""
 
 
 class BadContribution(Exception):

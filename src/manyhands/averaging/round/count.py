@@ -12,6 +12,9 @@ than have taken part
 anything else                                               abort
 ==========================================================  ========================================================
 
+Two members do not hear each other if one accuses the other, or does not hold the same means of its span as most: a
+reducer that sends different means to different members is left out of the next exchange.
+
 So a lost member that only sent values costs nothing, as what it had delivered is in the mean of all. One whose means
 the others lack costs one more exchange.
 """
@@ -23,13 +26,23 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Again, Group, RoundManifest, Verdict, Vote
+from manyhands.averaging.messages import (
+    MAX_REASON_LENGTH,
+    Accusation,
+    Again,
+    Group,
+    RoundManifest,
+    SpanResult,
+    Verdict,
+    Vote,
+)
 
 MAX_EXCHANGES = 4
 """Of a round: a death costs one, and if members keep dying another group does better."""
 SHOWN_REASONS = 3
 """More members in a reason would make a log line unreadable."""
 DIFFERENT = "the members hold different results"
+UNLIKE = "sent different members different means"
 
 
 class Count:
@@ -61,7 +74,10 @@ class Count:
         """Count a vote; those on other exchanges, and of members that were left out, are ignored."""
         if rank in self.members and vote.exchange == self.exchange:
             self.lost.pop(rank, None)
-            vote.accusations = [said for said in vote.accusations if said.accused < len(self.group.members)]
+            num_members = len(self.group.members)
+            vote.accusations = [said for said in vote.accusations if said.accused < num_members]
+            if len(vote.digests) != num_members:
+                vote.digests = []
             self.votes.setdefault(rank, vote)
 
     def lose(self, rank: int, reason: str) -> None:
@@ -98,8 +114,7 @@ class Count:
 
     def decide(self) -> Verdict | Again | None:
         """Decide by the votes, or return None while more are needed; after ``Again`` the next exchange is counted."""
-        by_result = self._by_result()
-        most = max(by_result.values(), key=len, default=[])
+        most = max(self._by_result().values(), key=len, default=[])
         if self._is_majority(len(most)):
             return self._commit(most)
         num_open = 0 if self._is_closed else len(self.missing())
@@ -107,9 +122,6 @@ class Count:
             return None
         here = self._members_that_hear_each_other()
         can_average = self._is_majority(len(here)) and includes_values(self.group, here)
-        is_split = sum(not here.isdisjoint(ranks) for ranks in by_result.values()) > 1
-        if is_split and can_average:
-            return self._abort(DIFFERENT)
         if can_average and here < self.members and self.exchange + 1 < MAX_EXCHANGES and not self._is_closed:
             return self._exchange_again(here)
         return self._abort()
@@ -117,8 +129,8 @@ class Count:
     def _by_result(self) -> dict[bytes, list[int]]:
         by_result: dict[bytes, list[int]] = defaultdict(list)
         for rank, vote in sorted(self.votes.items()):
-            if vote.digest:
-                by_result[vote.digest + msgspec.msgpack.encode(vote.parts)].append(rank)
+            if vote.digests:
+                by_result[msgspec.msgpack.encode((vote.digests, vote.parts))].append(rank)
         return by_result
 
     def _said(self) -> list[Accusation]:
@@ -130,10 +142,21 @@ class Count:
     def _members_that_hear_each_other(self) -> set[int]:
         """The living members that have voted, without those that are at fault where two accuse each other."""
         here = self._live() & self.votes.keys()
-        said = [(rank, one) for rank in here for one in self.votes[rank].accusations if one.accused in here]
-        at_fault = dropped(said, self.leader)
+        said = [(rank, one) for rank in here for one in self.votes[rank].accusations]
+        said += [(rank, one) for rank, one in self._different() if rank in here]
+        at_fault = dropped(((rank, one) for rank, one in said if one.accused in here), self.leader)
         self.faults |= at_fault
         return here - at_fault.keys()
+
+    def _different(self) -> list[tuple[int, Accusation]]:
+        """Who holds other means of a span than most do: it accuses the reducer, which may have sent them."""
+        held = {rank: _spans_of(vote) for rank, vote in sorted(self.votes.items()) if vote.digests}
+        said: list[tuple[int, Accusation]] = []
+        for reducer, member in enumerate(self.group.members if held else []):
+            usual, _ = Counter(spans[reducer] for spans in held.values()).most_common(1)[0]
+            one = Accusation(reducer, f"peer {member.peer_id} {UNLIKE}", is_violation=True)
+            said += [(rank, one) for rank, spans in held.items() if spans[reducer] != usual]
+        return said
 
     def _is_majority(self, num_members: int) -> bool:
         return 2 * num_members > len(self.group.members)
@@ -156,9 +179,8 @@ class Count:
         vote = self.votes[ranks[0]]
         return self._verdict(self.group.manifest(vote.digest, vote.parts, self.members), [])
 
-    def _abort(self, why: str = "") -> Verdict:
-        said = sorted({vote.reason for vote in self.votes.values() if vote.reason})
-        return self._verdict(None, [why] if why else said)
+    def _abort(self) -> Verdict:
+        return self._verdict(None, sorted({vote.reason for vote in self.votes.values() if vote.reason}))
 
     def _verdict(self, manifest: RoundManifest | None, said: Sequence[str]) -> Verdict:
         faults = {**self.lost, **self.faults}  # what a member did says more than that it is gone
@@ -167,6 +189,15 @@ class Count:
             reasons = [DIFFERENT]
         reason = "; ".join(reasons[:SHOWN_REASONS])[: SHOWN_REASONS * MAX_REASON_LENGTH]
         return Verdict(True, manifest, reason, sorted(self.group.members[rank].peer_id for rank in faults))
+
+
+def _spans_of(vote: Vote) -> list[bytes]:
+    """What a member holds of each span, by rank of its reducer: equal for equal means of the same members."""
+    absent: dict[int, list[SpanResult]] = defaultdict(list)
+    for part in vote.parts:
+        if part.absent:  # parts that have all are not always named
+            absent[part.reducer].append(part)
+    return [digest + msgspec.msgpack.encode(absent[rank]) for rank, digest in enumerate(vote.digests)]
 
 
 def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[int, str]:

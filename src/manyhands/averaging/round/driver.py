@@ -134,7 +134,7 @@ class RoundDriver:
 
     def vote(self, rank: int, vote: Vote) -> None:
         """Count the vote of another member, as the leader."""
-        if not vote.digest and vote.exchange == self.machine.exchange:
+        if not vote.digests and vote.exchange == self.machine.exchange:
             self._partners.give_up(self.group.members[rank].peer_id)  # it sends no values any more
         self._on(machine.Voted(rank, vote))
 

@@ -99,7 +99,8 @@ class Contribution:
             vote.reason = reason[:MAX_REASON_LENGTH]
             return vote
         vote.parts = butterfly.parts()
-        vote.digest = self.digest = butterfly.digest()
+        vote.digests = butterfly.digests()
+        self.digest = vote.digest
         self.means = butterfly.means()
         return vote
 

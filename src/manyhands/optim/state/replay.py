@@ -24,10 +24,10 @@ import msgspec
 import torch
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.allreduce.means import MAX_PIECES, Means, digest_of, digest_of_all
+from manyhands.averaging.allreduce.means import MAX_PIECES, Means, digest_of
 from manyhands.averaging.codecs import NONE, BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
-from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest, read_header
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest, digest_of_all, read_header
 from manyhands.averaging.state.content import MAX_CONTRIBUTORS
 from manyhands.averaging.state.server import (
     MAX_DOWNLOADS,
