@@ -487,7 +487,7 @@ async def test_a_member_that_lacks_the_mean_keeps_its_values_and_learns_why() ->
         averagers = [await join(peer, [tensor]) for peer, tensor in zip(peers, tensors, strict=True)]
 
         def lose(contribution: Contribution, vote: Vote) -> None:
-            contribution.digest, vote.digests = b"", []
+            contribution.means, vote.digests = None, []
 
         change_first_vote(averagers[2]._averager_loop.rounds, lose)
         *others, result = await step_all(averagers)

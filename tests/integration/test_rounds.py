@@ -27,6 +27,7 @@ from manyhands.averaging.messages import (
     Position,
     Received,
     RoundManifest,
+    SpanResult,
     StreamHeader,
     Verdict,
     VerdictQuery,
@@ -930,6 +931,33 @@ async def test_a_leader_that_tells_one_member_another_group_does_not_part_it_fro
         assert len({one.manifest.fingerprint() for one in held}) == 1, results
         assert len(held) == 2
         await end(lying)
+
+
+async def test_a_member_that_hears_early_what_was_committed_believes_no_other_contributors_than_its_own() -> None:
+    """It is told before it has voted, and then finds that it holds the same means."""
+    async with averagers(3, config=PATIENT) as members:
+        liar, other, late = by_id(members)
+        ask = liar.averager._answers._on_ask
+
+        async def answer(remote: PeerId, query: VerdictQuery) -> Verdict:
+            verdict = await ask(remote, query)
+            if remote == late.peer_id and (manifest := verdict.manifest) is not None:
+                forged = msgspec.structs.replace(
+                    manifest, weights=[1.0, 0.0, 1.0], parts=[SpanResult(0, NUMEL, 0, [1])]
+                )
+                return msgspec.structs.replace(verdict, manifest=forged)
+            return verdict
+
+        liar.run.unhandle(ASK_VERDICT)
+        liar.run.handle(ASK_VERDICT, answer)
+        before_voting(late.averager, lambda: until(lambda: is_told(late)))
+        first, second, third = await outcomes(start([liar, other, late]))
+        assert first.manifest == second.manifest != third.manifest
+        assert third.averaged_N is None
+
+
+def is_told(peer: Peer) -> bool:
+    return all(driver.machine.verdict is not None for driver in peer.averager._answers._rounds.values())
 
 
 NESTED = b"\x81\xa1?" + b"\x91" * 60_000 + b"\xc0"  # lists in lists, under a key that nobody knows

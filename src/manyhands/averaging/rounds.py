@@ -269,8 +269,7 @@ class RoundRunner:
             if not any(member.weight > 0 for member in group.members):
                 raise NothingToAverage(verdict.reason, verdict.blamed)
             raise RoundAborted(verdict.reason, verdict.blamed)
-        is_held = contribution.means is not None and contribution.digest == manifest.digest
-        means = contribution.means if is_held else None
+        means = contribution.means if contribution.manifest == manifest else None
         is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
         return CommittedRound(
             averaged_N=means.averaged_N if means is not None else None,

@@ -154,6 +154,13 @@ def test_a_leader_cannot_claim_that_it_has_left_others_out() -> None:
         assert (outcome_of(one, verdict) is not None) == is_believed
 
 
+def test_a_member_that_has_missed_an_order_believes_how_the_exchange_after_it_ended() -> None:
+    """It holds no result of that exchange, so it can only fetch what the others hold, or load their state."""
+    group = group_of(4)
+    committed = group.manifest(b"another digest", members=[0, 2, 3])
+    assert outcome_of(member(group), Verdict(True, committed)) is not None
+
+
 def test_a_member_that_was_left_out_believes_who_the_others_were() -> None:
     group = group_of(4)
     assert outcome_of(member(group), Verdict(True, group.manifest(b"another digest", members=[0, 1]))) is not None

@@ -19,7 +19,7 @@ from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import Memory, empty_vector
-from manyhands.averaging.messages import MAX_REASON_LENGTH, NAME_BYTES, Accusation, Group, Vote
+from manyhands.averaging.messages import MAX_REASON_LENGTH, NAME_BYTES, Accusation, Group, RoundManifest, Vote
 from manyhands.averaging.round.limits import MemberLimits, joined, outsized, usual_norm
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.timing import ANSWER_S, MOMENT_S, hasty_s
@@ -51,7 +51,8 @@ class Contribution:
     See :meth:`manyhands.averaging.rounds.RoundRunner.average` for the arguments.
 
     Attributes:
-        digest, means: of the result of the last exchange; None and empty if something is missing.
+        means: of the last exchange; None if something is missing.
+        manifest: with which the group would commit them.
         outsized: ranks of members whose values are too large beside those of the others.
         usual_norm: of the members' values; 0 if they were not measured.
     """
@@ -65,14 +66,14 @@ class Contribution:
     feedbacks: Feedbacks | None
     limits: MemberLimits | None
     norm_before: float | None
-    digest: bytes = b""
     means: Means | None = None
+    manifest: RoundManifest | None = None
     outsized: set[int] = field(default_factory=set)
     usual_norm: float = 0.0
 
     async def butterfly(self, members: Collection[int], *, is_again: bool) -> Butterfly:
         """The all-reduce of these members' values; raises what the refill raises."""
-        self.digest, self.means = b"", None
+        self.means = self.manifest = None
         if is_again and self.feedbacks is not None:
             self.feedbacks.abort()  # what the exchange before has noted
         if self.refill is None:
@@ -100,8 +101,8 @@ class Contribution:
             return vote
         vote.parts = butterfly.parts()
         vote.digests = butterfly.digests()
-        self.digest = vote.digest
         self.means = butterfly.means()
+        self.manifest = self.group.manifest(vote.digest, vote.parts, members)
         return vote
 
     def _find_outsized(self, butterfly: Butterfly, members: Collection[int]) -> list[Accusation]:

@@ -43,7 +43,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from manyhands.averaging.messages import Again, Group, RoundManifest, SpanResult, Verdict, VerdictQuery, Vote
+from manyhands.averaging.messages import Again, Group, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.count import MAX_EXCHANGES, Count, includes_values
 from manyhands.averaging.timing import ANSWER_S, LEFT_S
 from manyhands.rpc.frames import readable
@@ -290,10 +290,12 @@ class Round:
         """Why the leader cannot have decided that; empty if it can."""
         manifest, again = verdict.manifest, verdict.again
         if manifest is not None:
-            is_of_group = manifest == self.group.manifest(manifest.digest, manifest.parts, self._members_of(manifest))
-            if not (verdict.is_known and is_of_group and _are_whole(self.group, manifest.parts)):
+            parts, vote = manifest.parts, self._vote
+            members = frozenset(range(len(self.group.members))) - manifest.left_out
+            is_of_group = manifest == self.group.manifest(manifest.digest, parts, members)
+            if not (verdict.is_known and is_of_group and _are_whole(self.group, parts)):
                 return "a verdict that is not about the group it was asked about"
-            if self._vote is not None and manifest.digest == self._vote.digest and not self._has_heard(manifest):
+            if vote and manifest.digest == vote.digest and (parts, members) != (vote.parts, self.members):
                 return "a verdict that names other contributors than this member has heard"
         if again is None:
             return ""
@@ -305,21 +307,6 @@ class Round:
         if verdict.is_known or not (is_next and is_sound and self.rank in ranks and includes_values(self.group, ranks)):
             return "an order that this member cannot follow"
         return ""
-
-    def _has_heard(self, manifest: RoundManifest) -> bool:
-        """Whether the contributors are those of the exchange in which this member was."""
-        assert self._vote is not None
-        return manifest.parts == self._vote.parts and self.rank not in manifest.left_out
-
-    def _members_of(self, manifest: RoundManifest) -> frozenset[int]:
-        """The members that can have been in the last exchange of a committed round.
-
-        They are those of the exchange that this member was last told of, so a leader cannot claim that it has left
-        others out. A member that was left out itself was not told who the others were.
-        """
-        left_out = manifest.left_out
-        everybody = frozenset(range(len(self.group.members)))
-        return everybody - left_out if self.rank in left_out else self.members
 
     def _doubt(self, reason: str) -> list[Action]:
         if self.state is State.IN_DOUBT:
