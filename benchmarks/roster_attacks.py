@@ -1,12 +1,13 @@
 """What members that behave for a while and then do harm cost a run, by the rules of the roster. No network, no time.
 
-    python benchmarks/roster_attacks.py [--rounds 400] [--json FILE]
+    python benchmarks/roster_attacks.py [--rounds 400] [--batch-s 0] [--json FILE]
 
 Honest members make a step each STEP_S seconds; attackers join with so many identities. As guests they behave; as
 members each harms whenever it can: it does not come to a round (absent), does not close its group when it leads
 (leader), or stalls as a reducer (reducer). The attackers share one plan: they harm one after the other and not at
 once, as that costs the run most. JSON: a list of `{harm, honest, attackers, step_s, share, lost_s_per_round, harms}`;
-share is that of the steps which the run makes in the same time without them.
+share is that of the steps which the run makes in the same time without them. A member is waited for as long as 1.25
+batches at least, so give the seconds of a batch where it is long.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from _command_line import Parser, json_path, positive_int, run, write_json
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking.machine import BATCH_MARGIN
 from manyhands.averaging.messages import Late
 from manyhands.averaging.roster import Attendance, Roster, patience_share
 from manyhands.base.identity import PeerId
@@ -28,12 +30,14 @@ EXCHANGE_SHARE = 0.2
 WAIT_S = AveragingConfig.matchmaking_time_s
 
 
-def play(harm: str, num_honest: int, num_attackers: int, step_s: float, num_rounds: int) -> dict[str, Any]:
+def play(
+    harm: str, num_honest: int, num_attackers: int, step_s: float, num_rounds: int, batch_s: float = 0.0
+) -> dict[str, Any]:
     """Play the rounds of a run in which all honest members are founders."""
     honest = [PeerId(f"honest {number:03}") for number in range(num_honest)]
     attackers = [PeerId(f"attacker {number:03}") for number in range(num_attackers)]
     roster = Roster().after(Attendance(honest[0], dict.fromkeys(honest, True)))
-    lost_s, num_harms, last_harm = 0.0, 0, ""
+    lost_s, num_harms, last_harm, least_s = 0.0, 0, "", min(BATCH_MARGIN * batch_s, WAIT_S)
     for _ in range(num_rounds):
         members = [peer_id for peer_id in attackers if peer_id in roster.members]
         leader = roster.leaders()[0]
@@ -42,7 +46,9 @@ def play(harm: str, num_honest: int, num_attackers: int, step_s: float, num_roun
         late = Late.NOBODY
         if harm == "leader" and leader in members:
             attempt = next(number for number, one in enumerate(roster.leaders()) if one not in members)
-            lost_s += sum(WAIT_S * patience_share(roster.num_troubled, failed) for failed in range(attempt))
+            lost_s += sum(
+                max(WAIT_S * patience_share(roster.num_troubled, failed), least_s) for failed in range(attempt)
+            )
             num_harms += attempt
             leader, late = roster.leaders()[attempt], Late.MEMBERS
         elif members and harm in ("absent", "reducer"):
@@ -52,7 +58,7 @@ def play(harm: str, num_honest: int, num_attackers: int, step_s: float, num_roun
             if leader == harmful:
                 leader = next(one for one in roster.leaders() if one != harmful)
             if harm == "absent":
-                lost_s += WAIT_S * patience_share(roster.num_troubled)
+                lost_s += max(WAIT_S * patience_share(roster.num_troubled), least_s)
                 del group[harmful]
                 late = Late.MEMBERS
             else:
@@ -73,13 +79,14 @@ def play(harm: str, num_honest: int, num_attackers: int, step_s: float, num_roun
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--rounds", type=positive_int, default=400, help="of the run (default: 400)")
+    parser.add_argument("--batch-s", type=float, default=0.0, help="seconds of a batch (default: 0)")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
     rows = [
-        play(harm, num_honest, num_attackers, step_s, options.rounds)
+        play(harm, num_honest, num_attackers, step_s, options.rounds, options.batch_s)
         for harm in ("absent", "leader", "reducer")
         for step_s in STEP_S
-        for num_honest in (4, 16)
+        for num_honest in (4, 8, 16)
         for num_attackers in (1, 4, 16, 100)
     ]
     for row in rows:
