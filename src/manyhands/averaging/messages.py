@@ -10,7 +10,6 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
-from blake3 import blake3
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ProtocolViolation
@@ -116,7 +115,7 @@ class Group(msgspec.Struct, frozen=True, dict=True):
     @functools.cached_property
     def group_id(self) -> bytes:
         """A digest of all of the group: those whom the leader tells another group do not meet in a round."""
-        return blake3(msgspec.msgpack.encode(self)).digest(NAME_BYTES)
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:NAME_BYTES]
 
     def rank_of(self, peer_id: PeerId) -> int | None:
         """The rank of a peer, or None when it is not a member."""
@@ -179,7 +178,7 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
         marks: by rank; flags of :class:`Mark`.
-        digest: BLAKE3 of the means as sent; see docs/reference/wire.md.
+        digest: of the means as sent; see :func:`digest_of_all`.
         parts: of the whole vector, in order, unless all members with a weight contributed to all of it; else empty.
         late: one of :class:`Late`.
     """
@@ -290,8 +289,8 @@ class Vote(msgspec.Struct):
 
 
 def digest_of_all(digests: Sequence[bytes]) -> bytes:
-    """The digest of a result, over those of its spans."""
-    return blake3(b"".join(digests)).digest()
+    """The digest of a result: SHA-256 of those of its spans, in order of ranks."""
+    return hashlib.sha256(b"".join(digests)).digest()
 
 
 class Received(msgspec.Struct):

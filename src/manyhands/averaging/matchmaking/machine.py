@@ -556,7 +556,7 @@ class Matchmaking:
     def _wait_for_loop(self, now: float, who: Attendees) -> list[Action]:
         """Each that asks waits as long as it likes; one alone has none of many others sent away."""
         over = tuple(peer_id for peer_id in self._joined if now >= self._until[peer_id])
-        least_s = 0.0 if who.is_open else max(self._patience(who) / 2, LOOK_S)
+        least_s = 0.0 if who.is_open else max(self._patience(who), MOMENT_S)
         waited = {peer_id for peer_id in over if now >= self._asked_at.get(peer_id, now) + least_s}
         self._refused |= who.members & waited
         for peer_id in over:
