@@ -57,7 +57,7 @@ class Newcomer:
             reader = ProgressReader(presence.endpoint, presence.dht, RUN_ID)
             await reader.refresh()
             canvass = Canvass(presence.endpoint, presence.rng)
-            leading = await leading_donors(reader.records(), canvass, presence.rng)
+            leading = await leading_donors(reader.records(), canvass, presence.rng, frozenset())
             await canvass.close()
             assert run is not None
             assert leading is not None

@@ -235,11 +235,6 @@ class Presence:
         charters = {run_id: members.charter.charter for run_id, members in self.members.items()}
         return {run_id: charter.manifest for run_id, charter in charters.items() if charter.manifest}
 
-    def vouched(self, run_id: str) -> frozenset[PeerId]:
-        """The trainers for which a coordinator of a run vouches."""
-        members = self.members.get(run_id)
-        return members.vouched() if members is not None else frozenset()
-
     def _keep(self, members: Members) -> None:
         self.members[members.charter.run_id] = members
         self.on_close.append(members.close)

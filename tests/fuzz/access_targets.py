@@ -168,7 +168,7 @@ def _decoder(name: str, *seeds: msgspec.Struct) -> Target:
 
 
 _SIGNED_ERRORS = (ProtocolViolation, BadSignature)
-_RECORD = CharterRecord(CHARTER.signed.encoded(), [str(ADDRESS)], [PEER.peer_id], 1.7e9, [PEER.peer_id], 1.7e9)
+_RECORD = CharterRecord(CHARTER.signed.encoded(), [str(ADDRESS)], [PEER.peer_id], 1.7e9)
 _SIGNED = [CHARTER.signed, LEASE.signed, INVITATION.signed]
 
 TARGETS = [

@@ -36,7 +36,7 @@ class ChartedRun:
         self.batch_s = batch_s
         self.world = World(5)
         self.world.network.default_link.latency_s = 0.02
-        self.known: list[Address] = []
+        self.addresses: dict[str, list[Address]] = {}
         self.models: dict[str, torch.nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.presences: dict[str, Presence] = {}
@@ -54,28 +54,28 @@ class ChartedRun:
 
         self.world.start("first", program)
 
-    def start(self, name: str, begins_s: float = 2.0) -> None:
-        """Start a trainer."""
+    def start(self, name: str, begins_s: float = 2.0, *, by: str = "first") -> None:
+        """Start a trainer that was given the address of another peer."""
 
         async def program(host: Host) -> None:
             await asyncio.sleep(begins_s)
-            presence = await self.presence(host)
+            presence = await self.presence(host, by=by)
             token = b"" if self.charter.is_open else token_of(10, expires_at=host.wall_clock() + 3600.0)
-            await presence.join_run(Ticket(RUN, self.known[:1], b"", self.charter.digest, token))
+            await presence.join_run(Ticket(RUN, self.addresses[by], b"", self.charter.digest, token))
             await run_blocking(lambda: self._train(SimPeer(presence), host.name))
 
         self.world.start(name, program)
 
-    async def presence(self, host: Host, identity: Identity | None = None) -> Presence:
-        """A peer of the DHT."""
+    async def presence(self, host: Host, identity: Identity | None = None, *, by: str = "first") -> Presence:
+        """A peer of the DHT that was given the address of another one, if that is there."""
         transport = self.world.transport(host)
         if identity is not None:
             transport.identity = identity
         presence = Presence(transport, rng=self.world.rng(host.name), wall_clock=host.wall_clock)
         self.presences[host.name] = presence
         await presence.endpoint.listen([Address.of(host.ip, 0)])
-        await join(presence.dht, self.known)
-        self.known.extend(presence.endpoint.addresses)
+        await join(presence.dht, self.addresses.get(by, []))
+        self.addresses.setdefault(host.name, presence.endpoint.addresses)
         return presence
 
     def _train(self, peer: SimPeer, name: str) -> None:

@@ -186,10 +186,10 @@ def test_while_peers_may_still_vote_the_first_one_that_answers_does_not_decide()
             canvass = Canvass(
                 cast(Endpoint, Dials({peer_id: hosts[peer_id] for peer_id in answering})), random.Random(3)
             )
-            assert not believed_by_a_newcomer(records, (), canvass.poll)
+            assert not believed_by_a_newcomer(records, frozenset(), canvass.poll)
             await asyncio.sleep(2 * ANSWER_S)
             assert canvass.poll(records).voters.keys() == answering
-            assert not believed_by_a_newcomer(records, (), canvass.poll)
+            assert not believed_by_a_newcomer(records, frozenset(), canvass.poll)
             await canvass.close()
 
     in_virtual_time(check)
@@ -203,7 +203,7 @@ def test_a_peer_that_does_not_answer_holds_nobody_up_whom_most_have_answered() -
         records = records_of(HONEST | {PeerId("dead"): "48.1.1.2"})
         canvass = Canvass(cast(Endpoint, Dials(HONEST)), random.Random(3))
         began = now()
-        while not believed_by_a_newcomer(records, (), canvass.poll):
+        while not believed_by_a_newcomer(records, frozenset(), canvass.poll):
             assert await canvass.brings_news()
         assert now() < began + 2 * ANSWER_S
         await canvass.close()

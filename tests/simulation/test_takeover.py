@@ -29,7 +29,7 @@ JOIN_S = 12.0
 
 
 async def idle(presence: Presence, coordinator: Coordinator) -> None:
-    """It does not watch the run, so it vouches for nobody."""
+    """It trains nothing."""
 
 
 def attacked(claims: str, ahead: int = AHEAD) -> ChartedRun:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
@@ -13,7 +13,7 @@ from manyhands.access.authorizer import Authorizer, Invited, Open
 from manyhands.access.charter import SignedCharter
 from manyhands.access.config import AccessConfig
 from manyhands.access.lease import Lease, Role, SignedLease
-from manyhands.access.ledger import Ledger, Seen
+from manyhands.access.ledger import Ledger
 from manyhands.access.messages import (
     BANNED,
     CHARTER_RECORDS,
@@ -39,8 +39,6 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 PUBLISH_PERIOD_S = 300.0
-VOUCH_PERIOD_S = 60.0
-"""Least time between two records that differ in the vouched peers alone."""
 BANS_PERIOD_S = 2.0
 """Between two reads of the file of ``manyhands ban``."""
 TWIN_PERIOD_S = 5.0
@@ -172,17 +170,6 @@ class Coordinator:
                 logger.warning("cannot write the coordinator's files: %s; it gives no lease until that works", error)
                 raise Unavailable(f"the coordinator cannot write its files: {error.strerror}") from error
 
-    # trainers on the run's branch
-
-    @property
-    def seen(self) -> Seen:
-        """For whom this coordinator vouches, and for how long it has seen each trainer; kept in its state dir."""
-        return self._ledger.seen
-
-    def vouch(self, peer_ids: Iterable[PeerId]) -> None:
-        """Vouch for these trainers, and no others, from now on: others believe most of them."""
-        self.seen.vouched, self.seen.vouched_at = sorted(peer_ids), self._wall_clock()
-
     # calls of the owner
 
     async def _on_manage(self, remote: PeerId, request: ManageRequest) -> ManageResponse:
@@ -207,7 +194,7 @@ class Coordinator:
 
     async def _publish_forever(self) -> None:
         loop = self._loop
-        bans, addresses, vouched = self._to_tell()
+        told = self._to_tell()
         published_at = looked_at = loop.time()
         has_failed = False
         while True:
@@ -215,27 +202,26 @@ class Coordinator:
             try:
                 self._ledger.read_bans()
                 to_tell = self._to_tell()
-                is_news = to_tell[:2] != (bans, addresses)
+                is_news = to_tell != told
                 if loop.time() >= looked_at + TWIN_PERIOD_S:
                     looked_at = loop.time()
                     is_news |= await self._is_replaced()
                 if self._twin.is_older and not self._twin.is_to_be_told(loop.time()):
                     return
-                period_s = PUBLISH_PERIOD_S if to_tell[2] == vouched else VOUCH_PERIOD_S
-                if not is_news and loop.time() < published_at + period_s:
+                if not is_news and loop.time() < published_at + PUBLISH_PERIOD_S:
                     continue
                 await self._publish()
-                for peer_id in to_tell[0].keys() - bans.keys():
+                for peer_id in to_tell[0].keys() - told[0].keys():
                     logger.warning("Peer %s is banned from run %s", peer_id, self._charter.run_id)
-                (bans, addresses, vouched), published_at, has_failed = to_tell, loop.time(), False
+                told, published_at, has_failed = to_tell, loop.time(), False
             except ManyhandsError as error:
                 if not has_failed:
                     logger.warning("the charter and the bans were not published: %s; trying again", error)
                 has_failed = True
 
-    def _to_tell(self) -> tuple[dict[str, float], list[Address], list[str]]:
-        """What the record is about: bans, addresses, and the peers that this one vouches for."""
-        return dict(self._ledger.bans.banned_at), self._endpoint.addresses, self.seen.vouched
+    def _to_tell(self) -> tuple[dict[str, float], list[Address]]:
+        """What the record is about: bans and addresses."""
+        return dict(self._ledger.bans.banned_at), self._endpoint.addresses
 
     async def _is_replaced(self) -> bool:
         """Whether the record under this peer's id is of another process: a copy, or an earlier life."""
@@ -257,12 +243,8 @@ class Coordinator:
             [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]],
             list(self._ledger.bans.banned_at)[:MAX_BANS],
             self._began_at,
-            self.seen.vouched,
-            self.seen.vouched_at,
         )
         value = msgspec.to_builtins(record, builtin_types=(bytes,))
-        if not record.vouched_at:
-            del value["vouched"], value["vouched_at"]
         await self._dht.store(charter_key(self._charter.run_id), value, RECORD_TTL_S, subkey=self._endpoint.peer_id)
         if self.is_delegated:
             self._keep_on_disk()
@@ -270,7 +252,5 @@ class Coordinator:
     def _keep_on_disk(self) -> None:
         try:
             self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
-            if self.seen.seconds:
-                self._ledger.save_seen()
         except OSError as error:
             logger.warning("cannot write the coordinator's files: %s; trying again", error)

@@ -54,18 +54,6 @@ class Bans(msgspec.Struct):
     banned_at: dict[str, float] = {}
 
 
-class Seen(msgspec.Struct):
-    """The file of a coordinator that watches the run: for whom it vouches, since when, and why.
-
-    Attributes:
-        seconds: for how long it has seen each trainer on the run's branch.
-    """
-
-    seconds: dict[str, float] = {}
-    vouched: list[str] = []
-    vouched_at: float = 0.0
-
-
 class CoordinatorAddresses(msgspec.Struct):
     """Addresses of the coordinator, for the tickets of ``manyhands invite``."""
 
@@ -85,7 +73,6 @@ class Ledger:
         self._folder = state_dir / FOLDER if state_dir is not None else None
         self.accounts = self._read("members.json", Accounts) or Accounts()
         self.bans = self._read("bans.json", Bans) or Bans()
-        self.seen = self._read("seen.json", Seen) or Seen()
 
     # the charter
 
@@ -181,10 +168,6 @@ class Ledger:
             else MemberEntry(peer_id, is_banned=True)
             for peer_id in sorted(held.keys() | banned.keys())
         ]
-
-    def save_seen(self) -> None:
-        """Save for whom this coordinator vouches; raises OSError if the file cannot be written."""
-        self._write("seen.json", msgspec.json.encode(self.seen))
 
     # files
 

@@ -24,8 +24,6 @@ from manyhands.access.messages import (
     LEASE_RECORDS,
     LEASES_KIND,
     NO_LEASE,
-    VOUCHED_S,
-    CharterRecord,
     LeaseRequest,
     RunMethods,
     Shown,
@@ -94,7 +92,6 @@ class Members:
         self._own: SignedLease | None = None
         self._leases: dict[PeerId, SignedLease] = {}
         self._banned: dict[PeerId, PeerId] = {}  # peer -> coordinator that banned it
-        self._published: dict[PeerId, CharterRecord] = {}  # the last record of each coordinator
         self._met: dict[PeerId, bytes] = {}  # peer -> the own lease that it has seen
         self._refused: dict[PeerId, int] = {}  # peer -> sequence of its published lease, which is not valid
         self._strangers: set[PeerId] = set()  # that have stored records here since the last look at leases
@@ -188,14 +185,6 @@ class Members:
     def is_banned(self, peer_id: PeerId) -> bool:
         """Whether a peer is banned from the run."""
         return peer_id in self._banned
-
-    def vouched(self) -> frozenset[PeerId]:
-        """The trainers for which a coordinator vouches; of several coordinators, those of the first in the charter."""
-        for coordinator in self.charter.coordinators:
-            record = self._published.get(coordinator)
-            if record is not None and record.vouched and self._wall_clock() < record.vouched_at + VOUCHED_S:
-                return frozenset(map(PeerId, record.vouched)) - self._banned.keys()
-        return frozenset()
 
     def check_own(self) -> None:
         """Raises ``ConfigError`` if this peer is banned."""
@@ -425,9 +414,6 @@ class Members:
             )  # fmt: skip
 
     def _note(self, entry: Published) -> None:
-        known = self._published.get(entry.peer_id)
-        if known is None or entry.record.vouched_at >= known.vouched_at:  # a holder may show an old one
-            self._published[entry.peer_id] = entry.record
         bans = map(PeerId, set(entry.record.bans).difference(self.charter.coordinators))
         self._banned |= dict.fromkeys(bans, entry.peer_id)
         self._endpoint.learn(entry.peer_id, readable(entry.record.addresses))

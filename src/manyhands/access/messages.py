@@ -12,13 +12,10 @@ from manyhands.rpc import Method
 
 MAX_CREDENTIAL_BYTES = 4096
 MAX_BANS = 1000
-MAX_VOUCHED = 64
 MAX_ADDRESSES = 8
 RECORD_TTL_S = 86400.0
 """Records of coordinators outlive them by the grace time of leases."""
 LEASE_RECORD_TTL_S = 3600.0
-VOUCHED_S = 900.0
-"""A coordinator vouches for this long: peers that fall behind or leave the run's branch meanwhile still count."""
 
 BANNED = "banned"
 """Code of a refusal: the peer is banned from the run."""
@@ -102,8 +99,6 @@ class CharterRecord(msgspec.Struct, frozen=True):
         addresses: where this peer can be dialled for a lease.
         bans: banned peer ids; valid if this peer is the owner or a coordinator.
         began_at: when the process of this peer began, by its own wall clock.
-        vouched: trainers that this peer has long seen on the run's branch; valid if it is the owner or a coordinator.
-        vouched_at: when it has seen that last, in seconds since 1970 by its own clock.
     """
 
     charter: SignedBytes
@@ -112,8 +107,6 @@ class CharterRecord(msgspec.Struct, frozen=True):
     ] = []
     bans: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_BANS)] = []
     began_at: float = 0.0
-    vouched: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_VOUCHED)] = []
-    vouched_at: float = 0.0
 
 
 CHARTER_KIND, LEASES_KIND = "charter", "leases"

@@ -119,6 +119,10 @@ class InitialPeers:
                 len(self._known),
             )
 
+    def known_ids(self) -> frozenset[PeerId]:
+        """The ids of the initial peers, as far as their addresses name them or they have answered."""
+        return frozenset(peer_id for peer_id in self._peers.values() if peer_id is not None)
+
     async def keep_trying(self) -> None:
         """Redial missing peers for ever, by the rules at the top of this file."""
         loop = asyncio.get_running_loop()

@@ -136,6 +136,10 @@ class DhtNode:
         self._initial_peers.note_known()
         return self._known_peers
 
+    def initial_peers(self) -> frozenset[PeerId]:
+        """Return the ids of the initial peers, as far as their addresses name them or they have answered."""
+        return self._initial_peers.known_ids()
+
     async def join(self, initial_peers: Sequence[Address], *, must_join: bool = True) -> None:
         """Reach an initial peer, or one seen before, and learn the neighbours; takes ``join_timeout_s`` at most.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import PeerRecord, SeenRecord
+from manyhands.averaging.peer_records import SeenRecord
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
@@ -26,7 +26,6 @@ from manyhands.monitor.painter import Look, Painter
 from manyhands.monitor.peer_table import longest_silence_s
 from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
-from manyhands.monitor.vouching import Vouching
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import different_settings, read_manifests
 from manyhands.optim.metrics import TTL_S, AccountRecord, HeldoutRecord, MetricsRecord, read_metrics
@@ -137,7 +136,6 @@ class RunMonitor:
         self._notice = StrandedNotice(run_id)
         self._are_others_told = False
         self._steps = CompleteSteps()
-        self._vouching: Vouching | None = None
         self._trainers_seen: dict[PeerId, float] = {}  # when last seen, also of those that have left
         self._leading_step = -1
         self._heldout_step = -1
@@ -218,7 +216,6 @@ class RunMonitor:
         await self._reader.refresh()
         present = self._reader.present()
         trainers = {peer_id: seen.record for peer_id, seen in present.items() if not seen.record.is_auxiliary}
-        self._vouch(trainers)
         if not trainers:
             self._tell_that_nobody_trains()
             self._progress = None
@@ -226,7 +223,7 @@ class RunMonitor:
             return 1.0
         self._tell_of_nobody_at = -math.inf
         self._tell_stranded()
-        leading = held_by_most(trainers, self._peer.presence.vouched(self._run_id))
+        leading = held_by_most(trainers)
         target = await self._target_batch_size() or self._target
         now = asyncio.get_running_loop().time()
         progress = View(_all_at(leading, present, now), leading).progress(None, target, now)
@@ -248,14 +245,6 @@ class RunMonitor:
         self._leading_step = leading.step
         await self._report_what_was_learnt(trainers)
         return min(delay_s, SETTLED_S) if self._steps.is_waiting else delay_s
-
-    def _vouch(self, trainers: Mapping[PeerId, PeerRecord]) -> None:
-        """Vouch for trainers, if the run has a charter that names this peer."""
-        coordinator = self._peer.presence.coordinators.get(self._run_id)
-        if coordinator is not None and coordinator.is_delegated:
-            if self._vouching is None:
-                self._vouching = Vouching(coordinator.seen.seconds, coordinator.seen.vouched)
-            coordinator.vouch(self._vouching.look(trainers, asyncio.get_running_loop().time()))
 
     def _tell_stranded(self) -> None:
         """Warn if all trainers are behind firewalls: newcomers can join only through other peers, such as this one."""

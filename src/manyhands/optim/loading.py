@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -92,7 +92,7 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
     canvass = Canvass(presence.endpoint, presence.rng)
     try:
         for _ in range(MAX_POSITIONS):
-            if (leading := await leading_donors(records, canvass, presence.rng, presence.vouched(run_id))) is None:
+            if (leading := await leading_donors(records, canvass, presence.rng, presence.dht.initial_peers())) is None:
                 break
             position, donors = leading
             try:
@@ -134,14 +134,14 @@ def askable(records: Mapping[PeerId, PeerRecord], endpoint: Endpoint) -> dict[Pe
 
 
 async def leading_donors(
-    records: Mapping[PeerId, PeerRecord], canvass: Canvass, rng: random.Random, vouched: Collection[PeerId] = ()
+    records: Mapping[PeerId, PeerRecord], canvass: Canvass, rng: random.Random, trusted: frozenset[PeerId]
 ) -> tuple[Position, list[PeerId]] | None:
     """The position of the run, as a peer that does not train believes it, and the peers that hold its state.
 
     Args:
-        vouched: peers for which a coordinator of the run vouches.
+        trusted: of these peers more than half decide, if any of them trains in the run.
     """
-    while not (believed := believed_by_a_newcomer(records, vouched, canvass.poll)):
+    while not (believed := believed_by_a_newcomer(records, trusted, canvass.poll)):
         if not await canvass.brings_news():
             return None
     position = max(believed.values(), key=branch_order).position

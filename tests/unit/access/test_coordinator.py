@@ -6,14 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from manyhands.access import Charter, SignedCharter
-from manyhands.access.charters import Published, read_charters
+from manyhands.access.charters import read_charters
 from manyhands.access.ledger import Ledger
 from manyhands.access.managing import manage
-from manyhands.access.messages import MAX_BANS, VOUCHED_S, charter_key
+from manyhands.access.messages import MAX_BANS
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, Refused, Unavailable
 from manyhands.base.identity import PeerId
@@ -25,7 +24,6 @@ from tests.unit.access.world import (
     COORDINATOR,
     HOUR_S,
     OWNER,
-    PEER,
     RUN,
     SECOND,
     START_S,
@@ -209,62 +207,6 @@ async def test_a_ban_that_was_written_beside_the_coordinator_is_published_by_it(
                 break
             await asyncio.sleep(0.1)
         assert other.members[RUN]._banned[bad] == COORDINATOR.peer_id
-
-
-async def test_members_learn_for_whom_a_coordinator_vouches_also_after_its_restart(tmp_path: Path) -> None:
-    vouched = frozenset(identity_of(number).peer_id for number in (50, 51))
-    async with new_world() as world:
-        first = await world.peer(2, folder=tmp_path)
-        await first.serve_charter(CHARTER)
-        (other,) = await joined(world, 10)
-        assert other.vouched(RUN) == frozenset()
-        first.coordinators[RUN].seen.seconds[PEER.peer_id] = 7.0
-        first.coordinators[RUN].vouch(vouched)
-        await first.coordinators[RUN]._publish()
-        await other.members[RUN]._look()
-        assert other.vouched(RUN) == vouched
-    async with new_world() as world:
-        first = await world.peer(2, folder=tmp_path)
-        await first.serve_charter(CHARTER)
-        assert first.coordinators[RUN].seen.seconds == {PEER.peer_id: 7.0}
-        other, banned = await joined(world, 10, 50)
-        assert other.vouched(RUN) == vouched
-        other.members[RUN]._banned[banned.peer_id] = COORDINATOR.peer_id
-        assert other.vouched(RUN) == vouched - {banned.peer_id}
-        replayed = msgspec.structs.replace(other.members[RUN]._published[first.peer_id], vouched=[], vouched_at=1.0)
-        other.members[RUN]._note(Published(first.peer_id, CHARTER, replayed))
-        assert other.vouched(RUN) == vouched - {banned.peer_id}
-        world.clock.now += VOUCHED_S
-        assert other.vouched(RUN) == frozenset(), "the coordinator watches no more"
-
-
-async def test_of_two_coordinators_the_first_of_the_charter_that_watches_counts() -> None:
-    async with new_world() as world:
-        presences = [await world.peer(3), await world.peer(2)]
-        for presence in presences:
-            await presence.serve_charter(CHARTER)
-        second, first = (presence.coordinators[RUN] for presence in presences)
-        (other,) = await joined(world, 10)
-        for coordinator, number in ((second, 50), (first, 51)):
-            coordinator.vouch([identity_of(number).peer_id])
-            await coordinator._publish()
-            await other.members[RUN]._look()
-            assert other.vouched(RUN) == {identity_of(number).peer_id}
-        first.vouch([])
-        await first._publish()
-        await other.members[RUN]._look()
-        assert other.vouched(RUN) == {identity_of(50).peer_id}
-
-
-async def test_a_peer_that_the_charter_does_not_name_vouches_for_nobody() -> None:
-    async with new_world() as world:
-        await (await world.peer(2)).serve_charter(CHARTER)
-        stranger = await world.peer(7)
-        value = {"charter": CHARTER.signed.encoded(), "vouched": [stranger.peer_id], "vouched_at": START_S}
-        await stranger.dht.store(charter_key(RUN), value, 60.0, subkey=stranger.peer_id)
-        (other,) = await joined(world, 10)
-        assert len(await read_charters(other.dht, RUN, digest=CHARTER.digest)) == 2
-        assert other.vouched(RUN) == frozenset()
 
 
 async def test_a_peer_that_the_charter_does_not_name_publishes_it_and_signs_nothing(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from manyhands.optim.run.branches import (
     ENOUGH_VOTES,
     FOUNDING_ROUNDS,
     OUTVOTED_S,
-    VOUCHED_PATIENCE_S,
     Belief,
     BranchChoice,
     Poll,
@@ -127,7 +126,7 @@ def test_those_who_have_gone_do_not_vote() -> None:
 
 def test_a_newcomer_follows_most_of_those_who_have_learnt_something() -> None:
     records = {ANN: at(10), BOB: at(10), CAROL: at(11), DAVE: at(0), EVE: at(60, b"eve")}
-    assert believed_by_a_newcomer(records, [], poll_of_claims).keys() == {ANN, BOB, DAVE}
+    assert believed_by_a_newcomer(records, frozenset(), poll_of_claims).keys() == {ANN, BOB, DAVE}
     assert Belief(DAVE).judge(at(0), {ANN: at(3), DAVE: at(0)}).doubted == frozenset(), (
         "one that has learnt nothing does not vote"
     )
@@ -282,81 +281,36 @@ def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
         assert choice.leading(()).position == at(step).position
 
 
-# vouched peers
+# initial peers
 
 
-def test_vouched_peers_count_in_place_of_any_number_of_networks() -> None:
-    assert Belief(DAVE).judge(at(0), HONEST | SYBILS).doubted == HONEST.keys(), "so it was without"
-    newcomer = Belief(DAVE, lambda: [ANN, BOB, CAROL])
+def test_a_newcomer_follows_the_peers_that_it_was_given_and_no_number_of_networks() -> None:
+    assert Belief(DAVE).judge(at(0), HONEST | SYBILS).doubted == HONEST.keys(), "so it is without"
+    newcomer = Belief(DAVE, lambda: frozenset({ANN, BOB, CAROL}))
     assert newcomer.judge(at(0), HONEST | SYBILS).doubted == SYBILS.keys()
     assert newcomer.judge(at(0), HONEST | {BOB: at(0)} | SYBILS).doubted == SYBILS.keys(), "one is enough"
+    assert newcomer.judge(at(0), {BOB: at(0)} | SYBILS).doubted == frozenset(), "none has learnt anything"
     assert newcomer.judge(at(0), SYBILS).doubted == frozenset(), "none of them is there"
-    assert believed_by_a_newcomer(HONEST | SYBILS, [ANN], poll_of_claims).keys() == HONEST.keys()
-    assert held_by_most(HONEST | SYBILS, [ANN]) == at(10).position
-    assert held_by_most(SYBILS, [ANN]) == at(60, b"eve").position
+    assert believed_by_a_newcomer(HONEST | SYBILS, frozenset({ANN}), poll_of_claims).keys() == HONEST.keys()
 
 
-def test_members_stay_with_vouched_peers_that_they_have_met() -> None:
+def test_where_the_peers_that_it_was_given_are_believes_no_newcomer_others_that_are_ahead() -> None:
+    newcomer = Belief(DAVE, lambda: frozenset({ANN, BOB}))
+    assert newcomer.judge(at(10), HONEST | SYBILS).doubted == SYBILS.keys()
+
+
+def test_of_initial_peers_that_are_apart_the_highest_step_counts_that_more_than_half_have_reached() -> None:
+    newcomer = Belief(DAVE, lambda: frozenset({ANN, BOB, CAROL}))
+    apart = {ANN: at(10), BOB: at(50, b"other"), CAROL: at(50, b"other")}
+    assert newcomer.judge(at(0), apart).doubted == {ANN}
+    del apart[CAROL]
+    assert newcomer.judge(at(0), apart).doubted == {BOB}
+
+
+def test_after_its_first_step_a_peer_no_longer_follows_the_peers_that_it_was_given() -> None:
     member = member_of(ANN, BOB)
-    assert member.judge(at(10), HONEST | SYBILS).doubted == frozenset(), "so it was without"
-    member.vouched = lambda: [ANN, BOB]
-    assert member.judge(at(10), HONEST | SYBILS).doubted == SYBILS.keys()
-    lower = {peer_id: at(9, b"eve", record.addresses[0].split("/")[2]) for peer_id, record in SYBILS.items()}
-    for now in (0.0, 1e6):
-        assert member.other_majority(at(10), HONEST | lower, now) is None
-
-
-def test_of_two_vouched_peers_neither_follows_strangers() -> None:
-    """The vote of each counts for itself."""
-    ann = member_of(BOB, own_id=ANN)
-    others = {BOB: at(10), **SYBILS}
-    assert ann.judge(at(10), others).doubted == frozenset(), "so it was without"
-    ann.vouched = lambda: [ANN, BOB]
-    assert ann.judge(at(10), others).doubted == SYBILS.keys()
-
-
-@pytest.mark.parametrize("there", [at(60, b"other"), at(9, b"other")], ids=["ahead", "behind"])
-def test_one_vouched_peer_takes_no_member_with_it_and_two_do_so_late(there: PeerRecord) -> None:
-    """Until then their coordinator has noticed if they went elsewhere, or fell behind."""
-    member = member_of(ANN, BOB, CAROL, DAVE)
-    member.vouched = lambda: [ANN]
-    others = {ANN: there, BOB: at(10), CAROL: at(10), DAVE: at(10)}
-    for now in (0.0, 1e6):
-        assert member.other_majority(at(10), others, now) is None
-        assert member.judge(at(10), others).doubted == ({ANN} if there.position.step > 10 else set())
-    member.vouched = lambda: [ANN, BOB]
-    others[BOB] = there
-    assert member.other_majority(at(10), others, 2e6) is None
-    assert member.other_majority(at(10), others, 2e6 + VOUCHED_PATIENCE_S - 1) is None
-    assert member.judge(at(10), others).doubted == ({ANN, BOB} if there.position.step > 10 else set())
-    assert member.other_majority(at(10), others, 2e6 + VOUCHED_PATIENCE_S) == there.position
-    member.vouched = lambda: [CAROL, DAVE]
-    assert member.other_majority(at(10), others, 3e6) is None
-
-
-@pytest.mark.parametrize("ahead", [2, -2])
-def test_parts_that_have_never_met_come_together_where_the_vouched_peers_are(ahead: int) -> None:
-    """Also if the other part is larger, and ahead."""
-    here, there = at(10), at(10 + ahead, b"other")
-    ann, dave = member_of(BOB, own_id=ANN), member_of(CAROL, EVE, own_id=DAVE, step=there.position.step)
-    dave.been_at.clear()
-    ann.vouched = dave.vouched = lambda: [ANN, BOB]
-    of_ann = {BOB: here, CAROL: there, DAVE: there, EVE: there}
-    of_dave = {ANN: here, BOB: here, CAROL: there, EVE: there}
-    for now in (0.0, VOUCHED_PATIENCE_S):
-        assert ann.other_majority(here, of_ann, now) is None
-        moves_to = dave.other_majority(there, of_dave, now)
-    assert ann.judge(here, of_ann).doubted == ({CAROL, DAVE, EVE} if ahead > 0 else set())
-    assert moves_to == here.position
-
-
-def test_a_newcomer_with_its_first_members_is_not_kept_from_the_vouched_peers() -> None:
-    """Strangers have misled it before the coordinator vouched for anybody."""
-    newcomer = member_of(*SYBILS, step=60, own_id=DAVE)
-    newcomer.vouched = lambda: [ANN, BOB]
-    others = HONEST | SYBILS
-    assert newcomer.other_majority(at(60, b"eve"), others, 0.0) is None
-    assert newcomer.other_majority(at(60, b"eve"), others, VOUCHED_PATIENCE_S) == at(10).position
+    member.initial_peers = lambda: frozenset({CAROL})
+    assert member.judge(at(10), {**HONEST, CAROL: at(60, b"other")}).doubted == {CAROL}
 
 
 # what a peer at step 0 has seen of the run

@@ -10,9 +10,8 @@ which model all peers hold (docs/adr/0018-weights-and-belief.md). A peer believe
 * at least half of all peers that have learnt anything are, itself included. Of these only peers count that it has
   reached: see :func:`sample`, and :mod:`manyhands.optim.run.canvass`, which dials them.
 
-In a run with a charter, the trainers for which a coordinator vouches (:mod:`manyhands.monitor.vouching`) count in place
-of all peers. A peer that has met nobody who is there, such as a newcomer, believes more than half of them at once.
-Members need two, and go where more than half of them are only after ``VOUCHED_PATIENCE_S``.
+A peer that has made no step yet, such as a newcomer or an evaluator, believes more than half of the initial peers that
+it was given, of those that train in the run. If none does, all peers are counted as above.
 
 The peers of a higher branch that has less than half of all peers follow the others after a while.
 """
@@ -31,7 +30,7 @@ from typing import NamedTuple
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster
-from manyhands.averaging.timing import DIAL_S, IDLE_S, SHUN_S
+from manyhands.averaging.timing import DIAL_S, SHUN_S
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
 from manyhands.optim.run.progress import Claim, branch_order
@@ -42,8 +41,6 @@ LAG_STEPS = 2
 """Records are read late, so peers on one branch may appear up to this many steps apart."""
 OUTVOTED_S = 4 * DIAL_S
 """How long most peers must be elsewhere before this one follows them to a branch that is not ahead."""
-VOUCHED_PATIENCE_S = IDLE_S
-"""The same for vouched peers. One that fell behind catches up sooner, or its coordinator no longer vouches for it."""
 MAX_MET = 4096
 MAX_BEEN_AT = 256
 DOUBTED_UNTIL_LOGGED_S = DIAL_S
@@ -88,13 +85,11 @@ class _Electorate(NamedTuple):
 
     Attributes:
         num_votes: of all, with those of the ``num_open`` peers that are still to be dialled, which may be for anything.
-        is_patient: they decide only after ``VOUCHED_PATIENCE_S``, and then also for a branch that is ahead.
     """
 
     voters: Mapping[PeerId, str]
     num_votes: int
     is_half_enough: bool
-    is_patient: bool = False
     num_open: int = 0
 
     def is_enough(self, peers: Iterable[PeerId]) -> bool:
@@ -148,7 +143,7 @@ class Belief:
     """Decides which of the others' claims about other positions one peer believes.
 
     Args:
-        vouched: returns the peers for which a coordinator of the run vouches.
+        initial_peers: returns those that this peer was given to join by.
         poll: returns which of all peers vote, from their records.
 
     Attributes:
@@ -158,11 +153,11 @@ class Belief:
     def __init__(
         self,
         own_id: PeerId,
-        vouched: Callable[[], Collection[PeerId]] = frozenset,
+        initial_peers: Callable[[], frozenset[PeerId]] = frozenset,
         poll: Callable[[Records], Poll] = poll_of_claims,
     ) -> None:
         self._own_id = own_id
-        self.vouched = vouched
+        self.initial_peers = initial_peers
         self.poll = poll
         self.roster: Callable[[], Roster | None] = lambda: None
         self._met: dict[PeerId, None] = {}  # the last ones at the end
@@ -203,7 +198,7 @@ class Belief:
                 believed = electorate.agreed(ahead)
                 if believed is None:
                     return Judgement(open=frozenset(ahead))
-            elif not electorate.is_patient and (believed := electorate.believed(ahead)) is not None:
+            elif (believed := electorate.believed(ahead)) is not None:
                 break
         return Judgement(frozenset(peer_id for peer_id, position in ahead.items() if position != believed))
 
@@ -211,23 +206,21 @@ class Belief:
         """The position of most peers for a while, if this peer was never there and does not follow them at once."""
         elsewhere = {
             peer_id: record.position for peer_id, record in records.items()
-            if record.position != own.position and record.position.step and record.position not in self.been_at
+            if record.position.step and record.position not in (own.position, *self.been_at)
+            and not is_ahead(record, own)
         }  # fmt: skip
-        behind = {peer_id: there for peer_id, there in elsewhere.items() if not is_ahead(records[peer_id], own)}
         if own.position.step and elsewhere:
             for electorate in self._electorates(own, records):
                 if electorate.num_open:
                     return None  # for a moment; it does not begin anew
-                there = elsewhere if electorate.is_patient else behind
-                if electorate._replace(is_half_enough=False).is_enough(there):
+                if electorate._replace(is_half_enough=False).is_enough(elsewhere):
                     self._outvoted_since = min(self._outvoted_since, now)
-                    patience_s = VOUCHED_PATIENCE_S if electorate.is_patient else OUTVOTED_S
-                    return electorate.most_voted(there) if now >= self._outvoted_since + patience_s else None
+                    return electorate.most_voted(elsewhere) if now >= self._outvoted_since + OUTVOTED_S else None
         self._outvoted_since = math.inf
         return None
 
     def judges(self, own: PeerRecord, records: Records) -> Poll:
-        """The peers that tell which parameters are right: those met in committed rounds, else one of each vote."""
+        """The peers that tell which parameters are right: members, else initial peers, else one of each network."""
         for electorate in self._electorates(own, records):
             if electorate.voters:
                 each = {vote: peer_id for peer_id, vote in electorate.voters.items()}
@@ -241,13 +234,12 @@ class Belief:
         if is_member:
             met.pop(self._own_id, None)
         yield _Electorate(met, len(met) + is_member, is_half_enough=bool(members))
+        if not self._has_stepped:
+            learnt = {peer_id for peer_id in self.initial_peers() & records.keys() if records[peer_id].position.step}
+            if learnt:
+                yield _Electorate({peer_id: str(peer_id) for peer_id in learnt}, len(learnt), is_half_enough=False)
+                return
         is_own_counted = self._has_stepped and own.position.step > 0
-        vouched = self.vouched()
-        voters = _voters_among({peer_id: records[peer_id] for peer_id in vouched if peer_id in records})
-        num_votes = len(set(voters.values())) + (is_own_counted and self._own_id in vouched)
-        if voters and num_votes > bool(met):  # one alone decides nothing for members
-            yield _Electorate(voters, num_votes, is_half_enough=False, is_patient=bool(met))
-            return
         is_young = own.position.step <= FOUNDING_ROUNDS or self._outvoted_since < math.inf  # it has met the others
         if members and met and not is_young:
             return
@@ -298,14 +290,12 @@ def _voters_among(records: Records) -> dict[PeerId, str]:
     return voters or {peer_id: str(peer_id) for peer_id in learnt}
 
 
-def held_by_most(records: Records, vouched: Collection[PeerId] = ()) -> Position:
+def held_by_most(records: Records) -> Position:
     """The highest position that more than half of the peers are at, or were shortly before, for one that only watches.
 
     Args:
         records: of at least one peer.
-        vouched: only these peers count, if any of them is there.
     """
-    records = {peer_id: records[peer_id] for peer_id in vouched if peer_id in records} or records
     voters = _voters_among(records)
     electorate = _Electorate(voters, len(set(voters.values())), is_half_enough=False)
     believed = electorate.believed({peer_id: record.position for peer_id, record in records.items()})
@@ -313,14 +303,17 @@ def held_by_most(records: Records, vouched: Collection[PeerId] = ()) -> Position
 
 
 def believed_by_a_newcomer(
-    records: Records, vouched: Collection[PeerId], poll: Callable[[Records], Poll]
+    records: Records, trusted: frozenset[PeerId], poll: Callable[[Records], Poll]
 ) -> dict[PeerId, PeerRecord]:
     """The records of the branch that most peers are on, for a peer that has met none, such as an evaluator.
 
     Empty while it cannot tell.
+
+    Args:
+        trusted: of these peers more than half decide, if any of them trains in the run.
     """
     nowhere = PeerRecord(Position(0, b""), is_client=True, addresses=[])
-    doubted, still_open = Belief(PeerId(""), lambda: vouched, poll).judge(nowhere, records)
+    doubted, still_open = Belief(PeerId(""), lambda: trusted, poll).judge(nowhere, records)
     return {} if still_open else {peer_id: record for peer_id, record in records.items() if peer_id not in doubted}
 
 

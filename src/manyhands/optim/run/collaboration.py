@@ -182,7 +182,7 @@ class Collaboration:
             self.progress, is_auxiliary=self.is_auxiliary, began_at=presence.began_at,
         )  # fmt: skip
         belief = self.tracker.branches.belief
-        belief.vouched = lambda: presence.vouched(manifest.run_id)
+        belief.initial_peers = presence.dht.initial_peers
         self._canvass = Canvass(presence.endpoint, presence.rng, self.tracker.judge)
         belief.poll = self._canvass.poll
         self._drift = Drift(self.tracker, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters)

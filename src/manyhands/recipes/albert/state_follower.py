@@ -140,8 +140,10 @@ class StateFollower:
             return {}
 
     def _leading(self, records: Mapping[PeerId, PeerRecord]) -> tuple[Position, list[PeerId]] | None:
-        presence = self._peer.presence
-        leading = leading_donors(records, self._canvass, presence.rng, presence.vouched(self._run_id))
+        presence, roster = self._peer.presence, self._replica.roster
+        members = roster.members.union(roster.former)  # of the run at the last state
+        trusted = presence.dht.initial_peers() if members.isdisjoint(records) else members
+        leading = leading_donors(records, self._canvass, presence.rng, trusted)
         try:
             return self._run_coroutine(leading, "looking which peers can be reached")
         except Timeout:  # in the background this peer goes on dialling them
