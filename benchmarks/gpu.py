@@ -108,10 +108,9 @@ def copies(mb: int) -> Row:
     parameters = [torch.nn.Parameter(torch.randn(numel, device="cuda")) for _ in range(NUM_TENSORS)]
     replica = Replica(torch.optim.AdamW(parameters), None, max_grad_norm=1.0)
     averaged_N = torch.full((tensors.numel + NUM_TENSORS,), 1e-3)
-    spare_N = torch.empty_like(averaged_N)
 
     def advance() -> None:
-        replica.advance(averaged_N, Averaged(None, b"next", 1), spare_N)
+        replica.advance(averaged_N, Averaged(None, b"next", 1))
 
     advance()
     before = torch.cuda.memory_allocated()

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from _command_line import Parser, json_path, run
 
-from tests.simulation.test_waiting import samples_of_steps, waits_with
+from tests.simulation.test_waiting import samples_of_steps, waits
 
 CASES = {
     "a step each 5 s": (256, 16, [1.25] * 4),
@@ -44,7 +44,7 @@ def main() -> None:
         results[name] = {"target": target, "median_samples": median, "ratio": round(median / target, 3)}
         print(json.dumps({name: results[name]}))
     for round_trip_ms in (40, 200, 400):
-        wait_s = round(statistics.median(waits_with(None, round_trip_ms / 2000)), 3)
+        wait_s = round(statistics.median(waits(round_trip_ms / 2000)), 3)
         name = f"wait at {round_trip_ms} ms"
         results[name] = {"seconds": wait_s}
         print(json.dumps({name: results[name]}))
