@@ -6,6 +6,10 @@ Four peers train a tiny model in the deterministic world (virtual time, so the m
 with its own batches. Prints the median samples of a step over the target: for a step that takes 5 s, for one that takes
 1.3 s, and for peers of unequal speeds. Then it prints how long step() waits, by round-trip time, where four peers with
 batches of 0.5 s make a step of ten batches each.
+
+At last four peers, two of them half as fast, with batches of 8 samples: the samples that they use, as a share of what
+they would compute if they never waited. ``bound`` is that share if a step took no time beyond its batches: all begin
+together, and the step is due when the batches that have ended reach the target.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from _command_line import Parser, json_path, run
 
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.simulation.test_delay import quadratic, sgd
+from tests.simulation.test_drop_in import new_model
 from tests.simulation.test_waiting import samples_of_steps, waits
 
 CASES = {
@@ -29,6 +36,42 @@ CASES = {
     "unequal peers": (256, 16, [0.6, 0.9, 1.2, 2.4]),
 }
 """Target, samples of a batch, and duration of a batch on each peer."""
+
+BATCH, PACES_S = 8, [0.4, 0.4, 0.8, 0.8]
+NUM_STEPS = 30
+
+
+def share_of_ideal(target: int, latency_s: float) -> tuple[float, float]:
+    """What peers use as a share of what they would compute if they never waited, and a median step over its target."""
+    times: list[float] = []
+    sizes: list[float] = []
+
+    def train(member: Member) -> None:
+        together(len(PACES_S), member)
+        while member.optimizer.global_step < NUM_STEPS:
+            before = member.optimizer.global_step
+            member.step(quadratic(member.model), batch_s=PACES_S[int(member.name[1:])])
+            manifest = member.optimizer.last_round
+            if member.name == "p0" and member.optimizer.global_step > before >= 3 and manifest is not None:
+                times.append(member.peer.time())
+                sizes.append(sum(manifest.weights))
+
+    swarm = Swarm()
+    swarm.world.network.default_link.latency_s = latency_s
+    for number in range(len(PACES_S)):
+        swarm.start(f"p{number}", new_model, sgd, train, target_batch_size=target, batch_size_per_step=BATCH)
+    swarm.run()
+    speed = sum(BATCH / batch_s for batch_s in PACES_S)
+    return sum(sizes[1:]) / (times[-1] - times[0]) / speed, statistics.median(sizes) / target
+
+
+def bound(target: int) -> float:
+    """The largest share of the ideal for steps that are due with the first batch that reaches the target."""
+    ends = sorted({round(count * batch_s, 6) for batch_s in PACES_S for count in range(1, target)})
+    took_s = next(end for end in ends if sum(BATCH * int(end / batch_s + 1e-9) for batch_s in PACES_S) >= target)
+    return (
+        sum(BATCH * int(took_s / batch_s + 1e-9) for batch_s in PACES_S) / took_s / sum(BATCH / one for one in PACES_S)
+    )
 
 
 def main() -> None:
@@ -47,6 +90,11 @@ def main() -> None:
         wait_s = round(statistics.median(waits(round_trip_ms / 2000)), 3)
         name = f"wait at {round_trip_ms} ms"
         results[name] = {"seconds": wait_s}
+        print(json.dumps({name: results[name]}))
+    for target in (256, 64):
+        share, size = share_of_ideal(target, latency_s=0.0005)
+        name = f"share of the ideal at target {target}"
+        results[name] = {"share": round(share, 3), "bound": round(bound(target), 3), "ratio": round(size, 3)}
         print(json.dumps({name: results[name]}))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
