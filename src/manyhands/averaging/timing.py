@@ -1,4 +1,4 @@
-"""The times of the engine: a few that are chosen, and all others derived from them. Pure.
+"""The times of the engine: a few that are chosen, and all others derived from them. Pure, and without imports.
 
 ====================  ========================  ====================================================================
 chosen                seconds                   because
@@ -19,7 +19,7 @@ in a round            is                        because
 --------------------  ------------------------  --------------------------------------------------------------------
 asked                 ``ANSWER_S`` of silence   a member that is waited for is asked whether it is there, and
                                                 again after as long
-gone                  no answer                 within :func:`answer_time_s`
+gone                  no answer                 within :func:`.allreduce.bandwidth.answer_time_s`
 stuck with values     2 x ``ANSWER_S``          it answers and moves nothing: it had time for a second answer
 stuck with means      4 x ``ANSWER_S``          it may wait for values of a stuck member, and must find that out
 too slow              half of the round         then its pace is known, and there is time to go on without it
@@ -35,10 +35,6 @@ Other modules name what they wait for, and derive it from these. The rest is the
 """
 
 from __future__ import annotations
-
-import math
-
-from manyhands.averaging.messages import BLAMED, Group
 
 LOOK_S = 0.25
 ANSWER_S = 2.0
@@ -61,20 +57,3 @@ STUCK_WITH_VALUES_S = 2 * ANSWER_S
 STUCK_WITH_MEANS_S = 4 * ANSWER_S
 LEFT_S = 2 * ANSWER_S
 UNNAMED_S = 2 * KEPT_S
-
-QUEUED_BYTES = 16 * 1024
-"""Bytes of a round that may be queued before an answer."""
-ROUND_TRIPS = 4
-"""Of a member for which nobody waits long: so many to open its stream."""
-
-
-def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0) -> float:
-    """Timeout of an answer during a round, by the lowest known rate: what came, or the bandwidth of one of both."""
-    rates = bytes_per_s, group.members[rank].bandwidth, group.members[other].bandwidth
-    slowest = min((rate for rate in rates if rate not in (0, BLAMED)), default=math.inf)
-    return min(max(ANSWER_S, QUEUED_BYTES / slowest), SLOW_ANSWER_S)
-
-
-def hasty_s(rtt_s: float) -> float:
-    """How long to wait for the stream of a member for which nobody waits long."""
-    return min(max(ROUND_TRIPS * rtt_s, LOOK_S), ANSWER_S)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 
+from manyhands.averaging.allreduce.bandwidth import answer_time_s
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
 from manyhands.averaging.allreduce.streams import dials
 from manyhands.averaging.messages import ASK_MOVED, Group, Moved, MovedQuery
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, STUCK_WITH_MEANS_S, STUCK_WITH_VALUES_S, answer_time_s
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, STUCK_WITH_MEANS_S, STUCK_WITH_VALUES_S
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.transport.api import Stream
 
