@@ -12,7 +12,7 @@ which model all peers hold (docs/adr/0018-weights-and-belief.md). A peer believe
 
 In a run with a charter, the trainers for which a coordinator vouches (:mod:`manyhands.monitor.vouching`) count in place
 of all peers. A peer that has met nobody who is there, such as a newcomer, believes more than half of them at once.
-Members need two, and go where more than half of them are only after ``VOUCHED_PATIENCE_S``.
+Members need two, and go where more than half of them are only after ``IDLE_S``.
 
 The peers of a higher branch that has less than half of all peers follow the others after a while.
 """
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster
-from manyhands.averaging.timing import DIAL_S, IDLE_S, SHUN_S
+from manyhands.averaging.timing import DIAL_S, IDLE_S, SHUN_S, STALL_S
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
 from manyhands.optim.run.progress import Claim, branch_order
@@ -40,14 +40,8 @@ logger = logging.getLogger(__name__)
 
 LAG_STEPS = 2
 """Records are read late, so peers on one branch may appear up to this many steps apart."""
-OUTVOTED_S = 4 * DIAL_S
-"""How long most peers must be elsewhere before this one follows them to a branch that is not ahead."""
-VOUCHED_PATIENCE_S = IDLE_S
-"""The same for vouched peers. One that fell behind catches up sooner, or its coordinator no longer vouches for it."""
 MAX_MET = 4096
 MAX_BEEN_AT = 256
-DOUBTED_UNTIL_LOGGED_S = DIAL_S
-"""A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
 FOUNDING_ROUNDS = 16
 """Of a run. Until then it may have been begun twice, by peers that did not know each other, and no peer is in both
 rosters: so others count beside the members."""
@@ -88,7 +82,7 @@ class _Electorate(NamedTuple):
 
     Attributes:
         num_votes: of all, with those of the ``num_open`` peers that are still to be dialled, which may be for anything.
-        is_patient: they decide only after ``VOUCHED_PATIENCE_S``, and then also for a branch that is ahead.
+        is_patient: they decide only after ``IDLE_S``, and then also for a branch that is ahead.
     """
 
     voters: Mapping[PeerId, str]
@@ -221,7 +215,8 @@ class Belief:
                 there = elsewhere if electorate.is_patient else behind
                 if electorate._replace(is_half_enough=False).is_enough(there):
                     self._outvoted_since = min(self._outvoted_since, now)
-                    patience_s = VOUCHED_PATIENCE_S if electorate.is_patient else OUTVOTED_S
+                    # a vouched peer that fell behind catches up sooner, or its coordinator vouches for it no longer
+                    patience_s = IDLE_S if electorate.is_patient else STALL_S
                     return electorate.most_voted(there) if now >= self._outvoted_since + patience_s else None
         self._outvoted_since = math.inf
         return None
@@ -399,7 +394,8 @@ class BranchChoice:
         self._majority = self.belief.other_majority(own, records, now)
         doubted, still_open = self.belief.judge(own, records)
         self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted}
-        to_log = sorted(one for one in doubted if now >= self._doubted_since[one] + DOUBTED_UNTIL_LOGGED_S)
+        # some are not believed for a moment, until others are read as well
+        to_log = sorted(one for one in doubted if now >= self._doubted_since[one] + DIAL_S)
         if to_log:
             self._doubted_since.update(dict.fromkeys(to_log, math.inf))
             logger.warning("%s", _not_followed({peer_id: records[peer_id] for peer_id in to_log}))
