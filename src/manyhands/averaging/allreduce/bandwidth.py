@@ -22,8 +22,8 @@ MIN_BYTES = 1 << 20
 """With less to send, a round says nothing: it took as long as its messages."""
 UNTESTED = 1.5
 """Factor from the bytes that a peer sent, held up by others, to those that it is assumed able to send."""
-SHORTEST_S = 1e-6
-"""Minimum duration of a round, also by a clock that did not move meanwhile."""
+EPSILON = 1e-6
+"""No round counts as shorter, also by a clock that did not move meanwhile."""
 NUM_ROUNDS = 3
 """Rounds that count. Of two the better one: an estimate that is too high costs a round, one too low all later ones."""
 QUEUED_BYTES = 16 * 1024
@@ -94,7 +94,7 @@ class RoundBandwidth:
             seconds: from the forming of the group to the verdict: until then bytes may wait in the system's buffers.
             rate: bytes per second, > 0, while only the line held the streams up; None if the system cannot tell.
         """
-        least = UNTESTED * num_bytes / max(seconds, SHORTEST_S)
+        least = UNTESTED * num_bytes / max(seconds, EPSILON)
         if rate is not None:
             self._latest.append(rate)
             return
@@ -115,7 +115,7 @@ class RoundBandwidth:
         """
         if num_bytes < MIN_BYTES:
             return None
-        rate = num_bytes / max(seconds, SHORTEST_S)
+        rate = num_bytes / max(seconds, EPSILON)
         self._restart(rate)
         return rate
 
