@@ -237,8 +237,8 @@ def test_those_who_can_reach_each_other_go_on_without_a_branch_that_nobody_can_r
 
 
 def test_a_newcomer_that_gets_no_state_says_whom_it_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocking_client, "NEWS_PERIOD_S", 0.05)
-    monkeypatch.setattr(blocking_client, "JOIN_PATIENCE_S", 1.0)
+    monkeypatch.setattr(blocking_client, "MOMENT_S", 0.05)
+    monkeypatch.setattr(blocking_client, "JOIN_S", 1.0)
     with peers(2) as (liar, peer):
         publish(liar, "no-state", Position(9, b"whose state nobody can get"))
         with pytest.raises(Unavailable, match=f"no peer could hand out the state of the run: {liar.peer_id}"):

@@ -122,7 +122,7 @@ async def test_one_that_was_unused_for_long_is_dialled_again(monkeypatch: pytest
     async with averagers(3, config=CONFIG) as members:
         await mean_of(members)
         await until(lambda: num_kept(members) == (3, 3))
-        monkeypatch.setattr(streams, "KEPT_S", 0.0)
+        monkeypatch.setattr(streams, "MINUTE_S", 0.0)
         former = {stream for runner, _, _ in members for stream, _ in runner._streams._idle.values()}
         assert await mean_of(members) == [1.0] * 3
         await until(lambda: num_kept(members) == (3, 3))
@@ -130,7 +130,7 @@ async def test_one_that_was_unused_for_long_is_dialled_again(monkeypatch: pytest
 
 
 async def test_one_that_rests_is_closed_by_the_side_that_accepted_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "UNNAMED_S", 0.05)
+    monkeypatch.setattr(streams, "TWO_MINUTES_S", 0.05)
     async with averagers(2, config=CONFIG) as members:
         await mean_of(members)
         (kept,) = [stream for runner, _, _ in members for stream, _ in runner._streams._idle.values()]
@@ -212,7 +212,7 @@ async def test_strangers_hold_no_streams_without_a_name(monkeypatch: pytest.Monk
         async with time_limit(PATIENCE_S, "waiting for the second to be refused"):
             await second.wait_closed()
         assert list(runner._streams._unnamed) == [one.peer_id]
-        monkeypatch.setattr(streams, "UNNAMED_S", 0.05)
+        monkeypatch.setattr(streams, "TWO_MINUTES_S", 0.05)
         third = await RunEndpoint(one, RUN_ID).open_bulk(called.peer_id, STREAM_KIND, header, 5.0)
         async with time_limit(PATIENCE_S, "waiting for the third to be closed"):
             await third.wait_closed()

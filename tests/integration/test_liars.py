@@ -202,7 +202,7 @@ async def test_one_value_that_is_not_finite_spoils_what_comes_after_it() -> None
 async def test_who_opens_its_streams_for_another_round_is_left_out(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it should be dialled it takes no stream of this round: it is stuck, to those who have dialled it."""
     monkeypatch.setattr(straggler_monitor, "ANSWER_S", 0.2)
-    monkeypatch.setattr(straggler_monitor, "STUCK_S", {Wanted.VALUES: 0.5, Wanted.MEANS: 2.0})
+    monkeypatch.setattr(straggler_monitor, "stuck_s", {Wanted.VALUES: 0.5, Wanted.MEANS: 2.0}.get)
     async with averagers(4, kind="tls", config=CONFIG) as members:
         liar, results = await round_with(by_id(members), rank, another_round)
         for result in results:

@@ -121,8 +121,8 @@ async def test_a_donor_whose_connection_breaks_is_asked_again_and_goes_on_where_
 
 
 async def test_a_frozen_donor_costs_less_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download_module, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(download_module, "LOOK_PERIOD_S", 0.05)
+    monkeypatch.setattr(download_module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(download_module, "BRIEF_S", 0.05)
     async with endpoints(3) as (one, two, newcomer):
         frozen, donor = Donor(one), slowly(Donor(two))
 
@@ -142,8 +142,8 @@ async def test_a_frozen_donor_costs_less_than_its_timeout(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("num_silent", [1, 3])
 async def test_donors_that_never_answer_are_passed_over(monkeypatch: pytest.MonkeyPatch, num_silent: int) -> None:
-    monkeypatch.setattr(download_module, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(download_module, "LOOK_PERIOD_S", 0.05)
+    monkeypatch.setattr(download_module, "ANSWER_S", 0.2)
+    monkeypatch.setattr(download_module, "BRIEF_S", 0.05)
     async with endpoints(num_silent + 2) as (one, *others, newcomer):
         donor, silent = Donor(one), [Donor(endpoint) for endpoint in others]
         for bad in silent:
@@ -230,7 +230,7 @@ async def test_all_donors_that_die_are_named() -> None:
 
 async def test_a_donor_that_is_busy_with_others_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MAX_DOWNLOADS", 1)
-    monkeypatch.setattr(download_module, "LOOK_PERIOD_S", 0.01)
+    monkeypatch.setattr(download_module, "BRIEF_S", 0.01)
     async with endpoints(6) as (one, *newcomers):
         donor = Donor(one)
         states = await asyncio.gather(*(download(newcomer, donor) for newcomer in newcomers))

@@ -129,7 +129,7 @@ async def test_nothing_is_kept_for_newcomers_that_cannot_make_steps_on_their_own
 
 
 async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_module, "KEPT_S", 0.0)
+    monkeypatch.setattr(replay_module, "TWO_DIALS_S", 0.0)
     async with run() as (donors, newcomer):
         donor = donors[0]
         await make_steps(donors, 1)
@@ -229,7 +229,7 @@ async def test_a_donor_that_cuts_a_step_into_many_pieces_gains_no_time(monkeypat
 
         donor.endpoint.refuse_bulk(STREAM_KIND)
         donor.endpoint.accept_bulk(STREAM_KIND, trickle)
-        monkeypatch.setattr(replay_module, "STALL_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(replay_module, "STALL_S", 0.5)
         monkeypatch.setattr(replay_module, "MIN_BYTES_PER_S", 10**6)
         with pytest.raises(Timeout):
             await fetched(newcomer, donor, START)

@@ -219,7 +219,7 @@ def header_of(donor: Donor, **changes: Any) -> StateHeader:
 async def test_a_donor_that_misbehaves_is_named_and_the_next_is_asked(
     monkeypatch: pytest.MonkeyPatch, misbehave: Callable[[Stream], Awaitable[None]], reason: str
 ) -> None:
-    monkeypatch.setattr(downloading_module, "HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(downloading_module, "RECORD_S", 0.1)
     async with endpoints(3) as (one, two, newcomer):
         bad, donor = Donor(one), Donor(two)
         behave(bad, misbehave)
@@ -307,7 +307,7 @@ async def test_a_state_that_does_not_fit_is_refused_before_it_is_received() -> N
 
 
 async def test_a_donor_that_stands_still_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloading_module, "STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(downloading_module, "STALL_S", 0.1)
     async with endpoints(3) as (one, two, newcomer):
         bad, donor = Donor(one), Donor(two)
 
@@ -322,7 +322,7 @@ async def test_a_donor_that_stands_still_is_left(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_newcomer_that_stands_still_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_module, "STALL_S", 0.1)
     async with endpoints(2) as (one, newcomer):
         donor = Donor(one)
         request = msgspec.msgpack.encode(StateRequest("run"))

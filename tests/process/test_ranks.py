@@ -339,11 +339,11 @@ def test_scaled_losses_checkpoints_and_steps_in_the_background(tmp_path: Path) -
 
 
 def wait_long(rank: int) -> None:
-    ranks.PATIENCE_S = 4.0
+    ranks.RANK_S = 4.0
 
     def come_late(group: ranks.Ranks) -> str:
         if rank != 0:
-            threading.Event().wait(2 * ranks.PATIENCE_S)
+            threading.Event().wait(2 * ranks.RANK_S)
             return "late"
         return str(group.gather([1.0]))
 

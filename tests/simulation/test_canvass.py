@@ -13,10 +13,11 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord
+from manyhands.averaging.timing import DIAL_S, TWO_DIALS_S
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import ENOUGH_VOTES, Records, believed_by_a_newcomer
-from manyhands.optim.run.canvass import AGAIN_S, AT_ONCE, DIAL_TIMEOUT_S, Canvass
+from manyhands.optim.run.canvass import AT_ONCE, Canvass
 from manyhands.rpc import Endpoint
 from manyhands.rpc.backoff import TooEarly
 from manyhands.testing import Host, World
@@ -163,9 +164,9 @@ def test_a_peer_that_reaches_nobody_tries_again() -> None:
             assert canvass.poll(records).num_open, "it cannot tell"
         assert dials.of == dict.fromkeys(HONEST, 1)
         dials.hosts |= HONEST
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(TWO_DIALS_S)
         while canvass.poll(records).num_open:
-            await asyncio.sleep(DIAL_TIMEOUT_S)
+            await asyncio.sleep(DIAL_S)
         assert dials.of == dict.fromkeys(HONEST, 2)
         await canvass.close()
 
@@ -221,7 +222,7 @@ def test_a_peer_that_the_backoff_kept_from_being_dialled_is_dialled_soon() -> No
         await ended(canvass)
         assert canvass.poll(records).voters.keys() == HONEST.keys() - {ann}
         dials.held_back.clear()
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(TWO_DIALS_S)
         canvass.poll(records)
         await ended(canvass)
         assert canvass.poll(records).voters.keys() == HONEST.keys()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.averaging.timing import LOOK_S
 from manyhands.base.errors import ConfigError
 from manyhands.optim.blocking_client import BlockingRunClient
-from manyhands.optim.run.machine import LULL_S
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_drop_in import adam, new_model
@@ -121,9 +121,9 @@ def test_short_batches_beside_a_step_are_reported_now_and_then(monkeypatch: pyte
     swarm.start("p0", new_model, sgd, train, target_batch_size=4, batch_size_per_step=4, delay="gradients")
     swarm.run()
     pauses = [after[0] - before[0] for before, after in itertools.pairwise(reports)]
-    assert len(pauses) >= 0.8 * STEP_S / LULL_S
-    assert all(LULL_S <= pause_s <= LULL_S + 2 * batch_s for pause_s in pauses)
-    assert reports[-1][1] - reports[0][1] >= 4 * (STEP_S - 2 * LULL_S) / (2 * batch_s), "all batches were computed"
+    assert len(pauses) >= 0.8 * STEP_S / LOOK_S
+    assert all(LOOK_S <= pause_s <= LOOK_S + 2 * batch_s for pause_s in pauses)
+    assert reports[-1][1] - reports[0][1] >= 4 * (STEP_S - 2 * LOOK_S) / (2 * batch_s), "all batches were computed"
 
 
 def test_what_was_computed_meanwhile_counts_in_the_next_step_and_all_end_alike() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from manyhands.averaging.timing import MINUTE_S
 from manyhands.base.errors import Unavailable
 from manyhands.optim.run.contacts import Contacts
-from manyhands.optim.run.progress import STRANDED_PERIOD_S
 from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm
 
 BATCH = 4
@@ -75,7 +75,7 @@ def help_until(swarm: Swarm, names: set[str]) -> Callable[[Member], None]:
 
 def test_they_make_no_step_alone_keep_their_samples_and_say_what_mends_it(caplog: pytest.LogCaptureFixture) -> None:
     swarm = Swarm()
-    start_clients(swarm, train_for(3 * STRANDED_PERIOD_S))
+    start_clients(swarm, train_for(3 * MINUTE_S))
     swarm.run()
     for member in swarm.members.values():
         if member.name == "two":  # the first one may have begun before it saw anybody

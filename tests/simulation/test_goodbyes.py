@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.timing import TWO_DIALS_S
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.contacts import ASK_PERIOD_S, Contacts, HereIAm
+from manyhands.optim.run.contacts import Contacts, HereIAm
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 
@@ -167,7 +168,7 @@ def test_one_whose_machine_has_frozen_is_not_asked_before_every_step_alone(monke
     monkeypatch.setattr(Contacts, "any_answers", count)
     trains_alone(swarm, 10, freezes=True)
     assert len(asked) > 1
-    assert all(later - earlier >= ASK_PERIOD_S for earlier, later in itertools.pairwise(asked)), asked
+    assert all(later - earlier >= TWO_DIALS_S for earlier, later in itertools.pairwise(asked)), asked
 
 
 def test_a_peer_that_is_closed_in_a_call_of_step_calls_nobody_any_more() -> None:

@@ -29,13 +29,6 @@ from manyhands.runtime.lost import close_when_lost
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = RECORD_S
-CLOSE_TIMEOUT_S = DIAL_S
-LOOK_TIMEOUT_S = DIAL_S
-GRACE_S = DIAL_S
-"""A step that exceeds its own limit by this much is given up: the network thread is blocked."""
-MAX_TIMEOUT_S = DAY_S
-
 
 @dataclass(frozen=True)
 class RoundResult:
@@ -125,7 +118,7 @@ class Averager(FromHivemind):
         config = averaging_of(averaging, matchmaking_time_s=matchmaking_time_s)
         prepare_kernels(self._tensors.numel, config.codec)
         self._averager_loop = AveragerLoop(peer.presence, run_id, self._tensors, config)
-        peer.run(self._averager_loop.start(), START_TIMEOUT_S, "joining the averaging")
+        peer.run(self._averager_loop.start(), RECORD_S, "joining the averaging")
         close_when_lost(self, self._averager_loop.close_lost, self._averager_loop.loop)
 
     @property
@@ -135,7 +128,7 @@ class Averager(FromHivemind):
         async def look() -> int:
             return self._averager_loop.tracker.num_peers()
 
-        return self._peer.run(look(), LOOK_TIMEOUT_S, "counting the peers of the averager")
+        return self._peer.run(look(), DIAL_S, "counting the peers of the averager")
 
     @with_advice(
         timeout="timeout_s=",
@@ -183,7 +176,7 @@ class Averager(FromHivemind):
             self._tensors.check_finite(flat_N)
         try:
             outcome = self._peer.run(
-                self._averager_loop.step(flat_N, weight, timeout_s), timeout_s + GRACE_S, "averaging"
+                self._averager_loop.step(flat_N, weight, timeout_s), timeout_s + DIAL_S, "averaging"
             )
         except Timeout as error:  # the network thread was blocked
             outcome = StepOutcome(reason=str(error))
@@ -200,7 +193,7 @@ class Averager(FromHivemind):
         return result
 
     @with_advice(timeout="timeout_s=", wait=": call it in a thread to go on meanwhile")
-    def load_state_from_peers(self, timeout_s: float = MAX_TIMEOUT_S) -> LoadedState:
+    def load_state_from_peers(self, timeout_s: float = DAY_S) -> LoadedState:
         """Take over the values of the peers that have made the most rounds, from several of them at once.
 
         A peer that begins late calls it before its first step. The others hand out what their tensors hold at that
@@ -233,7 +226,7 @@ class Averager(FromHivemind):
             return False
         waiting = self._averager_loop.wait_for_others(float(timeout_s))
         try:
-            return self._peer.run(waiting, timeout_s + GRACE_S, "waiting for the others of the last round")
+            return self._peer.run(waiting, timeout_s + DIAL_S, "waiting for the others of the last round")
         except Timeout as error:  # the network thread was blocked
             logger.warning("%s", error)
         except ConfigError as error:  # the peer was closed meanwhile
@@ -251,7 +244,7 @@ class Averager(FromHivemind):
             return
         self._is_closed = True
         try:
-            self._peer.run(self._averager_loop.close(), CLOSE_TIMEOUT_S, "leaving the averaging")
+            self._peer.run(self._averager_loop.close(), DIAL_S, "leaving the averaging")
         except ManyhandsError as error:  # the peer was closed before, or its thread is blocked
             logger.debug("%s", error)
 
@@ -265,9 +258,9 @@ class Averager(FromHivemind):
 
 
 def _check_timeout(timeout_s: object) -> None:
-    if not 0 < number_of(timeout_s) <= MAX_TIMEOUT_S:
+    if not 0 < number_of(timeout_s) <= DAY_S:
         raise ConfigError(
-            f"timeout_s={timeout_s!r} must be more than 0 and at most {MAX_TIMEOUT_S:.0f} seconds; for example 30.0"
+            f"timeout_s={timeout_s!r} must be more than 0 and at most {DAY_S:.0f} seconds; for example 30.0"
         )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.grid.step import MIN_ATTEMPT_S, GridSteps, StepOutcome
+from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position
 from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.rounds import RoundRunner
@@ -23,7 +23,7 @@ from manyhands.averaging.state.content import LoadedState, State, StateHeader, o
 from manyhands.averaging.state.download import Download
 from manyhands.averaging.state.server import STREAM_KIND, StateRequest, StateServer
 from manyhands.averaging.tensor_list import TensorList
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, MOMENT_S
+from manyhands.averaging.timing import BRIEF_S, LATE_ANSWER_S, LOOK_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Unavailable
 from manyhands.base.identity import PeerId
@@ -33,7 +33,6 @@ from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
-LOOK_TIMEOUT_S = ANSWER_S + MOMENT_S
 LOOK_SHARE = 0.25
 """Share of a step to wait at most for the others' records; else earlier ones are used."""
 ALONE_SHARE = 0.8
@@ -163,7 +162,7 @@ class AveragerLoop:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not self.is_closed and (left_s := deadline - loop.time()) > 0:
-            await self._look(min(left_s, LOOK_TIMEOUT_S))
+            await self._look(min(left_s, LATE_ANSWER_S))
             if not self.tracker.is_ahead_of(self._last_group):
                 return True
             await asyncio.sleep(LOOK_S)
@@ -177,7 +176,7 @@ class AveragerLoop:
         """
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        await self._look(LOOK_TIMEOUT_S)
+        await self._look(LATE_ANSWER_S)
         position, donors = self.tracker.holders()
         if not donors:
             raise Unavailable(f"no other peer that averages under run id {self._run_id!r} can be asked for its tensors")
@@ -207,7 +206,7 @@ class AveragerLoop:
             time_s = deadline - loop.time()
 
             async def look() -> None:
-                await self._look(min(LOOK_TIMEOUT_S, LOOK_SHARE * time_s))
+                await self._look(min(LATE_ANSWER_S, LOOK_SHARE * time_s))
                 tracker.catch_up()
 
             own_id, shapes = self._presence.peer_id, self._tensors.shapes
@@ -226,7 +225,7 @@ class AveragerLoop:
                         mean_N = outcome.committed.averaged_N
                         indices = sketched_indices(mean_N.numel(), tracker.position().step)
                         tracker.tell(packed(mean_N[indices].tolist()))
-                if outcome.committed is not None or deadline - loop.time() < MIN_ATTEMPT_S:
+                if outcome.committed is not None or deadline - loop.time() < BRIEF_S:
                     return
 
     async def _try_in_one_group(

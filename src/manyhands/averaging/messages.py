@@ -11,6 +11,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from manyhands.averaging.timing import DAY_S
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.base.identity import PeerId
@@ -32,7 +33,6 @@ DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 SHORT_ID_BYTES = 8
-MAX_ROUND_S = 1e6
 NAME_BYTES = 16
 """Length of a round's name on a stream."""
 
@@ -109,7 +109,7 @@ class Group(msgspec.Struct, frozen=True, dict=True):
     min_span_numel: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
     chunk_numel: Annotated[int, msgspec.Meta(ge=1, le=2**28)] = DEFAULT_CHUNK_NUMEL
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
-    time_left_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
+    time_left_s: Annotated[float, msgspec.Meta(ge=0, le=DAY_S)] = 0.0
     late: LateNumber = 0
 
     @functools.cached_property
@@ -229,7 +229,7 @@ class JoinRequest(msgspec.Struct):
     run_fingerprint: Digest
     position: Position
     member: Member
-    patience_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)]
+    patience_s: Annotated[float, msgspec.Meta(ge=0, le=DAY_S)]
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):

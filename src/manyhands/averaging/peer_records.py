@@ -38,12 +38,8 @@ GOODBYE = "goodbye"
 """Published instead of a record by a peer that leaves on purpose."""
 KEEP_ALIVES = 3
 """Records published in the lifetime of one: two may get lost before the others consider the peer gone."""
-GOODBYE_TIMEOUT_S = MOMENT_S
-"""A lost goodbye costs the others the lifetime of a record; closing the peer must not wait for it."""
-IN_FLIGHT_S = MOMENT_S
-"""How long a record may travel from its owner to its reader."""
-MAX_TTL_S = DAY_S
-MAX_WALL_TIME_S = 1e11  # the year 5138
+MAX_WALL_TIME = 1e11
+"""Seconds since 1970: the year 5138."""
 
 
 class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -93,11 +89,11 @@ class PeerRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     def __post_init__(self) -> None:
         numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago, self.batch_s)
-        if not (all(0 <= number < math.inf for number in numbers) and 0 <= self.began_at < MAX_WALL_TIME_S):
+        if not (all(0 <= number < math.inf for number in numbers) and 0 <= self.began_at < MAX_WALL_TIME):
             raise ValueError("speeds and times are finite and >= 0")
 
 
-PEER_RECORD = Schema(PeerRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
+PEER_RECORD = Schema(PeerRecord | Literal["goodbye"], is_owned=True, max_ttl_s=DAY_S)
 
 
 def peer_key(run_id: str, kind: str) -> str:
@@ -127,7 +123,7 @@ def _is_outdated(known: SeenRecord, news: SeenRecord) -> bool:
     """Whether what is known of a peer takes precedence over a record of it that is read now."""
     here, there = known.record.position, news.record.position
     says_less = news.record.samples < known.record.samples if here == there else there.step < here.step
-    return says_less and known.is_direct and news.since <= known.since + IN_FLIGHT_S
+    return says_less and known.is_direct and news.since <= known.since + MOMENT_S  # it may have been on its way
 
 
 class PeerRecords:
@@ -306,9 +302,12 @@ class PeerRecords:
             self.published = None
 
     async def say_goodbye(self) -> None:
-        """Tell the others that this peer left the run."""
+        """Tell the others that this peer left the run, if that takes no longer than a moment.
+
+        A lost goodbye costs them the lifetime of a record.
+        """
         try:
-            async with time_limit(GOODBYE_TIMEOUT_S, "saying goodbye to the run"):
+            async with time_limit(MOMENT_S, "saying goodbye to the run"):
                 await self._dht.store(self._key, GOODBYE, self._ttl_s(), subkey=self._endpoint.peer_id)
         except ManyhandsError as error:
             logger.debug("the others are not told that this peer left: %s", error)

@@ -12,7 +12,7 @@ A swarm of more than ``max_group_size`` forms a grid (:mod:`manyhands.averaging.
 average in each round. A step is then several rounds, and begins at a multiple of their number. Whatever its groups
 commit, a peer goes on to the next round, so all have one lineage there.
 
-An expected peer that did not come is waited for only ``GRACE_S`` and leads no group, until it publishes that it has
+An expected peer that did not come is waited for only ``MOMENT_S`` and leads no group, until it publishes that it has
 begun another step. A peer whose connection broke is not waited for before its next record.
 """
 
@@ -32,7 +32,7 @@ from manyhands.averaging.grid.seats import ONE_GROUP, Layout, Seat, Step, next_s
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.peer_records import AVERAGING_KIND, GOODBYE, PEER_RECORD, PeerRecord, PeerRecords, peer_key
 from manyhands.averaging.sketch import disagreement_of
-from manyhands.averaging.timing import LOOK_S, MOMENT_S
+from manyhands.averaging.timing import MOMENT_S, PUBLISH_S
 from manyhands.base.errors import ManifestMismatch, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import is_run_id
@@ -47,10 +47,6 @@ MAX_OTHER_RUNS = 8
 """Other runs that are looked at where a run id may be mistyped."""
 LAST_ROUND = 2**48
 """Round numbers go up to here: 8,900 years of a thousand rounds a second."""
-MIN_PERIOD_S = LOOK_S / 2
-"""Between two records: what happens meanwhile is in the second one."""
-GRACE_S = MOMENT_S
-"""Wait, from the beginning of a step, for peers that missed the last one: they may just have begun theirs."""
 
 
 def first_position(run_id: str) -> Position:
@@ -87,7 +83,7 @@ class PresenceTracker(PeerRecords):
         max_group_size: int,
         rng: random.Random,
     ) -> None:
-        super().__init__(endpoint, dht, run_id, AVERAGING_KIND, MIN_PERIOD_S)
+        super().__init__(endpoint, dht, run_id, AVERAGING_KIND, PUBLISH_S)
         self.own = PeerRecord(first_position(run_id), endpoint.client_mode, [], tensors=tensors, summary=summary)
         self._absent: dict[PeerId, int] = {}  # connected, but did not come: until they have begun more steps than this
         self._grace_until = 0.0  # loop time
@@ -171,7 +167,8 @@ class PresenceTracker(PeerRecords):
     def begin_step(self) -> None:
         """Begin this peer's next step at the leading position, and choose its place there."""
         self._update(num_steps=self.own.num_steps + 1)
-        self._grace_until = asyncio.get_running_loop().time() + GRACE_S
+        # peers that missed the last step may just have begun this one
+        self._grace_until = asyncio.get_running_loop().time() + MOMENT_S
         own, leading = self.own, self.leading()
         others: dict[str, Seat] = {peer_id: record.seat for peer_id, record in self._fitting().items()}
         step = next_step(self._endpoint.peer_id, own.seat, others, self._max_group_size, leading.step, self._rng)

@@ -1,80 +1,99 @@
-"""The times of the engine: a few that are chosen, and all others derived from them. Pure.
+"""All durations of the engine (``averaging`` and ``optim``), in seconds. Pure; imports nothing of the package.
+
+====================  =========  ===================================================================================
+chosen                seconds    because
+====================  =========  ===================================================================================
+``YIELD_S``           0.0002     the copy of a state pauses between two parts, so that a waiting step gets the lock
+``FAR_RTT_S``         0.01       round trips within one site are shorter; for longer ones ``auto`` chooses 8 bits
+``SOON_S``            0.02       wait of a thread for the next piece of a stream, and period of polls for what is
+                                 due at any moment
+``LOOK_S``            0.25       period of all other polls: it adds little to the time of an answer
+``ANSWER_S``          2          a live peer answers a call: several round trips of the longest links, and a pause
+                                 of a busy machine
+``DIAL_S``            5          a dial to a machine that is off the network fails
+``SLOW_ANSWER_S``     8          an answer on the slowest links; missing heartbeats end the connection soon after,
+                                 in any case (8.5 s)
+``LOG_S``             10         a person who watches wants news about as often
+``RECORD_S``          30         lifetime of a record: the loss of a machine goes unnoticed no longer
+``MINUTE_S``          60         routers forget a connection that was unused for longer; a person is reminded of a
+                                 lasting fault about as often
+``SHUN_S``            600        a peer that misbehaved, or cannot be reached, is passed over
+``RANK_S``            7,200      wait for another rank that lives: it may be evaluating, or rank 0 downloading
+``DAY_S``             86,400     bound of all that users and other peers may ask for, and of a download
+--------------------  ---------  -----------------------------------------------------------------------------------
+derived               seconds    because
+--------------------  ---------  -----------------------------------------------------------------------------------
+``PUBLISH_S``         0.125      half a look. An averager publishes no more often; its next record has all changes
+``BRIEF_S``           0.5        two looks. No attempt begins with less time; the withdrawal of a record takes no
+                                 more; a donor that was full is asked again
+``MOMENT_S``          1          half an answer. A record or a message that is on its way arrives; a training loop
+                                 waits no longer for a read of the records
+``LATE_ANSWER_S``     3          an answer and a moment. An averager has read the records; a peer that has just
+                                 come is seen
+``TWO_ANSWERS_S``     4          a peer that did not answer had time to answer again, or another peer in its place
+``FOUR_ANSWERS_S``    8          the same, for a peer that first has to find out the same about another one
+``NOTICED_S``         9          a slow answer and a moment. All that were connected to a peer that is gone have
+                                 noticed it, by missing heartbeats
+``TWO_DIALS_S``       10         two dials, or one and what follows it, such as a read or another step
+``STALL_S``           20         four dials. A transfer that moved less than 256 KiB, or a call to the network
+                                 thread, is given up; a peer that is outvoted goes where the others are
+``JOIN_S``            40         a record's lifetime and two dials. The link of a newcomer is up again, or a client
+                                 with the state has connected to it
+``TWO_MINUTES_S``     120        a stream that was unused for ``MINUTE_S`` stays unused; four lifetimes of a record
+                                 without any other peer are no accident
+``IDLE_S``            300        ten lifetimes of a record. A peer that does nothing is not waited for
+``METRICS_S``         600        twice that. Lifetime of metrics, for monitors that are started later
+====================  =========  ===================================================================================
+
+In a round:
 
 ====================  ========================  ====================================================================
-chosen                seconds                   because
+what                  is                        because
 ====================  ========================  ====================================================================
-``LOOK_S``            0.25                      how often whoever waits looks again: little beside an answer
-``ANSWER_S``          2                         a live peer answers a call within this: several round trips of the
-                                                longest links, and a busy machine's pause
-``DIAL_S``            5                         a dial to a machine that is off the network fails within this
-``SLOW_ANSWER_S``     8                         an answer on the slowest links; soon after, missing heartbeats end
-                                                the connection in any case (8.5 s)
-``LOG_S``             10                        a person who watches wants news about as often
-``RECORD_S``          30                        a record lives: so long does the loss of a machine go unnoticed
-``KEPT_S``            60                        routers forget a connection that was unused for longer
-``SHUN_S``            600                       a peer that misbehaved, or cannot be reached, is passed over
-``DAY_S``             86,400                    nothing that is asked for takes longer
---------------------  ------------------------  --------------------------------------------------------------------
-in a round            is                        because
---------------------  ------------------------  --------------------------------------------------------------------
 asked                 ``ANSWER_S`` of silence   a member that is waited for is asked whether it is there, and
                                                 again after as long
-gone                  no answer                 within :func:`answer_time_s`
-stuck with values     2 x ``ANSWER_S``          it answers and moves nothing: it had time for a second answer
-stuck with means      4 x ``ANSWER_S``          it may wait for values of a stuck member, and must find that out
+gone                  no answer                 within :func:`.allreduce.bandwidth.answer_time_s`
+stuck with values     ``TWO_ANSWERS_S``         it answers and moves nothing: it had time for a second answer
+stuck with means      ``FOUR_ANSWERS_S``        it may wait for values of a stuck member, and must find that out
 too slow              half of the round         then its pace is known, and there is time to go on without it
-left                  2 x ``ANSWER_S``          whoever waits for a leader that stands still has asked it, and left
+left                  ``TWO_ANSWERS_S``         members that wait for a leader that stands still have asked it by
+                                                then, and left
 last vote, verdict    ``ANSWER_S``              what a message may take that is on its way
-no name for a stream  2 x ``KEPT_S``            the side that dialled it does not use it again after ``KEPT_S``
+no name for a stream  ``TWO_MINUTES_S``         the side that dialled it does not use it again after ``MINUTE_S``
 after the end         ``MOMENT_S``              the least time for an exchange or for votes that are just due
 ====================  ========================  ====================================================================
 
-Other modules name what they wait for, and derive it from these. The rest is the user's: ``matchmaking_time_s``,
-``averaging_timeout_s``, ``stream_timeout_s``, ``in_doubt_timeout_s``
-(:class:`manyhands.averaging.config.AveragingConfig`). ``benchmarks/durations.py`` counts.
+The rest is the user's: ``matchmaking_time_s``, ``averaging_timeout_s``, ``stream_timeout_s``, ``in_doubt_timeout_s``
+(:class:`manyhands.averaging.config.AveragingConfig`), and how often an optimizer publishes and reads
+(:class:`manyhands.optim.config.ProgressConfig`). ``benchmarks/durations.py`` counts.
 """
 
 from __future__ import annotations
 
-import math
-
-from manyhands.averaging.messages import BLAMED, Group
-
+YIELD_S = 0.0002
+FAR_RTT_S = 0.01
+SOON_S = 0.02
 LOOK_S = 0.25
 ANSWER_S = 2.0
 DIAL_S = 5.0
 SLOW_ANSWER_S = 8.0
 LOG_S = 10.0
 RECORD_S = 30.0
-KEPT_S = 60.0
+MINUTE_S = 60.0
 SHUN_S = 600.0
+RANK_S = 7200.0
 DAY_S = 86_400.0
 
+PUBLISH_S = LOOK_S / 2
+BRIEF_S = 2 * LOOK_S
 MOMENT_S = ANSWER_S / 2
-"""What a record or a message takes that is on its way."""
-REMIND_S = 2 * RECORD_S
-"""How often a person is told again of what goes on."""
+LATE_ANSWER_S = ANSWER_S + MOMENT_S
+TWO_ANSWERS_S = 2 * ANSWER_S
+FOUR_ANSWERS_S = 4 * ANSWER_S
+NOTICED_S = SLOW_ANSWER_S + MOMENT_S
+TWO_DIALS_S = 2 * DIAL_S
+STALL_S = 4 * DIAL_S
+JOIN_S = RECORD_S + TWO_DIALS_S
+TWO_MINUTES_S = 2 * MINUTE_S
 IDLE_S = 10 * RECORD_S
-"""A peer that does nothing for so long is not waited for."""
-
-STUCK_WITH_VALUES_S = 2 * ANSWER_S
-STUCK_WITH_MEANS_S = 4 * ANSWER_S
-LEFT_S = 2 * ANSWER_S
-UNNAMED_S = 2 * KEPT_S
-
-QUEUED_BYTES = 16 * 1024
-"""Bytes of a round that may be queued before an answer."""
-ROUND_TRIPS = 4
-"""Of a member for which nobody waits long: so many to open its stream."""
-
-
-def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0) -> float:
-    """Timeout of an answer during a round, by the lowest known rate: what came, or the bandwidth of one of both."""
-    rates = bytes_per_s, group.members[rank].bandwidth, group.members[other].bandwidth
-    slowest = min((rate for rate in rates if rate not in (0, BLAMED)), default=math.inf)
-    return min(max(ANSWER_S, QUEUED_BYTES / slowest), SLOW_ANSWER_S)
-
-
-def hasty_s(rtt_s: float) -> float:
-    """How long to wait for the stream of a member for which nobody waits long."""
-    return min(max(ROUND_TRIPS * rtt_s, LOOK_S), ANSWER_S)
+METRICS_S = 2 * IDLE_S

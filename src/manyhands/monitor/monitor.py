@@ -14,6 +14,7 @@ from typing import Protocol
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import SeenRecord
+from manyhands.averaging.timing import METRICS_S
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
@@ -28,7 +29,7 @@ from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import different_settings, read_manifests
-from manyhands.optim.metrics import TTL_S, AccountRecord, HeldoutRecord, MetricsRecord, read_metrics
+from manyhands.optim.metrics import AccountRecord, HeldoutRecord, MetricsRecord, read_metrics
 from manyhands.optim.run.branches import held_by_most
 from manyhands.optim.run.progress import (
     SHOWN_LIVE,
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REFRESH_S = 3.0
 MIN_REFRESH_S = 0.5
-LONGEST_REFRESH_S = TTL_S
+LONGEST_REFRESH_S = METRICS_S
 """Lifetime of metrics."""
 SILENCE_STEP_S = 0.1
 """A look may come this much after a peer was silent for too long."""
@@ -310,7 +311,7 @@ class RunMonitor:
     def _report_steps(self, metrics: Mapping[PeerId, MetricsRecord], trainers: Collection[PeerId]) -> None:
         now = asyncio.get_running_loop().time()
         self._trainers_seen |= dict.fromkeys(trainers, now)
-        self._trainers_seen = {peer_id: at for peer_id, at in self._trainers_seen.items() if now - at < TTL_S}
+        self._trainers_seen = {peer_id: at for peer_id, at in self._trainers_seen.items() if now - at < METRICS_S}
         believed = {
             peer_id: record
             for peer_id, record in metrics.items()

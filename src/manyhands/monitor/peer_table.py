@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.averaging.messages import short_id
-from manyhands.averaging.peer_records import MAX_TTL_S, PeerRecord, SeenRecord
+from manyhands.averaging.peer_records import PeerRecord, SeenRecord
+from manyhands.averaging.timing import DAY_S
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.monitor.credit import Credit
@@ -82,7 +83,7 @@ class Person:
 
 def longest_silence_s(record: PeerRecord) -> float:
     """The seconds without a record after which a peer is gone."""
-    return max(SILENT_S, SILENT_SHARE * min(record.ttl_s, MAX_TTL_S))
+    return max(SILENT_S, SILENT_SHARE * min(record.ttl_s, DAY_S))
 
 
 class PeerTable:

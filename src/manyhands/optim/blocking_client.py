@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 from manyhands.averaging.roster import next_place
 from manyhands.averaging.state.content import State
-from manyhands.averaging.state.download import MAX_DOWNLOAD_S
-from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, RECORD_S
+from manyhands.averaging.timing import DAY_S, DIAL_S, JOIN_S, LOOK_S, MINUTE_S, MOMENT_S, RECORD_S, STALL_S
 from manyhands.base.errors import ConfigError, RunNotFound, Timeout, Unavailable
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.machine import LULL_S, Decision
+from manyhands.optim.run.machine import Decision
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
@@ -29,16 +28,6 @@ from manyhands.runtime.interrupts import uninterrupted
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-CALL_TIMEOUT_S = 3 * DIAL_S
-TELL_TIMEOUT_S = 2 * RECORD_S
-BLOCKED_S = DIAL_S
-"""For a blocked network thread, beyond the limit of what it does."""
-JOIN_PATIENCE_S = RECORD_S + 2 * DIAL_S
-"""How long a newcomer asks for the state again after a failure: its link may be down, or a client with the state has
-yet to connect to it."""
-NEWS_PERIOD_S = MOMENT_S
-WAIT_PERIOD_S = LOOK_S
 
 
 class BlockingRunClient:
@@ -62,7 +51,7 @@ class BlockingRunClient:
         Args:
             check_peers: raises if so many peers cannot train together; called before the state is loaded.
         """
-        self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
+        self._run(self._collaboration.start(), "joining the run", RECORD_S)
         try:
             check_peers(self._call("joining the run", self._collaboration.tracker.num_peers))
             has_loaded = self._catch_up()
@@ -82,7 +71,7 @@ class BlockingRunClient:
             if self._call(phase, collaboration.must_be_called_on):
                 self._call(phase, tracker.start)  # the record says where
             try:
-                self._run(collaboration.choose_branch(), phase, MAX_DOWNLOAD_S)
+                self._run(collaboration.choose_branch(), phase, DAY_S)
                 if self._call(phase, collaboration.may_go_on_from_here):
                     break
                 self.load(self.download())
@@ -92,7 +81,9 @@ class BlockingRunClient:
                     self.replay(step)
             except Unavailable as error:
                 if first_failure is None:
-                    first_failure, give_up_at = error, self._peer.time() + JOIN_PATIENCE_S
+                    first_failure = error
+                    # until then its link may come up again, or a client with the state connect to it
+                    give_up_at = self._peer.time() + JOIN_S
             else:
                 return True
             if first_failure is not None and self._peer.time() >= give_up_at:
@@ -101,7 +92,7 @@ class BlockingRunClient:
                         raise RunNotFound(self._call(phase, collaboration.no_state)) from first_failure
                     break  # a checkpoint may be loaded, and else it waits
                 raise first_failure  # it names all peers that were asked; later attempts skip those without news
-            self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
+            self._peer.sleep(MOMENT_S)  # the others may publish something new
             self._run(tracker.look(), phase)
         if refusal := self._call(phase, tracker.branches.refusal):
             raise Unavailable(refusal)
@@ -131,7 +122,7 @@ class BlockingRunClient:
                 num_looks = 0 if is_waited_for else num_looks + 1
                 if is_waited_for and self._peer.time() > deadline:
                     return False
-                self._peer.sleep(WAIT_PERIOD_S)
+                self._peer.sleep(LOOK_S)
         finally:
             tracker.is_busy = False
         return True
@@ -153,7 +144,7 @@ class BlockingRunClient:
                         "Peer %s downloads the state from this one: leaving when it has it, in %.0f s at the latest; "
                         "Ctrl-C again leaves at once", ", ".join(followers), timeout_s,
                     )  # fmt: skip
-                self._peer.sleep(WAIT_PERIOD_S)
+                self._peer.sleep(LOOK_S)
         return True
 
     # after a micro-batch
@@ -172,7 +163,7 @@ class BlockingRunClient:
         if not collaboration.is_lull(self._peer.time()):
             deciding = collaboration.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
             with self._going_on():
-                return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
+                return self._run(deciding, "deciding", STALL_S + self._averaging.matchmaking_time_s)
         return Decision.ACCUMULATE
 
     def rest(self, seconds: float) -> None:
@@ -183,7 +174,7 @@ class BlockingRunClient:
     def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
         """Report what this peer has accumulated during a background step; at a limited rate."""
         if self._peer.time() >= self._report_at:
-            self._report_at = self._peer.time() + LULL_S
+            self._report_at = self._peer.time() + LOOK_S
             with self._going_on():
                 self._call("reporting", self._report, samples, speed, step)
 
@@ -195,29 +186,29 @@ class BlockingRunClient:
 
     def average(self, step: GlobalStep) -> Averaged:
         """Make one attempt to average; ``RoundAborted`` or ``Unavailable`` if it failed, and nothing has changed."""
-        timeout_s = longest_attempt_s(self._averaging) + BLOCKED_S
+        timeout_s = longest_attempt_s(self._averaging) + DIAL_S  # later the network thread is blocked
         return self._peer.run(self._collaboration.step_rounds.average(step.contribution), timeout_s, "averaging")
 
     def leave_to_background(self, step: GlobalStep) -> None:
         """Have the network thread make a step."""
-        self._report_at = self._peer.time() + LULL_S
-        self._call("beginning a step", step.begin_in_background, self._collaboration, timeout_s=TELL_TIMEOUT_S)
+        self._report_at = self._peer.time() + LOOK_S
+        self._call("beginning a step", step.begin_in_background, self._collaboration, timeout_s=MINUTE_S)
 
     def moved(self, step: GlobalStep) -> None:
         """Tell the network thread the result of a step."""
-        self._call("moving on", step.announce, self._collaboration, timeout_s=TELL_TIMEOUT_S)
+        self._call("moving on", step.announce, self._collaboration, timeout_s=MINUTE_S)
 
     def moved_elsewhere(self, state: State | None = None) -> None:
         """Tell the network thread where this peer is, when it begins or has loaded a state."""
         moved, replica = self._collaboration.move_elsewhere, self._replica
-        self._call("moving on", moved, replica.position, replica.lineage_samples, state, timeout_s=TELL_TIMEOUT_S)
+        self._call("moving on", moved, replica.position, replica.lineage_samples, state, timeout_s=MINUTE_S)
 
     # the others' state
 
     def download(self) -> State:
         """Download the state of the leading branch of the run; raises ``Unavailable`` if no peer sends it."""
         started = self._peer.time()
-        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
+        state = self._run(self._collaboration.download(), "downloading the state", DAY_S)
         logger.info("Received the state of step %d in %.2f s", state.header.position.step, self._peer.time() - started)
         return state
 
@@ -237,11 +228,11 @@ class BlockingRunClient:
     def missed_steps(self) -> Iterator[MissedStep]:
         """The steps that the others have made since this peer loaded a state, as far as its donors have kept them."""
         collaboration, phase = self._collaboration, "fetching a step since the state was loaded"
-        while step := self._run(collaboration.missed_step(), phase, MAX_DOWNLOAD_S):
+        while step := self._run(collaboration.missed_step(), phase, DAY_S):
             yield step
             replica = self._replica
             place = replica.position, replica.lineage_samples, replica.sketch()
-            self._call("moving on", collaboration.replayed, *place, timeout_s=TELL_TIMEOUT_S)
+            self._call("moving on", collaboration.replayed, *place, timeout_s=MINUTE_S)
             logger.info("Caught up on a step that the others made meanwhile: step %d", replica.position.step)
             self._run(collaboration.tracker.look(), phase)
 
@@ -253,7 +244,7 @@ class BlockingRunClient:
         replica.advance(step.mean_N, Averaged(None, position.lineage, samples, shares=shares, roster=roster, seal=seal))
         replica.copy_to_model()
 
-    def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
+    def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = STALL_S) -> T:
         """Call a function on the network thread."""
 
         async def call() -> T:
@@ -261,5 +252,5 @@ class BlockingRunClient:
 
         return self._run(call(), phase, timeout_s)
 
-    def _run(self, coro: Coroutine[Any, Any, T], phase: str, timeout_s: float = CALL_TIMEOUT_S) -> T:
+    def _run(self, coro: Coroutine[Any, Any, T], phase: str, timeout_s: float = STALL_S) -> T:
         return self._peer.run(coro, timeout_s, phase)

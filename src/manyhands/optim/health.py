@@ -7,20 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.averaging.timing import DIAL_S, RECORD_S, REMIND_S
+from manyhands.averaging.timing import RECORD_S, TWO_MINUTES_S
 from manyhands.base.text import counted
 
 logger = logging.getLogger(__name__)
 
-FIRST_HEALTH_CHECK_S = 4 * DIAL_S
-"""After joining: by then the others' records have been read."""
-HEALTH_CHECK_PERIOD_S = REMIND_S
 MAX_FAILURES = 3
 """Consecutive failures to publish; one or two happen on any link."""
-ALONE_S = 2 * REMIND_S
-"""Four times the lifetime of a peer's record."""
-CLOCK_S = RECORD_S
-"""Half of the difference at which records are refused."""
 
 
 @dataclass
@@ -89,12 +82,13 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
                 f"this peer's progress could not be published {self.publish_failures} times in a row, so the others do "
                 "not count its samples; check its connection, or run manyhands doctor"
             )
-        if self.alone_s is not None and self.alone_s >= ALONE_S:
+        if self.alone_s is not None and self.alone_s >= TWO_MINUTES_S:
             faults["alone_s"] = (
                 f"no other peer of the run has been seen for {self.alone_s:.0f} s: this one trains alone; if others "
                 "should be there, run manyhands doctor"
             )
-        if self.clock_offset_s is not None and abs(self.clock_offset_s) >= CLOCK_S:
+        # at twice the difference its records are refused
+        if self.clock_offset_s is not None and abs(self.clock_offset_s) >= RECORD_S:
             way = "ahead of" if self.clock_offset_s > 0 else "behind"
             faults["clock_offset_s"] = (
                 f"the clock of this machine is {abs(self.clock_offset_s):.0f} s {way} those of other peers. They "

@@ -13,8 +13,7 @@ import torch
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.state.content import LoadedState, State, StateHeader, sealed, state_of
-from manyhands.averaging.state.download import MAX_DOWNLOAD_S
-from manyhands.averaging.timing import DIAL_S
+from manyhands.averaging.timing import DAY_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManifestMismatch, Timeout, Unavailable
 from manyhands.base.identity import PeerId
@@ -37,13 +36,10 @@ from manyhands.runtime.executor import run_to_end
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-FIND_RUN_TIMEOUT_S = 2 * DIAL_S
 MAX_POSITIONS = 4  # to try, from the highest
 
 
-def load_state_from_peers(
-    peer: Peer, run_id: str, *, into: torch.nn.Module, timeout_s: float = MAX_DOWNLOAD_S
-) -> LoadedState:
+def load_state_from_peers(peer: Peer, run_id: str, *, into: torch.nn.Module, timeout_s: float = DAY_S) -> LoadedState:
     """Load the current parameters and shared buffers of a run into a model, without taking part in the run.
 
     Nobody waits for this peer, and it signs and publishes nothing. It downloads from several peers at once, and only
@@ -62,13 +58,13 @@ def load_state_from_peers(
     checked_run_id(run_id)
     if not isinstance(into, torch.nn.Module):
         raise ConfigError(f"into is of type {type(into).__name__}; give the model, a torch.nn.Module")
-    return peer.run(_load(peer, run_id, into), timeout_s + FIND_RUN_TIMEOUT_S, f"loading the state of run {run_id!r}")
+    return peer.run(_load(peer, run_id, into), timeout_s + TWO_DIALS_S, f"loading the state of run {run_id!r}")
 
 
 async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
     presence, begun = peer.presence, asyncio.get_running_loop().time()
     try:
-        async with time_limit(FIND_RUN_TIMEOUT_S, f"looking for run {run_id!r}"):
+        async with time_limit(TWO_DIALS_S, f"looking for run {run_id!r}"):
             manifest = await _manifest_of(peer, run_id)
             reader = ProgressReader(presence.endpoint, presence.dht, run_id)
             await reader.refresh()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from manyhands.averaging.timing import IDLE_S, LOOK_S
+from manyhands.averaging.timing import BRIEF_S, IDLE_S, MINUTE_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError
 from manyhands.base.identity import PeerId
@@ -28,8 +28,6 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MANIFEST_KIND = "manifest"  # of the DHT keys
-TTL_S = IDLE_S
-WITHDRAW_TIMEOUT_S = 2 * LOOK_S
 MAX_BYTES = 256 << 10  # before compression: room for some thousands of tensors
 MAX_HYPER_PARAMETERS_BYTES = 64 << 10
 DECODED_IN_A_TURN = 8  # manifests, before the event loop runs other tasks: 1 ms each at most
@@ -191,21 +189,21 @@ class ManifestKeeper:
         return run is not None and any(peer_id != self.own_id for peer_id in run.signers)
 
     async def _store(self, value: bytes | None) -> None:
-        await self.dht.store(manifest_key(self.manifest.run_id), value, TTL_S, subkey=self.own_id)
+        await self.dht.store(manifest_key(self.manifest.run_id), value, IDLE_S, subkey=self.own_id)
 
     async def _publish(self) -> None:
         await self._store(zlib.compress(self.manifest.encoded()))
 
     async def _withdraw(self) -> None:
         try:
-            async with time_limit(WITHDRAW_TIMEOUT_S, "withdrawing the run manifest"):
+            async with time_limit(BRIEF_S, "withdrawing the run manifest"):
                 await self._store(None)
         except ManyhandsError as error:
             logger.debug("the run manifest of this peer expires by itself: %s", error)
 
     async def _keep_alive(self) -> None:
         while True:
-            await asyncio.sleep(TTL_S / 5)
+            await asyncio.sleep(MINUTE_S)
             try:
                 await self._publish()
                 if not (self.expected or self._are_others_told):  # what its owner signed is the run

@@ -19,7 +19,7 @@ import msgspec
 
 from manyhands.averaging.messages import SHORT_ID_BYTES, Count, Digest, Position, short_id
 from manyhands.averaging.roster import lineage_with
-from manyhands.averaging.timing import IDLE_S
+from manyhands.averaging.timing import METRICS_S
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
@@ -28,7 +28,6 @@ from manyhands.dht import DhtNode
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=msgspec.Struct)
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-TTL_S = 2 * IDLE_S
 MAX_NAME = 32
 MAX_FAILURE = 200
 MAX_LEARNING_RATE = 1e6
@@ -208,7 +207,7 @@ async def publish_metrics(
     own_id: PeerId,
     run_id: str,
     record: MetricsRecord | HeldoutRecord | AccountRecord,
-    ttl_s: float = TTL_S,
+    ttl_s: float = METRICS_S,
 ) -> None:
     """Publish this peer's metrics or account; errors are only logged, since nothing depends on them."""
     key = metrics_key(run_id, type(record))

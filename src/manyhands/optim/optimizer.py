@@ -14,14 +14,14 @@ from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.state.content import sealed
-from manyhands.averaging.timing import LOG_S, LOOK_S
+from manyhands.averaging.timing import DIAL_S, LOG_S, LOOK_S, SOON_S
 from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, TooSlow, Unavailable
 from manyhands.base.from_hivemind import with_advice
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import GradientAccumulator
-from manyhands.optim.blocking_client import BLOCKED_S, BlockingRunClient
+from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.health import Health, Statistics
@@ -55,14 +55,9 @@ from manyhands.runtime.lost import close_when_lost
 
 logger = logging.getLogger(__name__)
 
-AUXILIARY_PERIOD_S = LOOK_S
-SETTLE_PERIOD_S = 0.01
 FAILURES_UNTIL_ADVICE = 3
 """Attempts in a row: one or two also fail in a healthy run, when a member is lost."""
 ADVISED_FAILURES = {FAILURES_UNTIL_ADVICE << doubled for doubled in range(32)}
-REPEAT_S = LOG_S
-"""Several attempts may fail in a second, also in a healthy run: a newcomer's record is there before its first batch."""
-
 
 OVERWRITTEN = (
     "Something has written to the model's parameters while a step was made in the background (delay=%r). The step "
@@ -318,7 +313,7 @@ class Optimizer(OptimizerWrapper):
             self._conclude(self._current)
         has_batch = self._accumulate(batch_size, weight, at_step)
         if self._current is not None and self._local is not None and self._local.must_wait:
-            self.settle(longest_attempt_s(self._averaging) + BLOCKED_S)
+            self.settle(longest_attempt_s(self._averaging) + DIAL_S)
         if self._current is None:
             may_wait = not self._averages_in_background
             self._act_on(self._client.decide(self._samples.waiting, self._speed, may_wait=may_wait))
@@ -342,7 +337,7 @@ class Optimizer(OptimizerWrapper):
             elif self.peer.time() > deadline:
                 raise Timeout("waiting for a global step in the background", timeout_s)
             else:
-                self.peer.sleep(SETTLE_PERIOD_S)
+                self.peer.sleep(SOON_S)
 
     @contextmanager
     def agreed_parameters(self) -> Iterator[None]:
@@ -426,7 +421,7 @@ class Optimizer(OptimizerWrapper):
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
-            self._client.rest(AUXILIARY_PERIOD_S)
+            self._client.rest(LOOK_S)
             return False
         batch_size, weight = self._batch_of(batch_size, weight, self._options.batch_size_per_step)
         samples = checked_batch(batch_size, weight)
@@ -563,13 +558,16 @@ class Optimizer(OptimizerWrapper):
             self._replica.check_state()
 
     def _note_failure(self, error: BaseException) -> None:
-        """Count a failed attempt, and tell the user what to do about several; raise what others did not cause."""
+        """Count a failed attempt, and tell the user what to do about several; raise what others did not cause.
+
+        Several may fail in a second, also in a healthy run: a newcomer's record is there before its first batch.
+        """
         if not isinstance(error, (RoundAborted, Unavailable)):
             raise error
         self.statistics.rounds_aborted += 1
         self._num_failures += 1
         now, failure = self.peer.time(), Failure(self._replica.position.step + 1, str(error))
-        if failure != self.last_failure or now - self._told_failure_at >= REPEAT_S:
+        if failure != self.last_failure or now - self._told_failure_at >= LOG_S:
             self._told_failure_at = now
             is_farewell = self._collaboration.tracker.last_said_goodbye
             logger.log(
@@ -581,7 +579,7 @@ class Optimizer(OptimizerWrapper):
         self.last_failure = failure
         if self._num_failures == 1:
             self._failing_since = now
-        has_lasted = now - self._failing_since >= REPEAT_S
+        has_lasted = now - self._failing_since >= LOG_S
         if isinstance(error, TooSlow):
             return  # its reason says what to do
         if self._num_failures in ADVISED_FAILURES and (has_lasted or self._allow_solo):

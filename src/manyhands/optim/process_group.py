@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.averaging.state.content import spec_of
+from manyhands.averaging.timing import RANK_S
 from manyhands.base.errors import ConfigError, RankLost, Unavailable
 from manyhands.base.from_hivemind import with_advice
 from manyhands.base.parameter_spec import ParameterSpec
@@ -32,8 +33,6 @@ from manyhands.peer import BlockingPeer
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 7200.0
-"""Timeout of a wait for another rank that lives: it may be evaluating, or rank 0 downloading a large state."""
 FIGURES = ("global_step", "num_peers", "samples_accumulated", "is_stepping", "samples_per_second", "last_contribution")
 """Of the peer, which all ranks show, beside a copy of its ``statistics``."""
 
@@ -49,7 +48,7 @@ class Ranks:
             )
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         with self._lost("to begin"):
-            self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
+            self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=RANK_S))
 
     def gather(self, own: Any) -> list[Any]:
         """The values of all ranks, on all ranks."""

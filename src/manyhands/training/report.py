@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Sequence
 
+from manyhands.averaging.timing import METRICS_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.base.text import counted
 from manyhands.optim.metrics import (
     MAX_FAILURE,
     MAX_LEARNING_RATE,
-    TTL_S,
     AccountRecord,
     Failure,
     MetricsRecord,
@@ -55,7 +55,7 @@ class AccountPublisher:
         optimizer: Optimizer,
         name: str = "",
         device: str = "",
-        ttl_s: float = TTL_S,
+        ttl_s: float = METRICS_S,
         weight_unit: Unit = "items",
     ) -> None:
         self._optimizer = optimizer
@@ -160,7 +160,7 @@ def report_step(
     optimizer: Optimizer,
     losses: Sequence[float],
     mean_loss: float,
-    ttl_s: float = TTL_S,
+    ttl_s: float = METRICS_S,
     account: AccountPublisher | None = None,
 ) -> None:
     """Log the global step that was reached, and publish the metrics of this peer.

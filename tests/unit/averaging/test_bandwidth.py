@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from manyhands.averaging.allreduce.bandwidth import UNTESTED, RoundBandwidth
+from manyhands.averaging.allreduce.bandwidth import UNTESTED, RoundBandwidth, answer_time_s
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import BLAMED, MAX_BANDWIDTH
-from manyhands.averaging.timing import ANSWER_S, answer_time_s
+from manyhands.averaging.timing import ANSWER_S
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import group_of
 

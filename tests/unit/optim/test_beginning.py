@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from manyhands.averaging.timing import RECORD_S
 from manyhands.base.identity import PeerId
 from manyhands.dht import Reason
-from manyhands.optim.run.beginning import BEGINNING, TTL_S, Beginning, beginning_key, peers_beginning
+from manyhands.optim.run.beginning import BEGINNING, Beginning, beginning_key, peers_beginning
 from tests.unit.dht.examples import open_record, owned_record
 from tests.unit.optim.fake_dht import FakeDht
 
@@ -51,10 +52,10 @@ async def test_what_strangers_write_in_the_name_of_others_does_not_count() -> No
     dht: Any = FakeDht()
     dht.put(KEY, "a", True, sequence=1, owner="")
     assert await peers_beginning(dht, "run") == []
-    assert BEGINNING.fault_of(owned_record(True, key=KEY, ttl_s=TTL_S)) is None
+    assert BEGINNING.fault_of(owned_record(True, key=KEY, ttl_s=RECORD_S)) is None
     for record in (
-        open_record(True, key=KEY, ttl_s=TTL_S),
-        owned_record("yes", key=KEY, ttl_s=TTL_S),
-        owned_record(True, key=KEY, ttl_s=TTL_S + 1),
+        open_record(True, key=KEY, ttl_s=RECORD_S),
+        owned_record("yes", key=KEY, ttl_s=RECORD_S),
+        owned_record(True, key=KEY, ttl_s=RECORD_S + 1),
     ):
         assert BEGINNING.fault_of(record) is Reason.OTHER_SCHEMA

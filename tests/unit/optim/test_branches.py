@@ -11,12 +11,11 @@ import pytest
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster, Standing
+from manyhands.averaging.timing import DIAL_S, STALL_S
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.branches import (
-    DOUBTED_UNTIL_LOGGED_S,
     ENOUGH_VOTES,
     FOUNDING_ROUNDS,
-    OUTVOTED_S,
     Belief,
     BranchChoice,
     Poll,
@@ -80,14 +79,14 @@ def test_the_smaller_side_of_a_run_that_was_begun_twice_follows_though_it_gets_o
     belief, others = with_roster(BOB), {ANN: at(3), CAROL: at(3), EVE: at(3)}
     assert belief.other_majority(at(8, b"few"), {BOB: at(8, b"few"), **others}, 0.0) is None
     own = at(LONG, b"few")
-    assert belief.other_majority(own, {BOB: own, **others}, 0.9 * OUTVOTED_S) is None
-    assert belief.other_majority(own, {BOB: own, **others}, OUTVOTED_S) == at(3).position
+    assert belief.other_majority(own, {BOB: own, **others}, 0.9 * STALL_S) is None
+    assert belief.other_majority(own, {BOB: own, **others}, STALL_S) == at(3).position
 
 
 def test_a_run_that_was_begun_twice_is_told_in_one_line_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     own, choice = at(LONG, b"few"), BranchChoice(DAVE, at(LONG, b"few"), lambda peer_id: True)
     choice.belief = with_roster(BOB)
-    for now in (0.0, DOUBTED_UNTIL_LOGGED_S, 2 * DOUBTED_UNTIL_LOGGED_S):
+    for now in (0.0, DIAL_S, 2 * DIAL_S):
         choice.look(own, {BOB: own, ANN: at(30), CAROL: at(31)}, now)
     assert caplog.text.count("WARNING") == 1
     assert "2 peers, ann among them, claim that the run is at step 31" in caplog.text
@@ -242,9 +241,9 @@ def test_what_a_peer_cannot_tell_for_a_moment_does_not_keep_it_from_most_others(
     belief, own, others = member_of(), at(12, b"other"), {ANN: at(11), BOB: at(11)}
     assert belief.other_majority(own, others, 100.0) is None
     belief.poll = lambda records: Poll({ANN: ANN}, num_open=1)
-    assert belief.other_majority(own, others, 100.0 + OUTVOTED_S) is None
+    assert belief.other_majority(own, others, 100.0 + STALL_S) is None
     belief.poll = poll_of_claims
-    assert belief.other_majority(own, others, 100.0 + OUTVOTED_S) == at(11).position
+    assert belief.other_majority(own, others, 100.0 + STALL_S) == at(11).position
 
 
 def test_parts_that_have_never_met_come_together_on_the_higher_branch() -> None:
@@ -260,10 +259,10 @@ def test_a_smaller_part_that_is_ahead_goes_back_after_a_while() -> None:
     own = at(12, b"other")
     others = {ANN: at(11), BOB: at(11), CAROL: at(11), DAVE: at(12, b"other")}
     assert belief.other_majority(own, others, 100.0) is None
-    assert belief.other_majority(own, others, 99.0 + OUTVOTED_S) is None
-    assert belief.other_majority(own, others, 100.0 + OUTVOTED_S) == at(11).position
-    assert belief.other_majority(own, others | {ANN: own}, 101.0 + OUTVOTED_S) is None
-    assert belief.other_majority(own, others, 102.0 + OUTVOTED_S) is None, "it begins anew"
+    assert belief.other_majority(own, others, 99.0 + STALL_S) is None
+    assert belief.other_majority(own, others, 100.0 + STALL_S) == at(11).position
+    assert belief.other_majority(own, others | {ANN: own}, 101.0 + STALL_S) is None
+    assert belief.other_majority(own, others, 102.0 + STALL_S) is None, "it begins anew"
 
 
 def test_those_who_lag_behind_are_not_elsewhere() -> None:
@@ -277,7 +276,7 @@ def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
     choice.belief.record_step([ANN, BOB])
     for step in range(5, 20):
         others = at(min(step, 9))
-        choice.look(at(step), {ANN: others, BOB: others}, now=OUTVOTED_S * step)
+        choice.look(at(step), {ANN: others, BOB: others}, now=STALL_S * step)
         assert choice.leading(()).position == at(step).position
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord
-from manyhands.optim.run.progress import STRANDED_PATIENCE_S, STRANDED_PERIOD_S, Progress, ProgressLog, StrandedNotice
+from manyhands.averaging.timing import LATE_ANSWER_S, MINUTE_S
+from manyhands.optim.run.progress import Progress, ProgressLog, StrandedNotice
 
 GROWS = Progress(64, 2, 8.0, 24.0)
 
@@ -53,11 +54,11 @@ def test_who_can_dial_no_trainer_is_told_so_once_that_has_lasted_and_then_every_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     notice, times = StrandedNotice("run"), []
-    for now in (0.0, 0.9 * STRANDED_PATIENCE_S, 5.0, 6.0, 5.0 + STRANDED_PERIOD_S):
+    for now in (0.0, 0.9 * LATE_ANSWER_S, 5.0, 6.0, 5.0 + MINUTE_S):
         caplog.clear()
         notice.look([trainer_at(0), trainer_at(0)], [], now)
         times += [now] * len(caplog.records)
-    assert times == [5.0, 5.0 + STRANDED_PERIOD_S]
+    assert times == [5.0, 5.0 + MINUTE_S]
 
 
 def trainer_at(step: int, lineage: bytes = b"start") -> PeerRecord:
@@ -80,6 +81,6 @@ def test_only_those_that_have_the_state_of_the_run_are_told_that_their_gradients
 ) -> None:
     notice = StrandedNotice("run")
     notice.look(trainers, [], 0.0)
-    notice.look(trainers, [], STRANDED_PATIENCE_S)
+    notice.look(trainers, [], LATE_ANSWER_S)
     assert len(caplog.messages) == 1
     assert says in caplog.messages[0]

@@ -12,11 +12,9 @@ import pytest
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.timing import IDLE_S, LOOK_S, MOMENT_S
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.machine import (
-    LULL_S,
-    NEAR_TIMEOUT_S,
-    PAUSE_S,
     Action,
     AskAnybody,
     AskMates,
@@ -94,12 +92,12 @@ def test_before_the_target_the_peer_computes_on_and_far_from_it_reports_seldom()
     assert outcome_of(machine, BATCH, 100.0, Facts(eta_s=5.0)) == [ACCUMULATE]
     assert machine.lull_until == -math.inf
     assert outcome_of(machine, BATCH, 100.0, Facts(eta_s=60.0)) == [ACCUMULATE]
-    assert machine.lull_until == 100.0 + LULL_S
+    assert machine.lull_until == 100.0 + LOOK_S
 
 
 def test_old_records_are_read_before_the_decision() -> None:
     assert after(Facts(is_worth_a_look=True), Facts(has_better_branch=True)) == [
-        Look(NEAR_TIMEOUT_S), Decide(Decision.LOAD_STATE),
+        Look(MOMENT_S), Decide(Decision.LOAD_STATE),
     ]  # fmt: skip
 
 
@@ -121,10 +119,10 @@ def test_what_comes_first_decides(facts: Facts, actions: list[Action]) -> None:
 
 def test_batches_that_reach_the_target_are_waited_for_unless_another_one_fits_in() -> None:
     arriving = Facts(is_near=True, is_arriving=True, busy_s=0.5)
-    wait = WaitUntilDue(0.5 + NEAR_TIMEOUT_S)
+    wait = WaitUntilDue(0.5 + MOMENT_S)
     assert after(arriving, replace(arriving, is_due=True, can_meet=True)) == [Tell(), wait, AVERAGE]
     assert after(arriving, arriving, replace(arriving, is_due=True, can_meet=True)) == [
-        Tell(), wait, Look(NEAR_TIMEOUT_S), AVERAGE,
+        Tell(), wait, Look(MOMENT_S), AVERAGE,
     ]  # fmt: skip
     assert after(replace(arriving, busy_s=1.5)) == [Tell(), ACCUMULATE]
     assert after(arriving, batch=Batch(8, 1.0, may_wait=False)) == [ACCUMULATE]
@@ -196,7 +194,7 @@ def changed(facts: Facts) -> dict[str, object]:
 def test_no_wait_is_longer_than_half_of_the_matchmaking_time_and_a_second() -> None:
     half_s, slow = CONFIG.matchmaking_time_s / 2, Batch(8, 20.0, may_wait=True)
     arriving = Facts(is_arriving=True, busy_s=half_s)
-    assert after(arriving, batch=slow)[0] == WaitUntilDue(half_s + NEAR_TIMEOUT_S)
+    assert after(arriving, batch=slow)[0] == WaitUntilDue(half_s + MOMENT_S)
     assert after(replace(arriving, busy_s=half_s + 0.1), batch=slow) == [ACCUMULATE]
     machine, due = RunMachine(CONFIG), Facts(is_due=True, can_meet=True, busy_s=100.0)
     assert outcome_of(machine, BATCH, 100.0, due) == [ACCUMULATE]
@@ -265,7 +263,7 @@ def test_who_never_comes_to_the_round_is_waited_for_once_and_then_hardly_ever() 
     times = [number * STEP_S for number in range(400) if waits(machine, number, (PeerId(f"guest {number}"),), [MATE])]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert gaps
-    assert all(PAUSE_S <= gap <= PAUSE_S + STEP_S for gap in gaps)
+    assert all(IDLE_S <= gap <= IDLE_S + STEP_S for gap in gaps)
 
 
 def test_who_comes_is_waited_for_the_next_time_too() -> None:
@@ -342,7 +340,7 @@ def check_promises(
     if isinstance(last, LASTING):
         assert machine.stage is not Stage.COMPUTING
         if isinstance(last, WaitUntilDue):
-            assert last.timeout_s <= CONFIG.matchmaking_time_s / 2 + NEAR_TIMEOUT_S
+            assert last.timeout_s <= CONFIG.matchmaking_time_s / 2 + MOMENT_S
         return
     assert machine.stage is Stage.COMPUTING
     if last == AVERAGE:

@@ -293,7 +293,8 @@ async def test_of_two_that_begin_at_once_one_leaves_without_a_trace() -> None:
 async def test_both_of_two_swarms_that_meet_are_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(manifest_module, "TTL_S", 0.05)
+    monkeypatch.setattr(manifest_module, "IDLE_S", 0.05)
+    monkeypatch.setattr(manifest_module, "MINUTE_S", 0.01)
     dht: Any = FakeDht()
     first = keeper_of(dht, "a", changed())
     await first.agree()

@@ -115,7 +115,7 @@ async def test_a_record_from_before_a_round_does_not_move_a_peer_back() -> None:
 async def test_whatever_lifetime_the_other_peer_gives_its_records(
     ttl_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manyhands.averaging.peer_records.IN_FLIGHT_S", 0.0)  # no record is on its way
+    monkeypatch.setattr("manyhands.averaging.peer_records.MOMENT_S", 0.0)  # no record is on its way
     async with run_of_one() as run:
         await run.hears(BOB, ttl_s=ttl_s)
         run.tracker.move(NEXT, 20, [BOB])

@@ -34,6 +34,7 @@ from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReduc
 from manyhands.averaging.codecs import ABSENT, BadEncoding, Feedbacks, Gathered, NotFinite, Plan, is_finite
 from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, SpanResult
+from manyhands.averaging.timing import SOON_S
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.runtime.waker import Waker
 from manyhands.transport.api import Stream
@@ -44,9 +45,6 @@ _LABEL = struct.Struct("<QQ")
 PIECE_NUMEL = 1023 * 64
 """Unencoded values are checked in pieces of this size, while they are in the processor's cache. As float32, a piece is
 one record on a short link (:mod:`manyhands.transport.sealed_stream`)."""
-
-SOON_S = 0.02
-"""How long a thread waits for the next piece of a stream: starting another thread later costs more."""
 
 Condition = Callable[[], bool]
 
@@ -83,6 +81,7 @@ class Pausing(Iterator[memoryview]):
         for piece in self._source:
             if isinstance(piece, memoryview):
                 return piece
+            # a thread waits a little for the next piece, as starting another one later costs more
             if not self._waker.block_until(piece, 0.0 if threading.get_ident() == self._of_loop else SOON_S):
                 self._condition = piece
                 raise StopIteration

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 
+from manyhands.averaging.allreduce.bandwidth import answer_time_s
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
 from manyhands.averaging.allreduce.streams import dials
 from manyhands.averaging.messages import ASK_MOVED, Group, Moved, MovedQuery
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, STUCK_WITH_MEANS_S, STUCK_WITH_VALUES_S, answer_time_s
+from manyhands.averaging.timing import ANSWER_S, FOUR_ANSWERS_S, LOOK_S, TWO_ANSWERS_S
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.transport.api import Stream
-
-STUCK_S = {Wanted.VALUES: STUCK_WITH_VALUES_S, Wanted.MEANS: STUCK_WITH_MEANS_S}
 
 PACE_KNOWN_SHARE = 0.5
 """After this share of a round's time the pace of a member that owes values is known. One that would miss the end is
@@ -27,6 +26,14 @@ LAST_SHARE = 0.65
 had all values for some time."""
 MARGIN = 1.5
 """How much longer than another reducer one may take, in proportion to the size of its span, as a factor."""
+
+
+def stuck_s(wanted: Wanted) -> float:
+    """After how long without progress a member that answers is stuck: with values it had time for a second answer.
+
+    With means it may itself wait for the values of a member that is stuck, and must find that out first.
+    """
+    return TWO_ANSWERS_S if wanted is Wanted.VALUES else FOUR_ANSWERS_S
 
 
 class StragglerMonitor:
@@ -82,7 +89,7 @@ class StragglerMonitor:
                 owed_s += passed_s
                 if how := self._too_slow(rank, received, owed_s):
                     return self._lose(rank, f"is too slow for the time that this round has: {how}")
-            elif silent_s >= STUCK_S[wanted] and self._is_overdue(rank):
+            elif silent_s >= stuck_s(wanted) and self._is_overdue(rank):
                 return self._lose(rank, f"answers, but sent no means for {silent_s:.0f} s")
             if silent_s < ANSWER_S:
                 continue
@@ -98,7 +105,7 @@ class StragglerMonitor:
                 return self._lose(rank, "has given the round up")
             if moved.amount != amount or stream.bytes_received != received:
                 amount, moved_at = moved.amount, self._loop.time()
-            if (still_s := self._loop.time() - moved_at) >= STUCK_S[wanted]:
+            if (still_s := self._loop.time() - moved_at) >= stuck_s(wanted):
                 how = f"answers, but sends no {wanted.value}, and moved nothing for {still_s:.0f} s"
                 return self._lose(rank, how)
 
@@ -138,12 +145,12 @@ class StragglerMonitor:
         if any(other not in self._streams or butterfly.wanted.get(other) is wanted for other in others):
             return False
         left, passed_s = butterfly.num_bytes_with(rank) - received, self._loop.time() - self._since
-        return left * passed_s > STUCK_WITH_VALUES_S * received
+        return left * passed_s > TWO_ANSWERS_S * received
 
     def _too_slow(self, rank: int, received: int, owed_s: float) -> str:
         """How a member misses the end of the round at its pace; empty if it does not, or the pace is not known yet."""
         passed_s = self._loop.time() - self._since
-        if passed_s < max(STUCK_WITH_VALUES_S, PACE_KNOWN_SHARE * self._round_s) or owed_s < passed_s / 2:
+        if passed_s < max(TWO_ANSWERS_S, PACE_KNOWN_SHARE * self._round_s) or owed_s < passed_s / 2:
             return ""
         if received == 0:
             return "it has sent nothing"

@@ -23,7 +23,7 @@ import msgspec
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Group, Member, StreamHeader, read_header
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import KEPT_S, UNNAMED_S
+from manyhands.averaging.timing import MINUTE_S, TWO_MINUTES_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -197,7 +197,7 @@ class PartnerStreams:
         stream, since = self._idle.pop(peer_id)
         named, is_named = RoundStream(stream, (stream.bytes_sent, stream.bytes_received)), False
         try:
-            if self._loop.time() - since < KEPT_S:
+            if self._loop.time() - since < MINUTE_S:
                 await stream.send(name)
                 is_named = True
         except (Unavailable, PeerError):
@@ -232,7 +232,8 @@ class PartnerStreams:
         self._unnamed[remote] = stream
         name = bytearray(NAME_BYTES)
         try:
-            async with time_limit(UNNAMED_S, "learning what a stream is for"):
+            # the partner does not use it after MINUTE_S
+            async with time_limit(TWO_MINUTES_S, "learning what a stream is for"):
                 await stream.receive_into(memoryview(name))
             return bytes(name)
         finally:

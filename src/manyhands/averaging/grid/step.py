@@ -22,7 +22,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.attendees import Meeting
 from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, MOMENT_S
+from manyhands.averaging.timing import ANSWER_S, BRIEF_S, LOOK_S, MOMENT_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import NobodyThere, NothingToAverage, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -30,14 +30,10 @@ from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
-MIN_ATTEMPT_S = 2 * LOOK_S
-"""With less time than this no new attempt begins."""
 GATHER_SHARE = 0.5
 """The largest share of a round's remaining time to wait for expected peers; the rest is for the values."""
-ALONE_S = MOMENT_S
-"""The longest wait in a group in which no other peer is expected, or all others have gone on."""
-LOOK_GROWTH, LAST_LOOK_S = 1.5, ANSWER_S
-"""The factor by which waits between two looks at the others' records grow, from ``LOOK_S`` on, and the longest one."""
+LOOK_GROWTH = 1.5
+"""The factor by which waits between two looks at the others' records grow, from ``LOOK_S`` to ``ANSWER_S``."""
 
 
 class GridPlace(Meeting, Protocol):
@@ -127,7 +123,7 @@ class GridSteps:
             while num_left := place.num_rounds_left:
                 round_deadline, result = loop.time() + (deadline - loop.time()) / num_left, None
                 try:
-                    result = await self.round(outcome, mean_N, round_deadline, ALONE_S)
+                    result = await self.round(outcome, mean_N, round_deadline, MOMENT_S)
                 except NothingToAverage as error:
                     outcome.reason, num_empty = error.reason, num_empty + 1
                 if result is None:
@@ -173,7 +169,7 @@ class GridSteps:
         """
         place, loop = self.place, asyncio.get_running_loop()
         is_first = place.num_rounds_left in (None, place.num_rounds)
-        least_s = min(MIN_ATTEMPT_S, (deadline - loop.time()) / 2)
+        least_s = min(BRIEF_S, (deadline - loop.time()) / 2)  # with less no new attempt begins
         alone_until, look_s = min(loop.time() + alone_s, deadline), LOOK_S
         elsewhere: set[PeerId] = set()  # peers that are done with this round, perhaps without this peer
         outcome.reason = ""
@@ -198,7 +194,7 @@ class GridSteps:
                 except NobodyThere as error:
                     outcome.reason = error.reason
                     if not elsewhere:
-                        alone_until = min(loop.time() + ALONE_S, deadline)
+                        alone_until = min(loop.time() + MOMENT_S, deadline)
                     elsewhere |= expected
                 except (RoundAborted, Unavailable) as error:
                     logger.info("an attempt at round %d failed: %s", place.position().step, error)
@@ -208,7 +204,7 @@ class GridSteps:
             elif loop.time() >= alone_until or place.is_left_behind():
                 break
             await wait_at_most(place.called, min(look_s, max(alone_until - loop.time(), LOOK_S)))
-            look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
+            look_s = min(look_s * LOOK_GROWTH, ANSWER_S)
             await self.look()
             if place.position() != position:
                 elsewhere.clear()

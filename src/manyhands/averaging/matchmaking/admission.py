@@ -17,11 +17,10 @@ from manyhands.averaging.matchmaking.machine import (
 )
 from manyhands.averaging.messages import BLAMED, CallRequest, Group, JoinRequest, Member, Position
 from manyhands.averaging.roster import Roster
+from manyhands.averaging.timing import FAR_RTT_S
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
-WIDE_AREA_RTT_S = 0.01
-"""Round trip; within one site it is shorter."""
 SLOW_BYTES_PER_S = 25_000_000
 """Below this rate, sending a quarter of the bytes saves far more time than encoding takes."""
 
@@ -120,5 +119,5 @@ def chosen_codec(setting: str, bandwidths: Iterable[int], rtts_s: Iterable[float
     if setting != AUTO:
         return codec_named(setting)
     is_slow = any(BLAMED < bandwidth < SLOW_BYTES_PER_S for bandwidth in bandwidths)
-    is_far = any(WIDE_AREA_RTT_S < rtt_s < float("inf") for rtt_s in rtts_s)
+    is_far = any(FAR_RTT_S < rtt_s < float("inf") for rtt_s in rtts_s)
     return INT8 if is_slow or is_far else NONE

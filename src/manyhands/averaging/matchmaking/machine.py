@@ -41,7 +41,7 @@ from typing import TypeAlias
 from manyhands.averaging.matchmaking.attendees import Attendees
 from manyhands.averaging.messages import Late, Member, Position
 from manyhands.averaging.roster import patience_share
-from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, SLOW_ANSWER_S
+from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, NOTICED_S
 from manyhands.base.identity import PeerId
 
 # codes of refusals
@@ -59,16 +59,10 @@ MAX_REDIRECTS = 8
 SHOWN_REFUSALS = 3
 GUEST_SHARE = 0.1
 """The share of a step's time for which guests are waited for, after one was waited for in vain."""
-CALL_AGAIN_S = MOMENT_S
-"""A peer that does not come is called again: it may have been in a round, or followed another leader."""
-NOTICED_S = SLOW_ANSWER_S + MOMENT_S
-"""By then all that were connected to a peer have noticed that it is gone."""
 BATCH_MARGIN = 1.25
 """A batch may take this factor longer than the others."""
 LEAST_SHARE = 0.25
 """The share of its patience that a leader has for the others at least, however early the first one came."""
-FAR_S = DIAL_S
-"""The longest wait for a client that cannot be called: the time in which it could dial."""
 
 
 class Stage(enum.Enum):
@@ -526,7 +520,8 @@ class Matchmaking:
         members, guests = who.members - away, who.guests - away
         closes_at = max(self._closes_at(who), self._led_at + LEAST_SHARE * self._patience(who))
         closes_at = min(closes_at, (self._led_at + self._ends_at) / 2)  # the other half is for the round
-        far_at, guests_at = self._led_at + FAR_S, min(closes_at, self._led_at + self._guest_s(who))
+        far_at = self._led_at + DIAL_S  # until then a client that cannot be called could dial
+        guests_at = min(closes_at, self._led_at + self._guest_s(who))
         if now >= far_at:
             members, guests = members - who.far, guests - who.far
         if (members and now < closes_at) or (guests and now < guests_at):
@@ -571,8 +566,8 @@ class Matchmaking:
         return [call for peer_id in due for call in self._call(peer_id, now)]
 
     def _call(self, peer_id: PeerId, now: float) -> list[Action]:
-        if now < self._called_at.get(peer_id, -math.inf) + CALL_AGAIN_S:
-            return []
+        if now < self._called_at.get(peer_id, -math.inf) + MOMENT_S:
+            return []  # later it is called again: it may have been in a round, or followed another leader
         self._called_at[peer_id] = now
         return [Call(peer_id)]
 

@@ -26,7 +26,6 @@ from manyhands.averaging.messages import (
     CALL,
     JOIN,
     MAX_ADDRESSES,
-    MAX_ROUND_S,
     NAME_BYTES,
     CallRequest,
     CallResponse,
@@ -38,7 +37,7 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, DIAL_S, LOOK_S, MOMENT_S
+from manyhands.averaging.timing import ANSWER_S, DAY_S, DIAL_S, LOOK_S, MOMENT_S, SOON_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import NobodyThere, PeerError, Refused, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
@@ -46,9 +45,6 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-MOVE_POLL_S = LOOK_S / 5
-ROUND_GAP_S = MOMENT_S
-"""Pause between two attempts of one step in a grid."""
 FLOAT_BYTES = 4
 
 
@@ -240,7 +236,7 @@ class Matchmaker:
             min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
             chunk_numel=config.chunk_bytes // FLOAT_BYTES,
             codec=chosen_codec(config.codec, (member.bandwidth for member in members), rtts_s).code,
-            time_left_s=max(left_s, 0.0) if left_s <= MAX_ROUND_S else 0.0,
+            time_left_s=max(left_s, 0.0) if left_s <= DAY_S else 0.0,
             late=int(late),
         )
 
@@ -262,7 +258,7 @@ class Matchmaker:
             self._reach_all()
         spare_s = max(self._ends_at - self._loop.time() - patience_s, 0.0)  # for the next leader
         timeout_s = patience_s + min(patience_s, DIAL_S, spare_s / 2)  # so that a silent leader is noticed
-        request = JoinRequest(self._run_fingerprint, position, own, min(patience_s, MAX_ROUND_S))
+        request = JoinRequest(self._run_fingerprint, position, own, min(patience_s, DAY_S))
         try:
             response = await self._endpoint.call(leader, JOIN, request, timeout_s)
         except (Unavailable, PeerError) as error:
@@ -370,11 +366,11 @@ class Matchmaker:
         deadline = self._loop.time() + self._config.matchmaking_time_s
         while (here := self._meeting.position()).step < position.step:
             now, is_later = self._loop.time(), is_later_round(position, here)
-            is_coming = self._machine.stage is Stage.GROUPED or (is_later and now < self._ended_at + ROUND_GAP_S)
-            is_coming = is_coming or (is_later and self._found is not None)
-            if not is_coming or now > deadline:
+            is_between = now < self._ended_at + MOMENT_S  # two rounds of a step in a grid
+            is_coming = is_later and (is_between or self._found is not None)
+            if not (is_coming or self._machine.stage is Stage.GROUPED) or now > deadline:
                 return
-            await asyncio.sleep(MOVE_POLL_S)
+            await asyncio.sleep(SOON_S)
 
 
 def _code_and_reason(error: Unavailable | PeerError) -> tuple[str, str]:

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from typing import Any
 
+from manyhands.averaging.allreduce.bandwidth import answer_time_s
 from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
@@ -31,7 +32,7 @@ from manyhands.averaging.round import machine
 from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.round.machine import Action, Event, Round
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, MOMENT_S, answer_time_s
+from manyhands.averaging.timing import ANSWER_S, LATE_ANSWER_S, LOOK_S, MOMENT_S
 from manyhands.base.errors import PeerError, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
@@ -230,7 +231,7 @@ class RoundDriver:
     @property
     def _verdict_s(self) -> float:
         """The longest wait of a member that has voted."""
-        return self._config.averaging_timeout_s + MOMENT_S + ANSWER_S
+        return self._config.averaging_timeout_s + LATE_ANSWER_S
 
     async def _look(self) -> None:
         while True:

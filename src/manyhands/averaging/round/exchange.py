@@ -22,7 +22,7 @@ from manyhands.averaging.memory import Memory, empty_vector
 from manyhands.averaging.messages import MAX_REASON_LENGTH, NAME_BYTES, Accusation, Group, RoundManifest, Vote
 from manyhands.averaging.round.limits import MemberLimits, joined, outsized, usual_norm
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, MOMENT_S, hasty_s
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, MOMENT_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Timeout
 from manyhands.base.identity import PeerId
@@ -35,6 +35,8 @@ Refill = Callable[[], torch.Tensor]
 
 OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
+ROUND_TRIPS = 4
+"""Of a member for which nobody waits long: so many to open its stream."""
 
 
 def stream_id(group: Group, exchange: int, members: Sequence[int]) -> bytes:
@@ -234,7 +236,8 @@ class Exchange:
     async def _connect(self, other: int, name: bytes, num_bytes: int) -> RoundStream:
         group, within_s = self.contribution.group, self.config.stream_timeout_s
         if other in self.doubted:
-            within_s = hasty_s(self.endpoint.rtt_s(group.members[other].peer_id))
+            least_s = ROUND_TRIPS * self.endpoint.rtt_s(group.members[other].peer_id)
+            within_s = min(max(least_s, LOOK_S), ANSWER_S)
         stream = await self.partners.connect(group, self.contribution.rank, other, num_bytes, name, within_s)
         self.streams[other] = stream
         if self._share is not None:

@@ -26,7 +26,8 @@ it has decided       others have voted: a member that has not, and  the same    
                      only members that sent nothing have not voted  by count    they are lost after ``ANSWER_S``
                      its time for the others' votes is over, or     by count    decide by the votes that are there
                      this peer ends its round early
-                     this process stood still for ``LEFT_S``        by count    the same: the others may have left
+                     this process stood still for                   by count    the same: the others may have left
+                     ``TWO_ANSWERS_S``
 ===================  =============================================  ==========  ========================================
 
 Only the leader decides. A member that aborts in doubt while others committed is behind: the lineage in the progress
@@ -45,7 +46,7 @@ import msgspec
 
 from manyhands.averaging.messages import Again, Group, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.count import MAX_EXCHANGES, Count, includes_values
-from manyhands.averaging.timing import ANSWER_S, LEFT_S
+from manyhands.averaging.timing import ANSWER_S, TWO_ANSWERS_S
 from manyhands.rpc.frames import readable
 
 
@@ -223,7 +224,7 @@ class Round:
         if self.state is State.OVER:
             return []
         stood_still_s, self._last_event_at = now - self._last_event_at, now
-        if self.count is not None and stood_still_s > LEFT_S:
+        if self.count is not None and stood_still_s > TWO_ANSWERS_S:  # the others have asked it, and left
             event = GaveUp(f"its process stood still for {stood_still_s:.0f} s")
         match event:
             case Exchanged(vote):

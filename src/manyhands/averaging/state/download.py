@@ -39,14 +39,13 @@ from manyhands.averaging.state.server import (
     FRAME,
     INDEX,
     MIN_STALL_BYTES,
-    STALL_TIMEOUT_S,
     STREAM_KIND,
     StateAnswer,
     StateRequest,
     longest_s,
     receive_framed,
 )
-from manyhands.averaging.timing import ANSWER_S, DAY_S, DIAL_S, LOG_S, LOOK_S, RECORD_S
+from manyhands.averaging.timing import ANSWER_S, BRIEF_S, DIAL_S, LOG_S, LOOK_S, RECORD_S, STALL_S
 from manyhands.base.deadline import time_limit, wait_at_most, while_moving
 from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
@@ -58,11 +57,6 @@ from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
 
-OPENING_S = DIAL_S
-HEADER_TIMEOUT_S = RECORD_S
-"""For a donor to copy its state, hash it and describe it."""
-MAX_DOWNLOAD_S = DAY_S
-"""Limit for all donors together; only states too large for a link's daily volume reach it."""
 MAX_HEADER_BYTES = 1 << 24
 MAX_STEPS_AHEAD = 64
 """How many steps a state may be ahead of the requested position: a run goes on while records and requests travel."""
@@ -73,14 +67,6 @@ CHUNKS_OF_ONE = 4
 """A state of at most so many chunks is asked of one donor, as long as that one sends."""
 WANTED_AHEAD = 3
 """Chunks that a donor is asked for before the first of them is there."""
-PATIENCE_S = ANSWER_S
-"""If no donor sends anything for this time, one more is asked."""
-LOOK_PERIOD_S = 2 * LOOK_S
-MAX_FULL_S = RECORD_S
-"""A donor that is busy with others is asked again for this time."""
-TELL_PERIOD_S = LOG_S
-BALLOT_S = LOOK_S
-"""From the first announcement on, others are waited for as long before one of several states is chosen."""
 FULL = "full"
 
 
@@ -160,7 +146,7 @@ class Download:
             Unavailable: no donor could send it, or none of those that are left holds all of the chosen one; names each
                 with its reason.
         """
-        tell_at = self._loop.time() + TELL_PERIOD_S
+        tell_at = self._loop.time() + LOG_S
         try:
             while self._state is None or self._missing:
                 self._ask_more()
@@ -168,12 +154,12 @@ class Download:
                     reasons = "; ".join(f"{donor}: {reason}" for donor, reason in self._failures.items())
                     raise Unavailable(f"no peer could hand out the state of the run: {reasons or 'none is known'}")
                 left_s = self._ballot_until - self._loop.time()
-                await wait_at_most(self._news, max(0.0, min(LOOK_PERIOD_S, left_s)))
+                await wait_at_most(self._news, max(0.0, min(BRIEF_S, left_s)))
                 for donor in [donor for donor, task in self._drawing.items() if task.done()]:
                     self._ended(donor, self._drawing.pop(donor).exception())
                 await self._choose()
                 if self._loop.time() >= tell_at and self._state is not None:
-                    tell_at = self._loop.time() + TELL_PERIOD_S
+                    tell_at = self._loop.time() + LOG_S
                     logger.info(
                         "Received %.1f of %.1f MB of the state from %s", self._num_bytes / 1e6,
                         self._state.content.numel() / 1e6, counted(len(self._sources), "peer"),
@@ -194,7 +180,7 @@ class Download:
         if received != self._moved[0]:
             self._moved = (received, now)
         num_needed = MAX_SOURCES if num_chunks_of(self.least_bytes) > CHUNKS_OF_ONE else 1
-        if now >= self._moved[1] + PATIENCE_S:
+        if now >= self._moved[1] + ANSWER_S:
             self._moved = (received, now)
             num_needed = max(num_needed, min(len(self._drawing) + 1, 2 * MAX_SOURCES))
         while self._waiting and len(self._drawing) < num_needed:
@@ -245,7 +231,7 @@ class Download:
 
     async def _draw_from(self, donor: PeerId) -> None:
         """Take chunks from one donor; again while it is busy with others, or sent some before its connection broke."""
-        full_until = self._loop.time() + MAX_FULL_S
+        full_until = self._loop.time() + RECORD_S
         while True:
             before = self._num_sent[donor]
             try:
@@ -256,17 +242,18 @@ class Download:
             except Refused as error:
                 if error.code != FULL or self._loop.time() > full_until:
                     raise
-                await asyncio.sleep(LOOK_PERIOD_S)
+                await asyncio.sleep(BRIEF_S)
 
     async def _take_state(self, donor: PeerId) -> None:
         request = msgspec.msgpack.encode(self.request)
         stream = await RunGate(self.endpoint, self.request.run_id, for_observers=True).through(
             donor,
-            OPENING_S,
+            DIAL_S,
             lambda left_s: self.endpoint.open_bulk(donor, self.kind, request, left_s, size_bytes=self.least_bytes),
         )
         try:
-            async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
+            # the donor copies its state and hashes it before
+            async with time_limit(RECORD_S, f"waiting for the header of the state of peer {donor}"):
                 header = await receive_header(stream)
                 check_header(donor, header, self.wanted, self.check)
                 source = _Source(stream, header, await _receive_digests(stream, header))
@@ -278,8 +265,8 @@ class Download:
     async def _take_chunks(self, source: _Source) -> None:
         donor = source.stream.remote
         self._sources.append(source)
-        if self._state is None:
-            self._ballot_until = min(self._ballot_until, self._loop.time() + BALLOT_S)
+        if self._state is None:  # wait a little for the announcements of others, to choose among their states
+            self._ballot_until = min(self._ballot_until, self._loop.time() + LOOK_S)
         self._tell()
         try:
             while (state := self._state) is None:
@@ -295,7 +282,7 @@ class Download:
                         self._take_chunk(source, state, room),
                         lambda: source.stream.bytes_received,
                         at_least=MIN_STALL_BYTES,
-                        within_s=STALL_TIMEOUT_S,
+                        within_s=STALL_S,
                         phase=f"for the next {MIN_STALL_BYTES} bytes of the state of peer {donor}",
                     )
                 elif any(source.holds(index, state) for index in self._missing):

@@ -20,7 +20,7 @@ import msgspec
 from manyhands.access.gate import RunGate
 from manyhands.averaging.messages import Position, read_header
 from manyhands.averaging.state.content import State, StateHeader, offsets_of, sealed
-from manyhands.averaging.timing import DIAL_S, RECORD_S
+from manyhands.averaging.timing import MINUTE_S, STALL_S
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import ConfigError, PeerLost, ProtocolViolation, Timeout
 from manyhands.base.identity import PeerId
@@ -35,15 +35,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 STREAM_KIND = "state/2"
-STALL_TIMEOUT_S = 4 * DIAL_S
 MIN_STALL_BYTES = 1 << 18
-"""A transfer that moves fewer bytes in the time above is given up, so the size bounds its time."""
+"""A transfer that moves fewer bytes in ``STALL_S`` is given up, so the size bounds its time."""
 MAX_DOWNLOADS = 16
 """Simultaneous downloads from this peer, one for each peer. Further peers must ask another donor, or again."""
 MIN_BYTES_PER_S = 32_000
 """Both ends give up a transfer that is slower than this on the whole."""
-FORGET_S = 2 * RECORD_S
-"""Who has downloaded the state is known for this time."""
 
 INDEX = struct.Struct(">I")
 FRAME = struct.Struct(">BI")
@@ -135,7 +132,7 @@ class StateServer:
         finally:
             self._following.remove((remote, is_late))
             now = asyncio.get_running_loop().time()
-            self._ended_at = {one: ended_at for one, ended_at in self._ended_at.items() if ended_at > now - FORGET_S}
+            self._ended_at = {one: ended_at for one, ended_at in self._ended_at.items() if ended_at > now - MINUTE_S}
             self._ended_at[remote, is_late] = now
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
@@ -158,7 +155,7 @@ class StateServer:
                 self._serving.discard(remote)
         if answer is not None:
             await send_moving(stream, framed(answer))
-        await stream.close(STALL_TIMEOUT_S)
+        await stream.close(STALL_S)
 
     async def _current(self) -> State:
         async with self._capturing:  # newcomers at the same step share one copy
@@ -183,7 +180,7 @@ async def _serve(stream: Stream, state: State) -> None:
     )
     while True:
         try:
-            async with time_limit(STALL_TIMEOUT_S, f"peer {remote} to ask for a chunk of the state"):
+            async with time_limit(STALL_S, f"peer {remote} to ask for a chunk of the state"):
                 await stream.receive_into(memoryview(request))
         except (PeerLost, Timeout):
             return
@@ -195,7 +192,7 @@ async def _serve(stream: Stream, state: State) -> None:
 
 def longest_s(header: StateHeader) -> float:
     """Time limit of a transfer, at both ends."""
-    return STALL_TIMEOUT_S + offsets_of(header.tensors)[1] / MIN_BYTES_PER_S
+    return STALL_S + offsets_of(header.tensors)[1] / MIN_BYTES_PER_S
 
 
 def framed(answer: msgspec.Struct) -> bytes:
@@ -234,6 +231,6 @@ async def send_moving(stream: Stream, *buffers: bytes | memoryview) -> None:
         stream.send(*buffers),
         lambda: stream.bytes_sent,
         at_least=MIN_STALL_BYTES,
-        within_s=STALL_TIMEOUT_S,
+        within_s=STALL_S,
         phase=phase,
     )

@@ -10,7 +10,8 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from manyhands.averaging.timing import LOOK_S, RECORD_S
+from manyhands.averaging.peer_records import KEEP_ALIVES
+from manyhands.averaging.timing import BRIEF_S, RECORD_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -20,12 +21,8 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-TTL_S = RECORD_S
-"""A peer that dies while it begins the run is waited for at most this long."""
-
-WITHDRAW_TIMEOUT_S = 2 * LOOK_S
-
-BEGINNING = Schema(bool, is_owned=True, max_ttl_s=TTL_S)
+BEGINNING = Schema(bool, is_owned=True, max_ttl_s=RECORD_S)
+"""A peer that dies while it begins the run is waited for until this has expired."""
 
 
 def beginning_key(run_id: str) -> str:
@@ -73,17 +70,17 @@ class Beginning:
         """Withdraw the announcement."""
         await self._tasks.close()
         try:
-            async with time_limit(WITHDRAW_TIMEOUT_S, "withdrawing the beginning of a run"):
+            async with time_limit(BRIEF_S, "withdrawing the beginning of a run"):
                 await self._store(None)
         except ManyhandsError as error:
             logger.debug("the beginning of run %s expires by itself: %s", self.run_id, error)
 
     async def _store(self, value: bool | None) -> None:
-        await self.dht.store(beginning_key(self.run_id), value, TTL_S, subkey=self.own_id)
+        await self.dht.store(beginning_key(self.run_id), value, RECORD_S, subkey=self.own_id)
 
     async def _keep_alive(self) -> None:
         while True:
-            await asyncio.sleep(TTL_S / 3)
+            await asyncio.sleep(RECORD_S / KEEP_ALIVES)
             try:
                 if await read_manifest(self.dht, self.run_id) is not None:
                     return

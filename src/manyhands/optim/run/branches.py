@@ -30,7 +30,7 @@ from typing import NamedTuple
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster
-from manyhands.averaging.timing import DIAL_S, SHUN_S
+from manyhands.averaging.timing import DIAL_S, SHUN_S, STALL_S
 from manyhands.base.identity import PeerId
 from manyhands.dht.networks import network_of
 from manyhands.optim.run.progress import Claim, branch_order
@@ -39,12 +39,8 @@ logger = logging.getLogger(__name__)
 
 LAG_STEPS = 2
 """Records are read late, so peers on one branch may appear up to this many steps apart."""
-OUTVOTED_S = 4 * DIAL_S
-"""How long most peers must be elsewhere before this one follows them to a branch that is not ahead."""
 MAX_MET = 4096
 MAX_BEEN_AT = 256
-DOUBTED_UNTIL_LOGGED_S = DIAL_S
-"""A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
 FOUNDING_ROUNDS = 16
 """Of a run. Until then it may have been begun twice, by peers that did not know each other, and no peer is in both
 rosters: so others count beside the members."""
@@ -215,7 +211,7 @@ class Belief:
                     return None  # for a moment; it does not begin anew
                 if electorate._replace(is_half_enough=False).is_enough(elsewhere):
                     self._outvoted_since = min(self._outvoted_since, now)
-                    return electorate.most_voted(elsewhere) if now >= self._outvoted_since + OUTVOTED_S else None
+                    return electorate.most_voted(elsewhere) if now >= self._outvoted_since + STALL_S else None
         self._outvoted_since = math.inf
         return None
 
@@ -392,7 +388,8 @@ class BranchChoice:
         self._majority = self.belief.other_majority(own, records, now)
         doubted, still_open = self.belief.judge(own, records)
         self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted}
-        to_log = sorted(one for one in doubted if now >= self._doubted_since[one] + DOUBTED_UNTIL_LOGGED_S)
+        # some are not believed for a moment, until others are read as well
+        to_log = sorted(one for one in doubted if now >= self._doubted_since[one] + DIAL_S)
         if to_log:
             self._doubted_since.update(dict.fromkeys(to_log, math.inf))
             logger.warning("%s", _not_followed({peer_id: records[peer_id] for peer_id in to_log}))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from manyhands.averaging.messages import readable_addresses
 from manyhands.averaging.peer_records import PeerRecord
-from manyhands.averaging.timing import DIAL_S, SHUN_S
+from manyhands.averaging.timing import DIAL_S, SHUN_S, TWO_DIALS_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
@@ -25,16 +25,13 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-DIAL_TIMEOUT_S = DIAL_S
 AT_ONCE = 64
 """Dials at a time: those of a thousand false identities must end within two minutes."""
-FAILED_S = SHUN_S
-"""A peer that was dialled in vain has no vote for so long, unless it connects to this one meanwhile."""
-AGAIN_S = 2 * DIAL_S
-"""The same if none was reached, as this machine may have been offline, or if the last dial failed a moment before."""
 
 
 class _Failure(NamedTuple):
+    """A dial in vain: the peer has no vote for ``lasts_s``, unless it connects to this one meanwhile."""
+
     at: float  # loop time
     lasts_s: float
     was_connected: bool
@@ -80,7 +77,7 @@ class Canvass:
         if self._dialling is None or self._dialling.done():
             return False
         self._has_news.clear()
-        await wait_at_most(self._has_news, DIAL_TIMEOUT_S)
+        await wait_at_most(self._has_news, DIAL_S)
         return True
 
     def _vote_of(self, peer_id: PeerId, record: PeerRecord) -> str | None:
@@ -91,7 +88,7 @@ class Canvass:
             return vote_from(host, peer_id)
         if (failure := self._failed.get(peer_id)) is None:
             return None
-        lasts_s = AGAIN_S if self._is_in_vain else failure.lasts_s
+        lasts_s = TWO_DIALS_S if self._is_in_vain else failure.lasts_s  # this machine may have been offline
         is_over = asyncio.get_running_loop().time() - failure.at >= lasts_s
         return None if is_over or (self._endpoint.is_connected(peer_id) and not failure.was_connected) else ""
 
@@ -110,11 +107,11 @@ class Canvass:
     async def _reach(self, peer_id: PeerId) -> None:
         if record := self._records.get(peer_id):
             self._endpoint.learn(peer_id, readable_addresses(record.addresses))
-        lasts_s = FAILED_S
+        lasts_s = SHUN_S
         try:
-            await self._endpoint.reach(peer_id, DIAL_TIMEOUT_S)
+            await self._endpoint.reach(peer_id, DIAL_S)
         except (Unavailable, PeerError) as error:
-            lasts_s = AGAIN_S if isinstance(error, TooEarly) else FAILED_S
+            lasts_s = TWO_DIALS_S if isinstance(error, TooEarly) else SHUN_S
             logger.debug("peer %s has no vote on where the run is: %s", peer_id, error)
         if not self._endpoint.reached_host(peer_id):
             now, was_connected = asyncio.get_running_loop().time(), self._endpoint.is_connected(peer_id)

@@ -22,11 +22,11 @@ from manyhands.averaging.round.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
-from manyhands.averaging.timing import ANSWER_S, MOMENT_S, REMIND_S
+from manyhands.averaging.timing import LATE_ANSWER_S, MINUTE_S, STALL_S
 from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.health import FIRST_HEALTH_CHECK_S, HEALTH_CHECK_PERIOD_S, Health, HealthLog
+from manyhands.optim.health import Health, HealthLog
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run import machine
 from manyhands.optim.run.canvass import Canvass
@@ -50,10 +50,6 @@ logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
 MAX_DOUBTED = 3  # states to download until one has the sums that the majority published
-NEWCOMER_S = ANSWER_S + MOMENT_S
-"""After downloading the state, a peer has this long to appear before a lone peer moves on."""
-WAITING_PERIOD_S = REMIND_S
-"""How often a peer says that it waits for the state of a run that it has seen."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,8 @@ class _Situation:
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
 
     def newcomers(self, *, are_late: bool) -> Collection[PeerId]:
-        return self.server.followers(NEWCOMER_S, by_latecomers=are_late)
+        # after its download a peer has this long to appear, before a lone one moves on
+        return self.server.followers(LATE_ANSWER_S, by_latecomers=are_late)
 
     @property
     def knew_others(self) -> bool:
@@ -262,7 +259,7 @@ class Collaboration:
 
     async def _watch_health(self) -> None:
         log = HealthLog()
-        await asyncio.sleep(FIRST_HEALTH_CHECK_S)
+        await asyncio.sleep(STALL_S)  # by then the others' records have been read
         while True:
             presence = self.presence
             others = list(filter(presence.endpoint.is_connected, self.tracker.observed()))
@@ -270,7 +267,7 @@ class Collaboration:
                 others = [contact.peer_id for contact in presence.dht.contacts()]
             self._clock_offset_s = await clock_offset_s(presence.endpoint, presence.wall_clock, others)
             log.tell(self.health())
-            await asyncio.sleep(HEALTH_CHECK_PERIOD_S)
+            await asyncio.sleep(MINUTE_S)
 
     def _on_news(self) -> None:
         if self.tracker.observed():
@@ -334,7 +331,7 @@ class Collaboration:
 
     def _tell_that_it_waits(self) -> None:
         now = asyncio.get_running_loop().time()
-        if now >= self._told_waiting_at + WAITING_PERIOD_S:
+        if now >= self._told_waiting_at + MINUTE_S:
             self._told_waiting_at = now
             logger.warning(
                 "%s, and this peer follows. If there is none, end all peers of the run, and begin it again",

@@ -19,7 +19,7 @@ import msgspec
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, DIAL_S
+from manyhands.averaging.timing import ANSWER_S, DIAL_S, TWO_DIALS_S
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused
 from manyhands.base.identity import PeerId
@@ -32,12 +32,7 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
-TIMEOUT_S = ANSWER_S
-ASK_PERIOD_S = 2 * DIAL_S
-DIAL_PERIOD_S = DIAL_S
-"""So long after it has refused a dial, a live peer is connected or has published."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
-CONNECT_TIMEOUT_S = DIAL_S
 
 
 class WhereAreYou(msgspec.Struct):
@@ -91,7 +86,7 @@ class Contacts:
 
     async def _call(self, peer_id: PeerId, method: Method[RequestT, ResponseT], request: RequestT) -> ResponseT | None:
         try:
-            return await self._endpoint.call(peer_id, method, request, TIMEOUT_S)
+            return await self._endpoint.call(peer_id, method, request, ANSWER_S)
         except ManyhandsError as error:
             logger.debug("peer %s does not answer: %s", peer_id, error)
             return None
@@ -108,7 +103,7 @@ class Contacts:
         """
         observed, now = self._tracker.observed(), asyncio.get_running_loop().time()
         hidden = [peer for peer in self._tracker.branches.belief.recently_met(MAX_ASKED) if peer not in observed]
-        if not hidden or now < self._silent_at + ASK_PERIOD_S:
+        if not hidden or now < self._silent_at + TWO_DIALS_S:
             return False
         if is_there := await self.any_answers(hidden):
             logger.warning("The DHT shows no other peer of the run, but some of the peers of its last rounds answer")
@@ -147,7 +142,7 @@ class Contacts:
             for peer_id, seen in tracker.missing().items()
             if not is_connected(peer_id) and await self._refuses(seen.record.addresses)
         ]
-        await asyncio.sleep(DIAL_PERIOD_S)
+        await asyncio.sleep(DIAL_S)  # a live peer that has refused a dial is connected then, or has published
         for peer_id, seen in refused:
             if tracker.observed().get(peer_id) is seen and not is_connected(peer_id):
                 logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
@@ -161,7 +156,7 @@ class Contacts:
 
     async def _failure_at(self, address: Address) -> DialReason | None:
         try:
-            await self._presence.endpoint.probe(address, TIMEOUT_S)
+            await self._presence.endpoint.probe(address, ANSWER_S)
         except ManyhandsError as failure:
             return failure.reason if isinstance(failure, DialFailed) else None
         return None
@@ -181,7 +176,7 @@ class Contacts:
     async def _connect(self, peer_ids: list[PeerId]) -> None:
         for peer_id in peer_ids:
             try:
-                await self._presence.endpoint.call_on(peer_id, CONNECT_TIMEOUT_S)
+                await self._presence.endpoint.call_on(peer_id, DIAL_S)
             except ManyhandsError as error:
                 logger.debug("peer %s needs the state, and cannot be reached: %s", peer_id, error)
 

@@ -56,19 +56,11 @@ from typing import Protocol, TypeAlias
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.timing import DIAL_S, IDLE_S, LOOK_S, MOMENT_S
+from manyhands.averaging.timing import DIAL_S, IDLE_S, LOOK_S, MOMENT_S, TWO_DIALS_S
 from manyhands.base.identity import PeerId
 
-NEAR_TIMEOUT_S = MOMENT_S
-"""The longest wait of a training loop to learn whether the target is reached."""
-LULL_S = LOOK_S
-"""Far from the target, the shortest time between two reports: each report wakes two threads."""
-FAR_S = 2 * DIAL_S
-"""Beyond this predicted time to the target not each batch is reported at once."""
 BATCH_MARGIN = 1.25
 """A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
-PAUSE_S = IDLE_S
-"""After a step has waited in vain for peers that load the state, no step waits for any for so long."""
 
 
 class Decision(enum.Enum):
@@ -272,7 +264,7 @@ class RunMachine:
             case Batch():
                 self._batch = event
                 if run.is_worth_a_look:
-                    return self._first(Stage.READING, Look(NEAR_TIMEOUT_S))
+                    return self._first(Stage.READING, Look(MOMENT_S))
                 return self._choose(now, run)
             case Done(is_there):
                 return self._go_on(stage, now, run, is_there=is_there)
@@ -282,7 +274,7 @@ class RunMachine:
             case Stage.READING:
                 return self._choose(now, run)
             case Stage.WAITING if not run.is_due:
-                return self._first(Stage.REREADING, Look(NEAR_TIMEOUT_S))
+                return self._first(Stage.REREADING, Look(MOMENT_S))
             case Stage.REREADING if not run.is_due:
                 self._waited_in_vain_at = run.position
                 return self._not_due(now, run)
@@ -328,11 +320,11 @@ class RunMachine:
             return 0.0
         if busy_s > min(BATCH_MARGIN * batch_s, self._config.matchmaking_time_s / 2):
             return 0.0
-        return busy_s + min(batch_s, NEAR_TIMEOUT_S)
+        return busy_s + min(batch_s, MOMENT_S)
 
     def _not_due(self, now: float, run: Situation) -> list[Action]:
-        if FAR_S < run.eta_s < math.inf:
-            self.lull_until = now + LULL_S
+        if TWO_DIALS_S < run.eta_s < math.inf:  # far from it not each batch is reported: that wakes two threads
+            self.lull_until = now + LOOK_S
         return [Decide(Decision.ACCUMULATE)]
 
     def _at_target(self, now: float, run: Situation) -> list[Action]:
@@ -384,5 +376,5 @@ class RunMachine:
     def _stepped(self, members: Collection[PeerId], now: float) -> None:
         self._has_stepped = True
         if self._awaited and self._awaited.isdisjoint(members):
-            self._pause_until = now + PAUSE_S
+            self._pause_until = now + IDLE_S  # it waited in vain for those that load the state
         self._awaited = set()

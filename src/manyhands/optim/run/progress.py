@@ -22,13 +22,12 @@ import msgspec
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import (
     KEEP_ALIVES,
-    MAX_TTL_S,
     PROGRESS_KIND,
     PeerRecord,
     PeerRecords,
     SeenRecord,
 )
-from manyhands.averaging.timing import ANSWER_S, LOG_S, MOMENT_S, REMIND_S
+from manyhands.averaging.timing import DAY_S, LATE_ANSWER_S, LOG_S, MINUTE_S
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted, shell_option
 from manyhands.dht import DhtNode
@@ -39,10 +38,6 @@ logger = logging.getLogger(__name__)
 
 SHOWN_LIVE = {"is_shown_live": True}
 """``extra`` of log lines whose content a live view always shows, so that it can leave them out."""
-LOG_PERIOD_S = LOG_S
-STRANDED_PERIOD_S = REMIND_S
-STRANDED_PATIENCE_S = ANSWER_S + MOMENT_S
-"""Peers that start together learn of each other one by one."""
 NEWS_SHARE = 0.1
 """Share of a peer's part of the target by which the others may be wrong about its samples."""
 NEWS_SPEED = 0.2
@@ -94,13 +89,13 @@ def samples_with_batch(record: PeerRecord, age_s: float) -> int:
 
 def _since_count_s(record: PeerRecord, age_s: float) -> float:
     """Seconds since a peer counted its samples, as far as its record is relied on."""
-    ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, products are numbers
+    ttl_s = min(record.ttl_s, DAY_S)  # whatever a stranger says, products are numbers
     return min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
 
 
 def busy_s(record: PeerRecord, age_s: float) -> float:
     """Predicted seconds until the end of a peer's batch; 0 if unknown, or if it has counted nothing for two batches."""
-    elapsed_s = age_s + min(record.counted_s_ago, MAX_TTL_S)
+    elapsed_s = age_s + min(record.counted_s_ago, DAY_S)
     return record.batch_s - elapsed_s % record.batch_s if 0 <= elapsed_s < 2 * record.batch_s else 0.0
 
 
@@ -218,7 +213,7 @@ class View:
 
 
 class ProgressLog:
-    """Logs the progress of the collaboration: news at once, mere growth every ``LOG_PERIOD_S`` seconds.
+    """Logs the progress of the collaboration: news at once, mere growth every ``LOG_S`` seconds.
 
     News are another global step, another number of peers, and the target reached.
     """
@@ -230,7 +225,7 @@ class ProgressLog:
     def tell(self, step: int, progress: Progress, refresh_s: float, now: float) -> None:
         """Log the progress after ``step`` global steps, if it is worth a line; the wording is that of the tutorials."""
         news = (step, progress.num_peers, progress.eta_s == 0)
-        if news != self._told or now >= self._told_at + LOG_PERIOD_S:
+        if news != self._told or now >= self._told_at + LOG_S:
             self._told, self._told_at = news, now
             eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
             samples, peers = counted(progress.samples, "sample"), counted(progress.num_peers, "peer")
@@ -255,9 +250,9 @@ class StrandedNotice:
         if len(trainers) < 2:
             self._due_at = math.inf
         elif self._due_at == math.inf:
-            self._due_at = now + STRANDED_PATIENCE_S
+            self._due_at = now + LATE_ANSWER_S  # peers that start together see each other one by one
         elif now >= self._due_at:
-            self._due_at = now + STRANDED_PERIOD_S
+            self._due_at = now + MINUTE_S
             logger.warning(
                 "None of the %d peers that train can be dialled (client mode), so they make no step together; "
                 "%s. At least one of them must accept connections: if they are in one network, "

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from manyhands.averaging.peer_records import GOODBYE, MAX_TTL_S, PEER_RECORD, PROGRESS_KIND, PeerRecord, peer_key
+from manyhands.averaging.peer_records import GOODBYE, PEER_RECORD, PROGRESS_KIND, PeerRecord, peer_key
+from manyhands.averaging.timing import DAY_S
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import is_run_id
 from manyhands.base.text import counted
@@ -28,9 +29,9 @@ def declare_run(dht: DhtNode, run_id: str) -> None:
     dht.declare(peer_key(run_id, PROGRESS_KIND), PEER_RECORD)
     dht.declare(beginning_key(run_id), BEGINNING)
     for kind in (MetricsRecord, HeldoutRecord, AccountRecord):
-        dht.declare(metrics_key(run_id, kind), Schema(kind, is_owned=True, max_ttl_s=MAX_TTL_S))
+        dht.declare(metrics_key(run_id, kind), Schema(kind, is_owned=True, max_ttl_s=DAY_S))
     # compressed; the reader checks the rest
-    dht.declare(manifest_key(run_id), Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S))
+    dht.declare(manifest_key(run_id), Schema(bytes, is_owned=True, max_ttl_s=DAY_S))
 
 
 class Run(NamedTuple):

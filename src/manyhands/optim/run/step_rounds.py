@@ -23,7 +23,7 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.roster import Roster, lineage_of, next_place
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
-from manyhands.averaging.timing import DIAL_S, MOMENT_S
+from manyhands.averaging.timing import MOMENT_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import NobodyThere, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -39,16 +39,13 @@ logger = logging.getLogger(__name__)
 
 PARAMETERS_EVERY = 8
 """In a grid the parameters are averaged once in this many global steps, before the step from them."""
-SLACK_S = 2 * DIAL_S
-"""Margin for a leader that began its round later."""
-READ_IN_STEP_TIMEOUT_S = MOMENT_S
 LEAVING = "this peer leaves the run"
 LEFT = "this peer left the run, as its optimizer or the peer itself was closed; make another optimizer to train on"
 
 
 def longest_attempt_s(config: AveragingConfig) -> float:
-    """The time limit of one attempt at averaging."""
-    return 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + SLACK_S
+    """The time limit of one attempt at averaging, where the leader may have begun its round later."""
+    return 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + TWO_DIALS_S
 
 
 class LocalState(Protocol):
@@ -145,7 +142,7 @@ class StepRounds:
             async with time_limit(longest_attempt_s(self.config), "averaging with the others"):
                 self.assignment.plan()
                 if not (self.assignment.is_settled and roster.members):  # at the beginning, see who is there
-                    await self.tracker.look(READ_IN_STEP_TIMEOUT_S)
+                    await self.tracker.look(MOMENT_S)
                 if self.assignment.begin_step():
                     averaged = await self._average_in_grid(position, roster, mean_N, weight)
                 else:
@@ -163,7 +160,7 @@ class StepRounds:
         except BaseException as error:
             self.assignment.end_step()
             if isinstance(error, NobodyThere):
-                await tracker.look(READ_IN_STEP_TIMEOUT_S)  # they may have said goodbye
+                await tracker.look(MOMENT_S)  # they may have said goodbye
             elif isinstance(error, (RoundAborted, Unavailable)):
                 tracker.refresh_soon()  # the run may have gone on without this peer
             if isinstance(error, asyncio.CancelledError) and self._is_closed:
@@ -230,7 +227,7 @@ class StepRounds:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
             shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so they are never encoded with a loss
             part = -1 - part  # another vector
-        look = functools.partial(self.tracker.look, READ_IN_STEP_TIMEOUT_S)
+        look = functools.partial(self.tracker.look, MOMENT_S)
         steps = GridSteps(self.assignment, self.own_id, self.rounds, config, look, shapes, part)
         await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s)
         if outcome.committed is None or outcome.committed.averaged_N is None:

@@ -11,9 +11,9 @@ import msgspec
 
 from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
-from manyhands.averaging.peer_records import MAX_TTL_S, PeerRecord, SeenRecord
+from manyhands.averaging.peer_records import PeerRecord, SeenRecord
 from manyhands.averaging.roster import Roster
-from manyhands.averaging.timing import DIAL_S, IDLE_S
+from manyhands.averaging.timing import DAY_S, DIAL_S, IDLE_S
 from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -38,9 +38,6 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-READ_TIMEOUT_S = DIAL_S
-WHOLE_READ_PERIOD_S = DIAL_S
-"""Period of reads from most holders of the records."""
 IDLE_BATCHES = 5
 """A trainer's record is no longer published after ``IDLE_S``, and so many batches, without a new sample."""
 MAX_IN_NEED = 2
@@ -227,7 +224,7 @@ class ProgressTracker(ProgressReader):
 
     # records of the others
 
-    async def look(self, timeout_s: float = READ_TIMEOUT_S) -> None:
+    async def look(self, timeout_s: float = DIAL_S) -> None:
         """Read the records of the others now; if that fails, earlier reads count."""
         try:
             async with time_limit(timeout_s, "reading the progress of the others"):
@@ -252,7 +249,7 @@ class ProgressTracker(ProgressReader):
 
     def heard(self, peer_id: PeerId, record: PeerRecord) -> None:
         """Take over the progress that a peer has sent directly."""
-        record = msgspec.structs.replace(record, ttl_s=min(record.ttl_s, MAX_TTL_S))
+        record = msgspec.structs.replace(record, ttl_s=min(record.ttl_s, DAY_S))
         self._keep(peer_id, SeenRecord(record, asyncio.get_running_loop().time() + record.ttl_s, is_direct=True))
         self.judge()
 
@@ -407,7 +404,8 @@ class ProgressTracker(ProgressReader):
         last_samples, delay_s = -1, 0.0
         while True:
             self._read_wanted.clear()
-            is_recent = asyncio.get_running_loop().time() - self._wholly_read_at < WHOLE_READ_PERIOD_S
+            # now and then it reads from most holders of the records
+            is_recent = asyncio.get_running_loop().time() - self._wholly_read_at < DIAL_S
             try:
                 await self.refresh(quickly=is_recent or self._crowd_factor > 1.0)
             except ManyhandsError as error:

@@ -33,13 +33,12 @@ from manyhands.averaging.state.server import (
     MAX_DOWNLOADS,
     MIN_BYTES_PER_S,
     MIN_STALL_BYTES,
-    STALL_TIMEOUT_S,
     StateServer,
     framed,
     receive_framed,
     send_moving,
 )
-from manyhands.averaging.timing import ANSWER_S, DIAL_S, LOOK_S
+from manyhands.averaging.timing import ANSWER_S, LOOK_S, STALL_S, TWO_ANSWERS_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Unavailable
 from manyhands.base.identity import PeerId
@@ -52,12 +51,6 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 STREAM_KIND = "replay/1"
-ANSWER_TIMEOUT_S = ANSWER_S
-"""Time for a donor to answer before the next one is asked."""
-KEPT_S = 2 * DIAL_S
-"""Steps are kept for so long after the last download has ended, and until the next one: one more may be missed."""
-FETCH_S = 2 * ANSWER_S
-"""One holder may not answer, and the others may be about to keep the means."""
 MAX_HOLDERS = 4
 """How many others of its round a member asks for means that it lacks."""
 MAX_HEADER_BYTES = 1 << 20
@@ -127,11 +120,14 @@ class StepKeeper:
     async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool, end: Position) -> None:
         """Keep a step that this peer's round has committed, if anybody may need it.
 
+        Steps are kept for ``TWO_DIALS_S`` after the last download has ended, and until the next one: one more may be
+        missed.
+
         Args:
             may_be_lacking: a member of the round may not have the means.
             end: the position that the step leads to.
         """
-        if not (self.for_newcomers and self.server.followers(KEPT_S)):
+        if not (self.for_newcomers and self.server.followers(TWO_DIALS_S)):
             self._steps.clear()
             if not may_be_lacking:
                 return
@@ -152,7 +148,7 @@ class StepKeeper:
     ) -> torch.Tensor | None:
         """The means of a round in which this peer took part and which it lacks; None if no member sends them."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + FETCH_S
+        until = loop.time() + TWO_ANSWERS_S  # one holder may not answer
         while loop.time() < until:
             for holder in holders[:MAX_HOLDERS]:
                 try:
@@ -182,7 +178,7 @@ class StepKeeper:
             frames = [framed(kept.step), *(bytes_of(piece) for piece in kept.pieces if piece.numel())]
         is_last = kept is not None and kept is self._steps[-1]
         answer = ReplayAnswer(int(bool(frames)), is_current=end == self.position())
-        limit_s = STALL_TIMEOUT_S + sum(map(len, frames)) / MIN_BYTES_PER_S
+        limit_s = STALL_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
         is_member = kept is not None and remote in kept.step.manifest.members
         # with the last step a newcomer takes part, so wait for it
@@ -215,15 +211,15 @@ async def fetch_step(
     """
     request = msgspec.msgpack.encode(ReplayRequest(run_id, position))
     stream = await RunGate(endpoint, run_id).through(
-        donor, ANSWER_TIMEOUT_S, lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s)
+        donor, ANSWER_S, lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s)
     )
     receive_into = functools.partial(_receive_into, stream)
     try:
-        async with time_limit(ANSWER_TIMEOUT_S, f"asking peer {donor} for the step since {position.step}"):
+        async with time_limit(ANSWER_S, f"asking peer {donor} for the step since {position.step}"):
             answer = await receive_framed(receive_into, donor, ReplayAnswer, MAX_HEADER_BYTES, "its steps")
         if not answer.num_steps:
             return None, answer.is_current
-        limit_s = STALL_TIMEOUT_S + 2 * 4 * plan_of_code(NONE.code).numel / MIN_BYTES_PER_S  # the donor cuts the pieces
+        limit_s = STALL_S + 2 * 4 * plan_of_code(NONE.code).numel / MIN_BYTES_PER_S  # the donor cuts the pieces
         async with time_limit(limit_s, f"the step that peer {donor} keeps"):
             kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
             check_manifest(donor, kept.manifest, position)
@@ -287,6 +283,6 @@ async def _receive_into(stream: Stream, view: memoryview) -> None:
         stream.receive_into(view),
         lambda: stream.bytes_received,
         at_least=MIN_STALL_BYTES,
-        within_s=STALL_TIMEOUT_S,
+        within_s=STALL_S,
         phase=f"for the next {MIN_STALL_BYTES} bytes of a step that peer {stream.remote} keeps",
     )

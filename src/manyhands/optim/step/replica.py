@@ -23,6 +23,7 @@ from manyhands.averaging.roster import Roster
 from manyhands.averaging.state.ancestry import extended
 from manyhands.averaging.state.content import Origin, State, spec_of
 from manyhands.averaging.tensor_list import overlapping
+from manyhands.averaging.timing import YIELD_S
 from manyhands.base.errors import ConfigError
 from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened, num_writes
@@ -53,7 +54,6 @@ PROTOCOL = "manyhands/1"
 MAX_COPIES = 3
 MODES = ("train", "eval")
 """Methods that exchange the parameters in the model, as those of schedule-free optimizers do."""
-YIELD_S = 0.0002
 DTYPES = "dtypes"
 """Key of the dtypes of the optimizer's parameters in a checkpoint."""
 

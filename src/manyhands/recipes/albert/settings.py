@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.timing import METRICS_S
 from manyhands.base.errors import ConfigError
 from manyhands.dht.config import DhtConfig
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.metrics import TTL_S, checked_name
+from manyhands.optim.metrics import checked_name
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -85,7 +86,7 @@ class TuningSettings:
     progress_ttl_s: float = ProgressConfig.ttl_s
     """Lifetime of a progress record in seconds: a dead peer is counted for at most this long."""
 
-    metrics_ttl_s: float = TTL_S
+    metrics_ttl_s: float = METRICS_S
     """Lifetime of the metrics of a step in seconds, for monitors."""
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.state.content import State
-from manyhands.averaging.state.download import MAX_DOWNLOAD_S
+from manyhands.averaging.timing import DAY_S
 from manyhands.base.errors import Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.loading import MAX_POSITIONS, askable, leading_donors
@@ -151,7 +151,7 @@ class StateFollower:
 
     def _download(self, donors: list[PeerId], leading: Position) -> State:
         downloading = download_state(self._peer.endpoint, self.manifest, donors, leading, is_onlooker=True)
-        return self._run_coroutine(downloading, "downloading the state", MAX_DOWNLOAD_S)
+        return self._run_coroutine(downloading, "downloading the state", DAY_S)
 
     def _tell(self, words: str) -> None:
         """Log once a minute what this peer is waiting for."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from manyhands.averaging.config import AUTO
+from manyhands.averaging.timing import LOG_S
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,6 @@ MIN_NUMEL = 1 << 14
 """Fewer values are not worth preparing for."""
 
 CODECS = ("int8", "fp16")
-LONG_S = 5.0
-"""What loading never takes."""
 
 _modules: dict[str, ModuleType | None] = {}
 
@@ -41,7 +40,7 @@ def prepare(numel: int, codec: str) -> None:
     began = time.monotonic()
     loaded = {codec: _load(codec) for codec in CODECS}
     seconds = time.monotonic() - began
-    level = logging.INFO if seconds > LONG_S else logging.DEBUG
+    level = logging.INFO if seconds > LOG_S else logging.DEBUG  # a person has wondered why
     logger.log(level, "compiled or loaded the kernels of the codecs in %.1f s; they are compiled only once", seconds)
     _modules.update(loaded)
 
