@@ -67,7 +67,7 @@ class Peer:
     averages: bool = False
     is_alive: bool = True
 
-    is_worth_a_look = refusal = has_lost_run = differs = is_near = is_arriving = knew_others = False
+    is_worth_a_look = refusal = has_lost_run = differs = is_near = knew_others = False
     eta_s = math.inf
 
     def copied(self) -> Peer:
@@ -105,6 +105,9 @@ class Peer:
     @property
     def is_alone(self) -> bool:
         return not self.mates() and not self.has_better_branch
+
+    def arrives_in_s(self, within_s: float) -> float:
+        return math.inf
 
     def busy_until(self, instant: float) -> float:
         return instant

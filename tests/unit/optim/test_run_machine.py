@@ -15,6 +15,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.timing import IDLE_S, LOOK_S, MOMENT_S
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.machine import (
+    WAIT_SHARE,
     Action,
     AskAnybody,
     AskMates,
@@ -54,7 +55,7 @@ class Facts:
     has_lost_run: bool = False
     differs: bool = False
     is_near: bool = False
-    is_arriving: bool = False
+    arrives_s: float = math.inf  # until the others reach the target
     is_due: bool = False
     eta_s: float = math.inf
     busy_s: float = 0.0  # of the others' batches
@@ -66,6 +67,9 @@ class Facts:
 
     def busy_until(self, instant: float) -> float:
         return instant + self.busy_s
+
+    def arrives_in_s(self, within_s: float) -> float:
+        return self.arrives_s if self.arrives_s <= within_s else math.inf
 
     def newcomers(self, *, are_late: bool) -> Collection[PeerId]:
         return self.loading if self.are_late or not are_late else ()
@@ -117,19 +121,20 @@ def test_what_comes_first_decides(facts: Facts, actions: list[Action]) -> None:
     assert after(facts) == actions
 
 
-def test_batches_that_reach_the_target_are_waited_for_unless_another_one_fits_in() -> None:
-    arriving = Facts(is_near=True, is_arriving=True, busy_s=0.5)
+def test_others_that_reach_the_target_well_before_another_batch_would_end_are_waited_for() -> None:
+    arriving = Facts(is_near=True, arrives_s=0.5)
     wait = WaitUntilDue(0.5 + MOMENT_S)
     assert after(arriving, replace(arriving, is_due=True, can_meet=True)) == [Tell(), wait, AVERAGE]
     assert after(arriving, arriving, replace(arriving, is_due=True, can_meet=True)) == [
         Tell(), wait, Look(MOMENT_S), AVERAGE,
     ]  # fmt: skip
-    assert after(replace(arriving, busy_s=1.5)) == [Tell(), ACCUMULATE]
+    assert after(replace(arriving, arrives_s=WAIT_SHARE))[1] == WaitUntilDue(WAIT_SHARE + MOMENT_S)
+    assert after(replace(arriving, arrives_s=WAIT_SHARE + 0.01)) == [Tell(), ACCUMULATE]
     assert after(arriving, batch=Batch(8, 1.0, may_wait=False)) == [ACCUMULATE]
 
 
 def test_a_wait_in_vain_is_not_repeated_before_the_next_step() -> None:
-    machine, arriving = RunMachine(CONFIG), Facts(is_arriving=True, busy_s=0.5)
+    machine, arriving = RunMachine(CONFIG), Facts(arrives_s=0.5)
     assert outcome_of(machine, BATCH, 100.0, arriving)[-1] == ACCUMULATE
     assert outcome_of(machine, BATCH, 101.0, arriving) == [ACCUMULATE]
     there = replace(arriving, position=Position(4, b"there"))
@@ -167,7 +172,7 @@ def test_a_peer_whose_link_is_up_goes_alone_though_nobody_of_its_run_is_there() 
 
 
 def test_a_step_that_is_made_while_the_peer_waits_ends_the_wait() -> None:
-    machine, arriving = RunMachine(CONFIG), Facts(is_arriving=True, busy_s=0.5)
+    machine, arriving = RunMachine(CONFIG), Facts(arrives_s=0.5)
     machine.on(BATCH, 100.0, arriving)
     machine.on(Stepped([MATE]), 100.1, arriving)
     assert machine.on(Done(), 100.2, arriving) == [ACCUMULATE]
@@ -193,9 +198,9 @@ def changed(facts: Facts) -> dict[str, object]:
 
 def test_no_wait_is_longer_than_half_of_the_matchmaking_time_and_a_second() -> None:
     half_s, slow = CONFIG.matchmaking_time_s / 2, Batch(8, 20.0, may_wait=True)
-    arriving = Facts(is_arriving=True, busy_s=half_s)
+    arriving = Facts(arrives_s=half_s)
     assert after(arriving, batch=slow)[0] == WaitUntilDue(half_s + MOMENT_S)
-    assert after(replace(arriving, busy_s=half_s + 0.1), batch=slow) == [ACCUMULATE]
+    assert after(replace(arriving, arrives_s=half_s + 0.1), batch=slow) == [ACCUMULATE]
     machine, due = RunMachine(CONFIG), Facts(is_due=True, can_meet=True, busy_s=100.0)
     assert outcome_of(machine, BATCH, 100.0, due) == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 100.0 + half_s - 1.3, due) == [ACCUMULATE]
@@ -285,9 +290,10 @@ def situations() -> Iterator[Facts]:
     flags = (False, True)
     yield from (Facts(has_better_branch=True), Facts(refusal="no"), Facts(has_lost_run=True), Facts(differs=True))
     for old, arriving, due, meet, alone, knew in itertools.product(flags, repeat=6):
+        arrives_s = 0.5 if arriving else math.inf
         for loading, busy_s in itertools.product(((), (GUEST,)), (0.5, 9.0)):
             yield Facts(
-                is_worth_a_look=old, is_near=arriving, is_arriving=arriving, is_due=due, can_meet=meet, is_alone=alone,
+                is_worth_a_look=old, is_near=arriving, arrives_s=arrives_s, is_due=due, can_meet=meet, is_alone=alone,
                 knew_others=knew, loading=loading, busy_s=busy_s,
             )  # fmt: skip
 

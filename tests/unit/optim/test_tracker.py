@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -278,9 +279,10 @@ async def test_batches_that_are_being_computed_complete_the_target() -> None:
     async with run_of_one(target_batch_size=16) as run:
         await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
         run.tracker.report(4, 4.0, 1.0)
-        assert not run.tracker.is_arriving(), "4 here, 4 there and 4 in the batch that is computed there"
+        assert run.tracker.arrives_in_s(1.0) == math.inf, "4 here, 4 there and 4 in the batch that is computed there"
         run.tracker.report(8, 4.0, 1.0)
-        assert run.tracker.is_arriving()
+        assert run.tracker.arrives_in_s(1.0) == 1.0
+        assert run.tracker.arrives_in_s(0.9) == math.inf
         assert not run.tracker.is_due(), "a step begins by what was counted"
 
 
@@ -292,7 +294,7 @@ async def test_only_the_batches_of_members_are_waited_for_once_the_run_has_some(
             run.tracker.load(here, 0)
             await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
             run.tracker.report(8, 4.0, 1.0)
-            assert run.tracker.is_arriving() == is_waited_for
+            assert (run.tracker.arrives_in_s(1.0) < math.inf) == is_waited_for
         run.tracker.roster = lambda: Roster({me: Standing(is_member=True)})
         run.tracker.load(here, 0)
         await run.hears(BOB, samples=8, samples_per_second=4.0, batch_s=1.0)
@@ -304,9 +306,9 @@ async def test_in_a_crowd_no_batches_are_waited_for() -> None:
     async with run_of_one(target_batch_size=CROWD * 8) as run:
         run.tracker.report(8, 4.0, 1.0)
         for number in range(CROWD):
-            assert number < CROWD - 1 or run.tracker.is_arriving(), "of 40 peers"
+            assert number < CROWD - 1 or run.tracker.arrives_in_s(1.0) < math.inf, "of 40 peers"
             await run.hears(identity_of(200 + number).peer_id, samples=8, samples_per_second=4.0, batch_s=1.0)
-        assert not run.tracker.is_arriving(), "of 41"
+        assert run.tracker.arrives_in_s(1.0) == math.inf, "of 41"
 
 
 async def test_what_a_peer_tells_ends_the_wait_and_no_older_record_takes_it_back() -> None:

@@ -91,9 +91,8 @@ class _Situation:
     def is_near(self) -> bool:
         return self.tracker.is_near()
 
-    @property
-    def is_arriving(self) -> bool:
-        return self.tracker.is_arriving()
+    def arrives_in_s(self, within_s: float) -> float:
+        return self.tracker.arrives_in_s(within_s)
 
     @property
     def is_due(self) -> bool:

@@ -33,8 +33,8 @@ this peer has learnt nothing, and cannot use the state   it fails, with the reas
 of those that are ahead
 this peer has no state, and has seen a run that has      ``ACCUMULATE``, until a peer has that state
 its parameters differ from those of the majority         ``RELOAD``
-the target is not reached, but will be with the batches  waiting, if they end before the next one of this peer and in
-that the others now compute                              half of the matchmaking time; once in a step
+the target is not reached, but the others will reach it  waiting; once in a step, and for half of the matchmaking time
+well before another batch of this peer ends              at most
 the target is not reached                                ``ACCUMULATE``
 -------------------------------------------------------  --------------------------------------------------------------
 at the target
@@ -61,6 +61,10 @@ from manyhands.base.identity import PeerId
 
 BATCH_MARGIN = 1.25
 """A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
+
+WAIT_SHARE = 0.75
+"""A peer waits for the others rather than begin another batch if they reach the target within this share of it. What it
+would compute then is less than what the others lose who wait for it (docs/dev/log.md has other shares)."""
 
 
 class Decision(enum.Enum):
@@ -116,9 +120,8 @@ class Situation(Protocol):
     def is_near(self) -> bool:
         """The target is at most two batches away, and the peers are few enough to tell each other."""
 
-    @property
-    def is_arriving(self) -> bool:
-        """The batches that the others now compute reach the target."""
+    def arrives_in_s(self, within_s: float) -> float:
+        """Predicted seconds until the batches of the others reach the target; infinite if they need longer."""
 
     @property
     def is_due(self) -> bool:
@@ -308,19 +311,17 @@ class RunMachine:
         tell: list[Action] = [Tell()] if batch.samples and batch.may_wait and run.is_near else []
         if run.is_due:
             return tell + self._at_target(now, run)
-        if batch.may_wait and run.is_arriving and (wait_s := self._wait_s(now, run)):
+        if batch.may_wait and (wait_s := self._wait_s(run)):
             return tell + self._first(Stage.WAITING, WaitUntilDue(wait_s))
         return tell + self._not_due(now, run)
 
-    def _wait_s(self, now: float, run: Situation) -> float:
-        """How long to wait for the others' current batches; 0 if another batch of this peer ends before theirs."""
+    def _wait_s(self, run: Situation) -> float:
+        """How long to wait for the others to reach the target; 0 if another batch of this peer is worth more."""
         batch_s = self._batch.batch_s
-        busy_s = run.busy_until(now) - now
         if self._waited_in_vain_at == run.position or batch_s <= 0:
             return 0.0
-        if busy_s > min(BATCH_MARGIN * batch_s, self._config.matchmaking_time_s / 2):
-            return 0.0
-        return busy_s + min(batch_s, MOMENT_S)
+        arrival_s = run.arrives_in_s(min(WAIT_SHARE * batch_s, self._config.matchmaking_time_s / 2))
+        return arrival_s + min(batch_s, MOMENT_S) if arrival_s < math.inf else 0.0
 
     def _not_due(self, now: float, run: Situation) -> list[Action]:
         if TWO_DIALS_S < run.eta_s < math.inf:  # far from it not each batch is reported: that wakes two threads

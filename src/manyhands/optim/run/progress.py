@@ -78,11 +78,15 @@ def reckoned_samples(record: PeerRecord, age_s: float) -> float:
     return min(MAX_COUNT, samples)
 
 
-def samples_with_batch(record: PeerRecord, age_s: float) -> int:
-    """The predicted samples at the end of the peer's current batch; without its duration those counted."""
+def samples_in(record: PeerRecord, age_s: float, ahead_s: float) -> int:
+    """The predicted samples of a peer when it has computed for ``ahead_s`` more; those counted if its pace is unknown.
+
+    Args:
+        age_s: seconds since it has published the record.
+    """
     if (batch_s := record.batch_s) <= 0:
         return record.samples
-    num_batches = _since_count_s(record, age_s) // batch_s + 1
+    num_batches = (_since_count_s(record, age_s) + ahead_s) // batch_s
     more = min(record.samples_per_second, MAX_SPEED) * batch_s * num_batches
     return min(record.samples + round(min(more, MAX_COUNT)), MAX_COUNT)
 

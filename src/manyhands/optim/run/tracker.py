@@ -31,7 +31,7 @@ from manyhands.optim.run.progress import (
     gone_to,
     is_news,
     next_refresh_s,
-    samples_with_batch,
+    samples_in,
 )
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -42,6 +42,8 @@ IDLE_BATCHES = 5
 """A trainer's record is no longer published after ``IDLE_S``, and so many batches, without a new sample."""
 MAX_IN_NEED = 2
 """Peers that are behind, and that a client calls so that they can ask it for its state."""
+LOOKS_AHEAD = 16
+"""Instants for which it is predicted what the others will have."""
 CALLED_SHARE = 0.5
 """Share of the target that this peer must expect itself before a call makes a step due. Records are late, and it may
 not have read those of the peers that came; but no peer can force steps without samples."""
@@ -326,19 +328,26 @@ class ProgressTracker(ProgressReader):
         longest_s = max([seen.record.batch_s for seen in self.view.trainers.values()], default=0.0)
         return self.outlook.eta_s <= 2 * longest_s
 
-    def is_arriving(self) -> bool:
-        """Whether the target is near, and reached once each of the others has finished its current batch.
+    def arrives_in_s(self, within_s: float) -> float:
+        """Predicted seconds until the batches of the others reach the target; infinite beyond ``within_s``.
 
         A stranger may claim to compute; so once the run has members, only these count.
         """
         if not self.is_near():
-            return False
-        now, samples = asyncio.get_running_loop().time(), 0.0 if self.own.is_auxiliary else self.own.samples
-        members = self.roster().members
-        for peer_id, seen in self.view.awaited.items():
+            return math.inf
+        now, members = asyncio.get_running_loop().time(), self.roster().members
+        own_samples = 0 if self.own.is_auxiliary else self.own.samples
+
+        def samples_of(peer_id: PeerId, seen: SeenRecord, ahead_s: float) -> int:
             is_proven = not members or peer_id in members
-            samples += samples_with_batch(seen.record, now - seen.since) if is_proven else seen.record.samples
-        return round(samples) >= self.target_batch_size
+            return samples_in(seen.record, now - seen.since, ahead_s) if is_proven else seen.record.samples
+
+        for number in range(1, LOOKS_AHEAD + 1):
+            ahead_s = within_s * number / LOOKS_AHEAD
+            others = sum(samples_of(peer_id, seen, ahead_s) for peer_id, seen in self.view.awaited.items())
+            if own_samples + others >= self.target_batch_size:
+                return ahead_s
+        return math.inf
 
     def seconds_until(self, samples: int) -> float:
         """Predicted seconds until the peers together have ``samples``; infinite if no peer computes."""
