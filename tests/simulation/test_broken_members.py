@@ -327,12 +327,12 @@ LEAST_SHARE = {joins_and_answers: 0.5}
 @pytest.mark.parametrize(
     ("attack", "num_strangers"),
     few_of(
-        [(calls_as_a_member, 1), (joins, 1), (joins_and_answers, 1), (says_that_it_is_a_step_ahead, 1),
+        [(calls_as_a_member, 1), (joins, 1), (joins, 6), (joins_and_answers, 1), (says_that_it_is_a_step_ahead, 1),
          (says_that_it_is_ahead, 1), (only_publishes, 1), (only_publishes, 20), (calls, 1)],
         4,
     ),
-    ids=["a leader that never closes", "joins and is silent", "joins and answers", "a step ahead", "50 steps ahead",
-         "records", "20 records", "calls"],
+    ids=["a leader that never closes", "joins and is silent", "six join", "joins and answers", "a step ahead",
+         "50 steps ahead", "records", "20 records", "calls"],
 )  # fmt: skip
 def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
     attack: Attack, num_strangers: int, caplog: pytest.LogCaptureFixture

@@ -377,7 +377,7 @@ def test_an_empty_cell_of_the_grid_is_nothing_to_warn_of(caplog: pytest.LogCaptu
 
     def train(member: Member) -> None:
         in_grid(member, 3)
-        for _ in range(20):
+        while member.optimizer.global_step < 6:  # one that ended in the middle of a step would not come to it
             member.step(member.model(torch.randn(4, 4)).square().mean(), 0.5)
         member.optimizer.wait_for_others()
         assert member.optimizer.statistics.rounds_committed >= 6

@@ -185,7 +185,8 @@ class RoundRunner:
         contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before)
         driver = RoundDriver(
             self._endpoint, self._config, self._streams, contribution,
-            deadline=self._deadline, ends_at=self._ends_at, doubted=self.matchmaker.doubted(group),
+            deadline=self._deadline, ends_at=self._ends_at, hurried=self.matchmaker.hurried(group.members),
+            voters=self.matchmaker.voters(group.members),
         )  # fmt: skip
         feedbacks = contribution.feedbacks
         try:

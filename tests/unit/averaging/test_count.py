@@ -350,3 +350,39 @@ def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_v
     count.lose(3, "it does not vote")
     assert count.decide() == Again(1, [0, 1, 2])
     assert count.faults == {3: "0 of 3"}, "what it did says more than that it is gone"
+
+
+# guests
+
+
+def test_as_many_silent_guests_as_one_likes_stop_no_round() -> None:
+    count = Count(group_of(9), voters=range(3))
+    count.add(0, vote_of(count, b"means"))
+    assert count.decide() is None
+    count.add(1, vote_of(count, b"means"))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is not None
+
+
+def test_what_guests_hold_and_say_counts_for_nothing() -> None:
+    count = Count(group_of(7), voters=range(3))
+    for guest in range(3, 7):
+        count.add(guest, vote_of(count, b"other means"))
+        assert count.decide() is None
+    count = Count(group_of(7), voters=range(3))
+    for guest in range(3, 7):
+        vote = lacking(1)
+        count.add(guest, vote)
+    for voter in range(3):
+        count.add(voter, lacking(3))
+    assert count.decide() == Again(1, [0, 1, 2, 4, 5, 6]), "a member accuses a guest: the guest goes"
+
+
+def test_the_others_exchange_again_without_guests_that_never_came() -> None:
+    count = Count(group_of(6), voters=range(3))
+    for rank in range(3):
+        count.add(rank, lacking(3, 4, 5))
+    for guest in (3, 4, 5):
+        count.lose(guest, "it does not answer")
+    assert count.decide() == Again(1, [0, 1, 2])

@@ -106,13 +106,14 @@ class World:
                     self.check(rank, verdict)
 
     def check(self, rank: int, verdict: Verdict) -> None:
-        """A round commits once, and only what more than half of the group hold."""
+        """A round commits once, and only what more than half of the voters hold."""
         if verdict.manifest is None:
             assert verdict.reason, "an abort without a reason"
             return
         for other in self.outcomes.values():
             assert other.manifest in (None, verdict.manifest), "two results of one round"
-        assert 2 * len(self.cast[verdict.manifest.digest]) > len(self.group.members)
+        voters = self.rounds[rank].voters
+        assert 2 * len(self.cast[verdict.manifest.digest] & voters) > len(voters)
 
     # what may happen next
 
@@ -260,10 +261,13 @@ def _key_of_round(one: Round) -> object:
     return one.state, one.exchange, one.lost, is_committed, one.verdict is None, counted
 
 
-def explore(num_members: int, faults: Faults, clients: tuple[int, ...] = ()) -> tuple[int, list[World]]:
+def explore(
+    num_members: int, faults: Faults, clients: tuple[int, ...] = (), num_guests: int = 0
+) -> tuple[int, list[World]]:
     """All worlds that can be reached; returns how many, and those in which nothing happens any more."""
     group = group_of(num_members, clients=list(clients))
-    rounds, everybody = [Round(group, rank) for rank in range(num_members)], frozenset(range(num_members))
+    voters, everybody = frozenset(range(num_members - num_guests)), frozenset(range(num_members))
+    rounds = [Round(group, rank, voters=voters) for rank in range(num_members)]
     start = World(group, rounds, faults, everybody, liar=num_members - 1 if faults.unlike else None)
     for rank, one in enumerate(start.rounds):
         start.carry_out(rank, one.begin())
@@ -309,6 +313,14 @@ def test_in_all_orders_one_result_at_most_commits_and_every_survivor_learns_how_
     check_all_orders(num_members, faults)
 
 
+@pytest.mark.parametrize(
+    ("num_members", "num_guests", "faults"),
+    [(4, 2, Faults(deaths=1)), (4, 1, Faults(stuck=1)), (3, 1, Faults(unlike=2)), (3, 2, Faults(breaks=1))],
+)
+def test_guests_that_die_or_get_stuck_or_lie_stop_no_members(num_members: int, num_guests: int, faults: Faults) -> None:
+    check_all_orders(num_members, faults, num_guests)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("num_members", "faults"),
@@ -326,9 +338,10 @@ def test_the_same_with_more_members_and_more_faults_at_once(num_members: int, fa
     check_all_orders(num_members, faults)
 
 
-def check_all_orders(num_members: int, faults: Faults) -> None:
+def check_all_orders(num_members: int, faults: Faults, num_guests: int = 0) -> None:
     """Explore all worlds; in each that ends every survivor knows how, and commits where the promise says so."""
-    num_worlds, ended = explore(num_members, faults)
+    voters = set(range(num_members - num_guests))
+    num_worlds, ended = explore(num_members, faults, num_guests=num_guests)
     print(f"{num_members} members, {faults}: {num_worlds} worlds, {len(ended)} ends")
     num_committed = 0
     for end in ended:
@@ -340,6 +353,6 @@ def check_all_orders(num_members: int, faults: Faults) -> None:
         lost = set(range(num_members)) - world.alive | world.stuck
         is_promised = not (faults.breaks or faults.departures or faults.timeouts or LEADER in lost)
         lost |= {world.liar} - {None}
-        if is_promised and 2 * len(lost) < num_members:
-            assert committed >= world.alive - lost, world.trace
+        if is_promised and 2 * len(lost & voters) < len(voters):
+            assert committed >= (world.alive - lost) & voters, world.trace
     assert num_committed

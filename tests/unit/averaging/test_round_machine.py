@@ -210,7 +210,7 @@ def test_a_leader_asks_first_whom_others_accuse() -> None:
 
 def test_those_that_only_sent_nothing_have_a_last_moment_to_vote() -> None:
     stalled = Vote(b"group", 0, accusations=[Accusation(2, "it sent nothing", is_stalled=True)])
-    leader, hasty = Round(GROUP, 0), Round(GROUP, 0, doubted={2})
+    leader, hasty = Round(GROUP, 0), Round(GROUP, 0, hurried={2})
     for one in (leader, hasty):
         one.on(Exchanged(stalled), 0.0)
         one.on(Voted(1, stalled), 0.0)

@@ -189,12 +189,12 @@ async def test_donors_that_hold_what_the_majority_holds_are_asked_first() -> Non
 async def test_a_peer_that_is_still_to_be_dialled_does_not_hide_a_wrong_state() -> None:
     async with run_of_one() as run:
         await hear(run, RIGHT)
-        for num_open, is_contradicted in ((0, True), (1, False), (2, False)):
+        for num_open, is_contradicted in ((0, True), (1, True), (2, False)):
             judges = functools.partial(all_of, run, num_open)
             drift = Drift(run.tracker, run.endpoint.peer_id, BOUND, judges)
             assert drift.contradicts(HERE, Sketch(WRONG, 6.0)) == is_contradicted
         await run.hears(DAVE, sketch=RIGHT, sketch_step=HERE.step)
-        for num_open, is_contradicted in ((1, True), (2, False)):
+        for num_open, is_contradicted in ((2, True), (3, False)):
             judges = functools.partial(all_of, run, num_open)
             drift = Drift(run.tracker, run.endpoint.peer_id, BOUND, judges)
             assert drift.contradicts(HERE, Sketch(WRONG, 6.0)) == is_contradicted

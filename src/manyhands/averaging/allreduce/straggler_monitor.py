@@ -41,8 +41,8 @@ class StragglerMonitor:
 
     Args:
         streams: by rank, as far as they are open.
-        doubted: ranks of members that get less time, see
-            :meth:`~manyhands.averaging.matchmaking.matchmaker.Matchmaker.doubted`.
+        hurried: ranks of members that get less time, see
+            :meth:`~manyhands.averaging.matchmaking.matchmaker.Matchmaker.hurried`.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class StragglerMonitor:
         butterfly: Butterfly,
         streams: Mapping[int, Stream],
         ends_at: float,
-        doubted: Collection[int],
+        hurried: Collection[int],
     ) -> None:
         self._endpoint = endpoint
         self._group = group
         self._rank = rank
         self._butterfly = butterfly
         self._streams = streams
-        self._doubted = doubted
+        self._hurried = hurried
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
         self._round_s = ends_at - self._since
@@ -137,11 +137,11 @@ class StragglerMonitor:
         return await self._endpoint.call(self._group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
 
     def _is_last(self, rank: int, wanted: Wanted, received: int) -> bool:
-        """Whether a doubted member holds up the others, and would do so for long."""
-        if rank not in self._doubted:
+        """Whether a hurried member holds up the others, and would do so for long."""
+        if rank not in self._hurried:
             return False
         butterfly = self._butterfly
-        others = set(butterfly.partners) - butterfly.done_with - butterfly.faults.keys() - set(self._doubted)
+        others = set(butterfly.partners) - butterfly.done_with - butterfly.faults.keys() - set(self._hurried)
         if any(other not in self._streams or butterfly.wanted.get(other) is wanted for other in others):
             return False
         left, passed_s = butterfly.num_bytes_with(rank) - received, self._loop.time() - self._since

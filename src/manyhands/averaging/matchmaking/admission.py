@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from manyhands.averaging.codecs import INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
 from manyhands.averaging.config import AUTO
 from manyhands.averaging.grid.seats import MAX_AXES
@@ -82,13 +84,13 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
         codec: this peer's setting.
     """
     rank = group.rank_of(own.peer_id)
+    here_is = None if rank is None else msgspec.structs.replace(group.members[rank], bandwidth=own.bandwidth)
     ids = {member.peer_id for member in group.members}
     if (
         group.leader != leader
         or leader not in ids
         or group.position != here
-        or rank is None
-        or group.members[rank] != own
+        or here_is != own  # but for the bandwidth, by which the leader says who reduces
         or len(ids) != len(group.members)
         or all(member.is_client for member in group.members)
     ):

@@ -17,12 +17,15 @@ import math
 import random
 from collections.abc import Sequence
 
+import msgspec
+
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking import machine
 from manyhands.averaging.matchmaking.admission import check_call, check_join, chosen_codec, fault_of, is_later_round
 from manyhands.averaging.matchmaking.attendees import Attendees, Meeting, attendees_of
 from manyhands.averaging.matchmaking.machine import Action, Event, Matchmaking, Stage
 from manyhands.averaging.messages import (
+    BLAMED,
     CALL,
     JOIN,
     MAX_ADDRESSES,
@@ -142,13 +145,18 @@ class Matchmaker:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
         return self._machine.stage is Stage.ASKING and self._machine.leader == leader
 
-    def doubted(self, group: Group) -> set[int]:
-        """The ranks of members for which nobody waits long in a round."""
+    def voters(self, group: Sequence[Member]) -> set[int]:
+        """The ranks whose votes count in a round: the members of the run; all, if none of them is in the group."""
         roster = self._meeting.roster()
-        if roster is None:
-            return set()
-        hasty = {rank for rank, member in enumerate(group.members) if roster.is_hurried(member.peer_id)}
-        return hasty if 2 * len(hasty) < len(group.members) else set()
+        ranks = range(len(group))
+        members = {rank for rank in ranks if roster is not None and group[rank].peer_id in roster.members}
+        return members or set(ranks)
+
+    def hurried(self, group: Sequence[Member]) -> set[int]:
+        """The ranks for which nobody waits long in a round, and which reduce nothing."""
+        roster = self._meeting.roster()
+        guests = set(range(len(group))) - self.voters(group)
+        return {rank for rank in guests if roster is not None and roster.is_hurried(group[rank].peer_id)}
 
     # the machine
 
@@ -228,11 +236,15 @@ class Matchmaker:
         own_id, config = self._endpoint.peer_id, self._config
         rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
         left_s = self._ends_at - self._loop.time()
+        hurried = self.hurried(members)
         return Group(
             self._rng.randbytes(NAME_BYTES),
             own_id,
             self._meeting.position(),
-            list(members),
+            [
+                msgspec.structs.replace(member, bandwidth=BLAMED) if rank in hurried else member
+                for rank, member in enumerate(members)
+            ],
             min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
             chunk_numel=config.chunk_bytes // FLOAT_BYTES,
             codec=chosen_codec(config.codec, (member.bandwidth for member in members), rtts_s).code,

@@ -5,12 +5,15 @@ Only the leader counts votes, so only one peer can decide, once for each exchang
 ==========================================================  ========================================================
 votes of the exchange                                       decision
 ==========================================================  ========================================================
-more than half of the group hold the same result            commit that result
-with the members that may still vote, this can become so    none yet
-more than half of the group hear each other, and fewer      exchange again, among those that hear each other
+more than half of the voters hold the same result           commit that result
+with the voters that may still vote, this can become so     none yet
+more than half of the voters hear each other, and fewer     exchange again, among those that hear each other
 than have taken part
 anything else                                               abort
 ==========================================================  ========================================================
+
+The *voters* are the members of the run's roster; where there are none, all of the group. What guests hold and say does
+not count: identities are free, and as many of them as the run has members could stop every round else.
 
 Two members do not hear each other if one accuses the other, or does not hold the same means of its span as most: a
 reducer that sends different means to different members is left out of the next exchange.
@@ -22,7 +25,7 @@ the others lack costs one more exchange.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -51,13 +54,14 @@ class Count:
     Attributes:
         exchange: whose votes are counted now.
         again: the order that led to it; None for the first one.
+        voters: ranks whose votes count.
         members: ranks that take part in it.
         votes: by rank; the first vote of a member counts.
         lost: members that cannot vote any more, by rank, with the reason.
         faults: what members did wrong, by rank.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, voters: Collection[int] | None = None) -> None:
         leader = group.rank_of(group.leader)
         assert leader is not None
         self.group = group
@@ -65,6 +69,7 @@ class Count:
         self.exchange = 0
         self.again: Again | None = None
         self.members = frozenset(range(len(group.members)))
+        self.voters = self.members if voters is None else frozenset(voters)
         self.votes: dict[int, Vote] = {}
         self.lost: dict[int, str] = {}
         self.faults: dict[int, str] = {}
@@ -106,30 +111,31 @@ class Count:
     def only_stalled(self) -> set[int]:
         """The members without a vote, if all of them answer but sent the others nothing.
 
-        At least half must have voted: one that votes at once could have all others left out else.
+        At least half of the voters must have voted: one that votes at once could have all others left out else.
         """
         missing = self.missing()
-        are_few = 2 * len(missing) <= len(self.members)
+        are_few = 2 * len(missing & self.voters) <= len(self.voters & self.members)
         return missing if are_few and missing <= {said.accused for said in self._said() if said.is_stalled} else set()
 
     def decide(self) -> Verdict | Again | None:
         """Decide by the votes, or return None while more are needed; after ``Again`` the next exchange is counted."""
         most = max(self._by_result().values(), key=len, default=[])
-        if self._is_majority(len(most)):
+        if self._is_majority(most):
             return self._commit(most)
-        num_open = 0 if self._is_closed else len(self.missing())
-        if num_open and self._is_majority(max(len(self._live()), len(most) + num_open)):
-            return None
+        missing = set() if self._is_closed else self.missing()
+        if missing and (self._is_majority(self._live()) or self._is_majority(missing.union(most))):
+            return None  # also for guests, that they are in the next exchange
         here = self._members_that_hear_each_other()
-        can_average = self._is_majority(len(here)) and includes_values(self.group, here)
+        can_average = self._is_majority(here) and includes_values(self.group, here)
         if can_average and here < self.members and self.exchange + 1 < MAX_EXCHANGES and not self._is_closed:
             return self._exchange_again(here)
         return self._abort()
 
     def _by_result(self) -> dict[bytes, list[int]]:
+        """The voters that hold each result."""
         by_result: dict[bytes, list[int]] = defaultdict(list)
         for rank, vote in sorted(self.votes.items()):
-            if vote.digests:
+            if vote.digests and rank in self.voters:
                 by_result[msgspec.msgpack.encode((vote.digests, vote.parts))].append(rank)
         return by_result
 
@@ -142,15 +148,18 @@ class Count:
     def _members_that_hear_each_other(self) -> set[int]:
         """The living members that have voted, without those that are at fault where two accuse each other."""
         here = self._live() & self.votes.keys()
-        said = [(rank, one) for rank in here for one in self.votes[rank].accusations]
+        said = [(rank, one) for rank in here & self.voters for one in self.votes[rank].accusations]
         said += [(rank, one) for rank, one in self._different() if rank in here]
-        at_fault = dropped(((rank, one) for rank, one in said if one.accused in here), self.leader)
+        at_fault = {one.accused: one.reason for _, one in said if one.accused in here - self.voters}
+        at_fault |= dropped(((rank, one) for rank, one in said if one.accused in here & self.voters), self.leader)
         self.faults |= at_fault
         return here - at_fault.keys()
 
     def _different(self) -> list[tuple[int, Accusation]]:
         """Who holds other means of a span than most do: it accuses the reducer, which may have sent them."""
-        held = {rank: _spans_of(vote) for rank, vote in sorted(self.votes.items()) if vote.digests}
+        held = {
+            rank: _spans_of(vote) for rank, vote in sorted(self.votes.items()) if vote.digests and rank in self.voters
+        }
         said: list[tuple[int, Accusation]] = []
         for reducer, member in enumerate(self.group.members if held else []):
             usual, _ = Counter(spans[reducer] for spans in held.values()).most_common(1)[0]
@@ -158,8 +167,8 @@ class Count:
             said += [(rank, one) for rank, spans in held.items() if spans[reducer] != usual]
         return said
 
-    def _is_majority(self, num_members: int) -> bool:
-        return 2 * num_members > len(self.group.members)
+    def _is_majority(self, ranks: Collection[int]) -> bool:
+        return 2 * len(self.voters.intersection(ranks)) > len(self.voters)
 
     # decisions
 

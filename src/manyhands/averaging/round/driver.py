@@ -51,7 +51,8 @@ class RoundDriver:
     Args:
         deadline: loop time at which this peer's time for the round is over.
         ends_at: the same of the whole group, if that is earlier.
-        doubted: ranks of members for which nobody waits long.
+        hurried: ranks of members for which nobody waits long.
+        voters: ranks whose votes count.
 
     Attributes:
         num_bytes_sent, num_bytes_received: in all exchanges that have ended.
@@ -68,7 +69,8 @@ class RoundDriver:
         *,
         deadline: float,
         ends_at: float,
-        doubted: set[int],
+        hurried: set[int],
+        voters: set[int],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
@@ -77,9 +79,9 @@ class RoundDriver:
         self._contribution = contribution
         self._deadline = deadline
         self._ends_at = ends_at
-        self._doubted = doubted
+        self._hurried = hurried
         self.group = contribution.group
-        self.machine = Round(self.group, contribution.rank, doubted)
+        self.machine = Round(self.group, contribution.rank, hurried, voters)
         self.num_bytes_sent = self.num_bytes_received = 0
         self.exchanging_s = self.voting_s = 0.0
         self.rate: float | None = None
@@ -156,7 +158,7 @@ class RoundDriver:
                     self._stop_exchange()
                     exchange = Exchange(
                         self._endpoint, self._config, self._partners, self._contribution, number, members,
-                        self._ends_at, self._deadline, self._doubted,
+                        self._ends_at, self._deadline, self._hurried,
                     )  # fmt: skip
                     self._current = exchange
                     self._exchanging = self._tasks.spawn(self._exchange(exchange), name=f"exchange {number}")

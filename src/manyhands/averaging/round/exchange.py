@@ -132,7 +132,7 @@ class Exchange:
     Args:
         ends_at: loop time at which the round should end, by which members are judged to be too slow.
         deadline: of this peer.
-        doubted: ranks of members that get less time.
+        hurried: ranks of members that get less time.
 
     Attributes:
         streams: by rank, as far as they are open.
@@ -149,7 +149,7 @@ class Exchange:
     members: tuple[int, ...]
     ends_at: float
     deadline: float
-    doubted: Collection[int]
+    hurried: Collection[int]
     streams: dict[int, RoundStream] = field(default_factory=dict)
     rate: float | None = None
     was_moving: bool = False
@@ -202,7 +202,7 @@ class Exchange:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
         group, rank = self.contribution.group, self.contribution.rank
         name, is_whole = stream_id(group, self.number, self.members), False
-        monitor = StragglerMonitor(self.endpoint, group, rank, butterfly, self.streams, self.ends_at, self.doubted)
+        monitor = StragglerMonitor(self.endpoint, group, rank, butterfly, self.streams, self.ends_at, self.hurried)
         opening: dict[int, asyncio.Task[RoundStream]] = {}
         watching: list[asyncio.Task[None]] = []
         self.endpoint.on_lost.append(self._on_lost)
@@ -235,7 +235,7 @@ class Exchange:
 
     async def _connect(self, other: int, name: bytes, num_bytes: int) -> RoundStream:
         group, within_s = self.contribution.group, self.config.stream_timeout_s
-        if other in self.doubted:
+        if other in self.hurried:
             least_s = ROUND_TRIPS * self.endpoint.rtt_s(group.members[other].peer_id)
             within_s = min(max(least_s, LOOK_S), ANSWER_S)
         stream = await self.partners.connect(group, self.contribution.rank, other, num_bytes, name, within_s)

@@ -176,17 +176,21 @@ class Round:
     """One member's view of a round.
 
     Args:
-        doubted: ranks of members for which nobody waits long.
+        hurried: ranks of members for which nobody waits long.
+        voters: ranks whose votes count; by default all.
 
     Attributes:
         exchange: the number of the exchange that this member is in.
         members: ranks that take part in it.
+        voters: ranks whose votes count.
         count: of the votes, if this member leads; else None.
         verdict: what the leader decided, for others that ask; None as long as this member does not know it.
         lost: members that the leader has lost, as this one knows.
     """
 
-    def __init__(self, group: Group, rank: int, doubted: Collection[int] = ()) -> None:
+    def __init__(
+        self, group: Group, rank: int, hurried: Collection[int] = (), voters: Collection[int] | None = None
+    ) -> None:
         leader = group.rank_of(group.leader)
         assert leader is not None
         self.group = group
@@ -195,10 +199,11 @@ class Round:
         self.state = State.EXCHANGING
         self.exchange = 0
         self.members = frozenset(range(len(group.members)))
-        self.count = Count(group) if rank == leader else None
+        self.voters = self.members if voters is None else frozenset(voters)
+        self.count = Count(group, self.voters) if rank == leader else None
         self.verdict: Verdict | None = None
         self.lost: tuple[int, ...] = ()
-        self._doubted = frozenset(doubted)
+        self._hurried = frozenset(hurried)
         self._reason = ""  # why this member lacks the result
         self._vote: Vote | None = None  # on the exchange that this member is in
         self._last_event_at = math.inf
@@ -304,7 +309,7 @@ class Round:
         is_next = self.state is State.VOTED and number == self.exchange + 1 < MAX_EXCHANGES
         num_members = len(self.group.members)
         is_sound = ranks == sorted(set(ranks)) and all(other < num_members for other in ranks)
-        is_sound = is_sound and 2 * len(ranks) > num_members  # fewer could not commit
+        is_sound = is_sound and 2 * len(self.voters.intersection(ranks)) > len(self.voters)  # fewer could not commit
         if verdict.is_known or not (is_next and is_sound and self.rank in ranks and includes_values(self.group, ranks)):
             return "an order that this member cannot follow"
         return ""
@@ -379,7 +384,7 @@ class Round:
         elif self._stalled_since is None:
             self._stalled_since = now
         is_over = self._stalled_since is not None and now - self._stalled_since >= ANSWER_S
-        given_up = stalled if is_over else stalled & self._doubted
+        given_up = stalled if is_over else stalled & self._hurried
         for rank in given_up:  # perhaps this leader
             self.count.lose(rank, f"{self.group.members[rank].peer_id} answers, but does not vote")
         if given_up:

@@ -99,7 +99,13 @@ def sketch_of_state(state: State, manifest: RunManifest) -> Sketch:
     return sketch_of(tensors, state.header.position.step)
 
 
-def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, own_size: float) -> dict[PeerId, float]:
+def distances(
+    sketches: Mapping[PeerId, bytes],
+    num_peers: int,
+    bound: float,
+    own_size: float,
+    measured: Mapping[PeerId, bytes] | None = None,
+) -> dict[PeerId, float]:
     """Each peer's distance from the majority, as a fraction of its size; empty without a majority.
 
     The majority holds about the median of each sum, which a minority cannot move beyond what the majority published.
@@ -108,6 +114,7 @@ def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, ow
 
     Args:
         own_size: norm of the own parameters: the sums alone may be small by chance, where all parameters are alike.
+        measured: sums that are compared, too, and have no say.
     """
     told = {peer_id: unpacked(sketch) for peer_id, sketch in sketches.items() if len(sketch) == MAX_SKETCH_BYTES}
     rows = [row for row in told.values() if row is not None]
@@ -116,7 +123,11 @@ def distances(sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, ow
     median = [statistics.median(column) for column in zip(*rows, strict=True)]
     size = max(math.hypot(*median), own_size if own_size < math.inf else 0.0) or sys.float_info.min  # all zero
     apart = {peer_id: math.inf if row is None else math.dist(row, median) / size for peer_id, row in told.items()}
-    return apart if 2 * sum(distance <= bound for distance in apart.values()) > num_peers else {}
+    if 2 * sum(distance <= bound for distance in apart.values()) <= num_peers:
+        return {}
+    more = {peer_id: unpacked(sketch) for peer_id, sketch in (measured or {}).items()}
+    apart.update({one: math.inf if row is None else math.dist(row, median) / size for one, row in more.items()})
+    return apart
 
 
 @dataclass(eq=False)
@@ -207,21 +218,25 @@ class Drift:
         """Whether the majority published other sums for a position than those of a state that is said to be of it."""
         if any(record.seat.layout.sides for record in self._told_at(position)[0].values()):
             return False  # in a grid groups differ by more than rounding
-        return self._distances_at(position, sketch).get(self.own_id, 0.0) > self.bound
+        told, num_judges = self._told_at(position)
+        sketches = {peer_id: record.sketch for peer_id, record in told.items()}
+        state = PeerId("")
+        return (
+            distances(sketches, num_judges, self.bound, sketch.size, {state: sketch.sums}).get(state, 0.0) > self.bound
+        )
 
     def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
         """Order donors: first those that hold the majority's parameters, then the unknown ones."""
         apart = self._distances_at(position)
         return sorted(donors, key=lambda donor: apart[donor] > self.bound if donor in apart else 0.5)
 
-    def _distances_at(self, position: Position, own: Sketch | None = None) -> dict[PeerId, float]:
-        if own is None:
-            own = self._sketch if position == self._position else Sketch()
+    def _distances_at(self, position: Position) -> dict[PeerId, float]:
+        own = self._sketch if position == self._position else Sketch()
         told, num_others = self._told_at(position)
         sketches = {peer_id: record.sketch for peer_id, record in told.items()}
         if own.sums:
             sketches[self.own_id] = own.sums
-        return distances(sketches, num_others + 1, self.bound, own.size)
+        return distances(sketches, num_others + bool(own.sums), self.bound, own.size)
 
     def _told_at(self, position: Position) -> tuple[dict[PeerId, PeerRecord], int]:
         """The records with sums at a position, and how many others count in all, also those still to be dialled."""
