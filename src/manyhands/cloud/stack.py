@@ -6,6 +6,7 @@ chain (environment, ~/.aws, single sign-on, the role of a machine); they are nei
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -77,10 +78,9 @@ class Region:
         session = boto3.Session(region_name=name)
         # botocore itself waits and tries again when AWS throttles, up to about a minute in all
         config = Config(retries={"mode": "standard", "max_attempts": 8}, connect_timeout=10, read_timeout=60)
-        self._ec2 = session.client("ec2", config=config)
-        self._ssm = session.client("ssm", config=config)
-        self._autoscaling = session.client("autoscaling", config=config)
-        self._cloudformation = session.client("cloudformation", config=config)
+        self._client = functools.partial(session.client, config=config)
+        self._ec2 = self._client("ec2")
+        self._cloudformation = self._client("cloudformation")
         self._tell = tell
         self.name: str = self._ec2.meta.region_name
         session.get_partition_for_region(self.name)  # raises if there can be no such region
@@ -114,7 +114,7 @@ class Region:
     def _image(self, image_id: str | None, newest: str) -> tuple[str, str]:
         """The id of an image, by default of the one that the SSM parameter names, and the size of a disk for it."""
         if image_id is None:
-            image_id = str(self._ssm.get_parameter(Name=newest)["Parameter"]["Value"])
+            image_id = str(self._client("ssm").get_parameter(Name=newest)["Parameter"]["Value"])
         images = self._ec2.describe_images(ImageIds=[image_id])["Images"]
         image: Described = images[0] if images else {}
         if image.get("Architecture") != "x86_64" or image.get("RootDeviceName") != "/dev/sda1":
@@ -168,7 +168,7 @@ class Region:
     def why_machines_lack(self, stack: Described) -> str:
         """What AWS said when it last could not start a machine for a stack; empty if it could start all."""
         groups = [f"{stack['StackName']}-{role}" for role in ("workers", "auxiliary")]
-        for one in self._autoscaling.describe_scaling_activities(IncludeDeletedGroups=True)["Activities"]:
+        for one in self._client("autoscaling").describe_scaling_activities(IncludeDeletedGroups=True)["Activities"]:
             is_ours = one["AutoScalingGroupName"] in groups and one["StartTime"] >= stack["CreationTime"]
             if is_ours and one["StatusCode"] == "Failed":  # the newest one is the first
                 return reason_of(one["StatusMessage"])
