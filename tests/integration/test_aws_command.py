@@ -6,19 +6,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from datetime import datetime, timezone
 from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
+from moto.cloudformation.models import CloudFormationBackend, Event, Stack
 from moto.server import ThreadedMotoServer
 
 from manyhands.cli.main import run
-from tests.integration.clouds import REGION, UBUNTU
+from manyhands.cloud import stack
+from tests.integration.clouds import REGION, UBUNTU, instances, role_of
 from tests.process.commands import running
+from tests.waiting import wait_until
 
 IMAGES = ("--image", UBUNTU, "--cpu-image", UBUNTU)
 UP = ("aws", "up", "--name", "x", *IMAGES, "--source", "https://example.org/manyhands.whl")
+NOW = datetime.now(timezone.utc)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +35,12 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture
-def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user without credentials and without a configured region."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_DEFAULT_REGION", "AWS_REGION"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
@@ -46,119 +51,357 @@ def ec2(server: str, nobody: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("manyhands.cloud.aws.LOOK_PERIOD_S", 0.01)
+    monkeypatch.setattr(stack, "WAIT", {"Delay": 0, "MaxAttempts": 3})
     client = boto3.client("ec2")
     yield client
-    run(["aws", "down", "--name", "x"])
-    client.close()
+    monkeypatch.undo()
+    cloudformation = boto3.client(
+        "cloudformation", REGION, endpoint_url=server, aws_access_key_id="testing", aws_secret_access_key="testing"
+    )
+    for one in cloudformation.describe_stacks()["Stacks"]:
+        cloudformation.delete_stack(StackName=one["StackId"])
+    for one in (client, cloudformation):
+        one.close()
 
 
-def running_machines(ec2: Any) -> list[dict[str, Any]]:
-    found = ec2.describe_instances(Filters=[{"Name": "instance-state-name", "Values": ["running"]}])
-    return [one for reserved in found["Reservations"] for one in reserved["Instances"]]
+def refusal(code: str) -> Any:
+    """A call that AWS refuses."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ClientError({"Error": {"Code": code, "Message": "as told"}}, "DescribeStacks")
+
+    return refuse
+
+
+def states(ec2: Any) -> list[str]:
+    """The states of all machines that are not gone."""
+    return [one["State"]["Name"] for one in instances(ec2) if one["State"]["Name"] != "terminated"]
 
 
 def test_an_experiment_from_up_to_down(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*UP, "--workers", "2", "--no-watch", "--", "--model", "albert-large-v2"]) == 0
+    assert run([*UP, "--workers", "2", "--auxiliary", "1", "--", "--model", "albert-large-v2"]) == 0
     said = capsys.readouterr().out
-    machines = running_machines(ec2)
-    (coordinator,) = (one for one in machines if "InstanceLifecycle" not in one)
-    assert len(machines) == 3
+    machines = instances(ec2, "running")
+    assert sorted(role_of(one) for one in machines) == ["auxiliary", "coordinator", "worker", "worker"]
     assert all(one["InstanceId"] in said for one in machines)
+    (coordinator,) = (one for one in machines if role_of(one) == "coordinator")
     assert f"manyhands join {coordinator['PublicIpAddress']}:31337" in said
-    assert "The price per hour is not known." in said
     assert f"manyhands aws down --name x --region {REGION}" in said
 
     assert run(list(UP)) == 2
     refused = capsys.readouterr()
-    assert "experiment x is in use in us-east-1" in refused.err
-    assert "manyhands aws down --name x --region us-east-1" in refused.err
+    assert "experiment x is in use in us-east-1: end it with manyhands aws down" in refused.err
     assert len(refused.err.splitlines()) == 1
+    assert states(ec2) == ["running"] * 4, "the one in use is left alone"
 
     assert run(["aws", "status", "--name", "x"]) == 0
-    assert capsys.readouterr().out.count("running") == 3
+    said = capsys.readouterr().out
+    assert "Stack manyhands-x in us-east-1: CREATE_COMPLETE" in said
+    assert said.count("running") == 4
+    assert f"manyhands join {coordinator['PublicIpAddress']}:31337" in said
     assert run(["aws", "status", "--name", "x", "--logs", coordinator["InstanceId"]]) == 0
     assert "Linux version" in capsys.readouterr().out
 
     assert run(["aws", "down", "--name", "x"]) == 0
     assert "Nothing of experiment x is left in us-east-1." in capsys.readouterr().out
-    assert running_machines(ec2) == []
-    assert run(["aws", "down", "--name", "x"]) == 0
-    assert run(["aws", "status", "--name", "mistyped"]) == 2
-    assert "experiment mistyped has no machines in us-east-1" in capsys.readouterr().err
+    assert states(ec2) == []
+    assert {one["GroupName"] for one in ec2.describe_security_groups()["SecurityGroups"]} == {"default"}
+    assert ec2.describe_launch_templates()["LaunchTemplates"] == []
+    assert run(["aws", "status", "--name", "x"]) == 2
+    assert "experiment x has nothing in us-east-1; experiments there: none; other" in capsys.readouterr().err
 
 
 def test_a_mistyped_name_or_region_ends_nothing_and_says_so(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*UP, "--no-watch"]) == 0
+    assert run(list(UP)) == 0
     capsys.readouterr()
-    assert run(["aws", "down", "--name", "mistyped"]) == 2
-    said = capsys.readouterr()
-    assert said.err == (
-        "manyhands: experiment mistyped has nothing in us-east-1; experiments there: x; other regions were not looked "
-        "at (--region)\n"
-    )
-    assert not said.out
+    for name in ("mistyped", "*", "X"):
+        assert run(["aws", "down", "--name", name]) == 2
+        said = capsys.readouterr()
+        assert said.err == (
+            f"manyhands: experiment {name} has nothing in us-east-1; experiments there: x; other regions were not "
+            "looked at (--region)\n"
+        )
+        assert not said.out
     assert run(["aws", "down", "--name", "x", "--region", "eu-west-1"]) == 2
-    assert "has nothing in eu-west-1; no experiment has any there; other regions" in capsys.readouterr().err
-    assert len(running_machines(ec2)) == 2
+    assert "has nothing in eu-west-1; experiments there: none" in capsys.readouterr().err
+    assert states(ec2) == ["running"] * 2
 
 
-def test_a_dry_run_creates_nothing(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*UP, "--workers", "4", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "4 worker machines" in said
-    assert "AWS has all of it in us-east-1." in said
-    assert running_machines(ec2) == []
+def test_a_stack_of_somebody_else_is_not_taken_for_an_experiment(ec2: Any) -> None:
+    cloudformation = boto3.client("cloudformation")
+    template = '{"Resources": {"Group": {"Type": "AWS::EC2::SecurityGroup", "Properties": {"GroupDescription": "x"}}}}'
+    cloudformation.create_stack(StackName="manyhands-website", TemplateBody=template)
+    assert run(["aws", "down", "--name", "website"]) == 2
+    assert len(cloudformation.describe_stacks()["Stacks"]) == 1
+    cloudformation.close()
 
 
-def test_a_dry_run_of_what_would_be_refused_says_so_and_is_no_success(
+def test_the_newest_images_are_taken_and_their_disks_enlarged(ec2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssm = boto3.client("ssm")
+    for name in ("UBUNTU", "DEEP_LEARNING"):  # the fake has no parameters of AWS itself
+        ssm.put_parameter(Name=f"/newest/{name}", Value=UBUNTU, Type="String", Overwrite=True)
+        monkeypatch.setattr(stack, name, f"/newest/{name}")
+    ssm.close()
+    assert run([word for word in UP if word not in IMAGES]) == 0
+    assert {one["ImageId"] for one in instances(ec2, "running")} == {UBUNTU}
+    (template,) = ec2.describe_launch_templates()["LaunchTemplates"]
+    (version,) = ec2.describe_launch_template_versions(LaunchTemplateId=template["LaunchTemplateId"])[
+        "LaunchTemplateVersions"
+    ]
+    (disk,) = version["LaunchTemplateData"]["BlockDeviceMappings"]
+    assert (disk["DeviceName"], disk["Ebs"]["VolumeSize"]) == ("/dev/sda1", 15 + 20)
+
+
+def test_images_that_do_not_fit_are_refused_before_anything_is_created(
     ec2: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([*UP, "--dry-run", "--worker-types", "g99.xlarge"]) == 2
-    said = capsys.readouterr()
-    assert "Experiment x in the region of your AWS configuration" in said.out
-    assert "AWS has all of it" not in said.out
-    assert said.err == (
-        "manyhands: without --dry-run this is refused: region us-east-1 has no g99.xlarge for the worker; choose "
-        "another --region, or other types with --worker-types\n"
+    other = next(one for one in ec2.describe_images()["Images"] if one["RootDeviceName"] != "/dev/sda1")
+    for image, message in (
+        (other["ImageId"], "is not an image of Ubuntu for x86-64 in us-east-1"),
+        ("ami-0000", "AWS refuses: "),
+    ):
+        assert run(["aws", "up", "--name", "x", "--image", image, "--cpu-image", UBUNTU, *UP[-2:]]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert image in said
+        assert len(said.splitlines()) == 1
+    assert states(ec2) == []
+
+
+def test_a_region_without_default_network_is_explained(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    there = boto3.client("ec2", "eu-west-3")
+    (vpc,) = there.describe_vpcs()["Vpcs"]
+    for subnet in there.describe_subnets()["Subnets"]:
+        there.delete_subnet(SubnetId=subnet["SubnetId"])
+    there.delete_vpc(VpcId=vpc["VpcId"])
+    there.close()
+    assert run([*UP, "--region", "eu-west-3"]) == 2
+    assert "region eu-west-3 has no default VPC; 'aws ec2 create-default-vpc'" in capsys.readouterr().err
+
+
+# what AWS does when it cannot create something; the fake always can
+
+
+def fails(*events: tuple[str, str, str], status: str = "DELETE_COMPLETE") -> Any:
+    """A creation that ends like this."""
+
+    def create_resources(self: Stack) -> None:
+        for resource, event, reason in events:
+            self.events.append(
+                Event(self.stack_id, self.name, resource, resource, "AWS::Some::Thing", event, reason, None)
+            )
+        self.status = status
+
+    return create_resources
+
+
+NO_QUOTA = (
+    'Resource handler returned message: "Group did not stabilize. {current/minSize/maxSize} group size = {0/1/4}. \n'
+    'Failed Scaling Activity: Max spot instance count exceeded"'
+)
+
+
+def test_a_failed_creation_says_the_first_reason_in_one_line(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = fails(
+        ("Coordinator", "CREATE_FAILED", "Resource creation cancelled"),
+        ("WorkerGroup", "CREATE_FAILED", NO_QUOTA),
+        ("AuxiliaryGroup", "CREATE_FAILED", "later"),
     )
-    assert run([*UP, "--no-watch"]) == 0
+    monkeypatch.setattr(Stack, "create_resources", failed)
+    assert run(list(UP)) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("manyhands: AWS could not create the machines, and deletes them: WorkerGroup: Resource")
+    assert "Max spot instance count exceeded" in said.err
+    assert len(said.err.splitlines()) == 1
+    assert "Deleting" not in said.out, "AWS has done so"
+
+
+def activity(group: str, code: str, message: str, at: datetime = NOW) -> dict[str, Any]:
+    return {"AutoScalingGroupName": group, "StatusCode": code, "StatusMessage": message, "StartTime": at}
+
+
+def has_activities(monkeypatch: pytest.MonkeyPatch, *activities: dict[str, Any]) -> None:
+    """What the groups of the account did, the newest first. The fake has none."""
+    make = boto3.Session.client
+
+    def client(self: boto3.Session, service: str, **options: Any) -> Any:
+        made = make(self, service, **options)
+        if service == "autoscaling":
+            made.describe_scaling_activities = lambda **_: {"Activities": activities}
+        return made
+
+    monkeypatch.setattr(boto3.Session, "client", client)
+
+
+def test_a_creation_that_takes_too_long_names_what_aws_lacks(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = NOW.replace(year=NOW.year + 1)
+    has_activities(
+        monkeypatch,
+        activity("of-somebody-else", "Failed", "not mine", later),
+        activity("manyhands-x-workers", "Successful", "", later),
+        activity("manyhands-x-workers", "Failed", "no Spot capacity\navailable", later),
+    )
+    monkeypatch.setattr(
+        Stack, "create_resources", fails(("WorkerGroup", "CREATE_FAILED", "Resource creation cancelled"))
+    )
+    assert run(list(UP)) == 2
+    assert capsys.readouterr().err == (
+        "manyhands: AWS could not create the machines, and deletes them: no Spot capacity available\n"
+    )
+
+
+def test_a_creation_that_never_ends_is_deleted(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Stack, "create_resources", fails(status="CREATE_IN_PROGRESS"))
+    assert run(list(UP)) == 2
+    said = capsys.readouterr()
+    assert "it took too long; the stack is in the state DELETE_COMPLETE" in said.err
+    assert "Deleting what AWS has created" in said.out
+    assert run(["aws", "status", "--name", "x"]) == 2
+
+
+def test_credentials_that_expire_meanwhile_are_told_with_what_to_do(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = boto3.Session.client
+
+    def client(self: boto3.Session, service: str, **options: Any) -> Any:
+        made = make(self, service, **options)
+        if service == "cloudformation":
+            made.describe_stacks = made.delete_stack = refusal("ExpiredToken")
+        return made
+
+    monkeypatch.setattr(boto3.Session, "client", client)
+    assert run(list(UP)) == 2
+    said = capsys.readouterr()
+    assert "'manyhands aws down' waits for the end, or tries it again" in said.out
+    assert "ExpiredToken" in said.err
+    assert "'aws sso login' stores new credentials" in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+def test_down_says_what_could_not_be_deleted(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(list(UP)) == 0
+    delete = fails(("SecurityGroup", "DELETE_FAILED", "has a dependent object"), status="DELETE_FAILED")
+    with monkeypatch.context() as patch:
+        patch.setattr(CloudFormationBackend, "delete_stack", lambda self, one: delete(self.get_stack(one)))
+        assert run(["aws", "down", "--name", "x"]) == 1
+    assert "AWS could not end all machines: SecurityGroup: has a dependent object" in capsys.readouterr().err
+    assert run(["aws", "down", "--name", "x"]) == 0
+    assert states(ec2) == []
+
+
+def test_a_lost_worker_is_replaced_without_this_machine(ec2: Any) -> None:
+    assert run([*UP, "--workers", "2"]) == 0
+    lost = next(one["InstanceId"] for one in instances(ec2, "running") if role_of(one) == "worker")
+    ec2.terminate_instances(InstanceIds=[lost])
+    workers = [one["InstanceId"] for one in instances(ec2, "running") if role_of(one) == "worker"]
+    assert len(workers) == 2
+    assert lost not in workers
+
+
+def test_status_fits_80_columns_and_says_what_is_missing(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*UP, "--workers", "3", "--auxiliary", "1", "--worker-types", "g4dn.12xlarge"]) == 0
+    (coordinator,) = (one["InstanceId"] for one in instances(ec2, "running") if role_of(one) == "coordinator")
+    autoscaling = boto3.client("autoscaling")
+    autoscaling.set_desired_capacity(AutoScalingGroupName="manyhands-x-workers", DesiredCapacity=2)
+    autoscaling.close()
+    has_activities(
+        monkeypatch,
+        activity("manyhands-x-workers", "Failed", "There is no Spot capacity available that matches your request.",
+                 NOW.replace(year=NOW.year + 1)),
+    )  # fmt: skip
     capsys.readouterr()
-    assert run([*UP, "--dry-run"]) == 2
-    assert "without --dry-run this is refused: experiment x is in use in us-east-1" in capsys.readouterr().err
-    assert run([*UP, "--dry-run", "--region", "mars-north-1"]) == 2
-    assert "AWS has no region 'mars-north-1'" in capsys.readouterr().err
+    assert run(["aws", "status", "--name", "x"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "2 of 3 workers are there, and AWS tries to start the others: There is no Spot" in " ".join(said.split())
+    (line,) = [line for line in said.splitlines() if coordinator in line]
+    assert line.split()[:5] == [coordinator, "coordinator", "running", "t3.small", "a"]
+    ec2.terminate_instances(InstanceIds=[coordinator])
+    assert run(["aws", "status", "--name", "x"]) == 0
+    assert "The coordinator does not run, so new machines cannot join." in capsys.readouterr().out
+
+
+# dry runs
+
+
+def test_a_dry_run_prints_the_template_and_creates_nothing(
+    ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(
+            [
+                *UP,
+                "--workers",
+                "4",
+                "--bandwidth",
+                "50",
+                "--dry-run",
+                "--scripts",
+                "--no-watch",
+                "--",
+                "--model",
+                "small",
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr()
+    for part in ("AWSTemplateFormatVersion", "manyhands: installing", "Workers          4\n", "BandwidthMbitS   50\n",
+                 "TrainOptions     --model small\n", f"WorkerImage      {UBUNTU}\n", "g4dn.xlarge 0."):  # fmt: skip
+        assert part in said.out
+    assert said.out.endswith("Nothing was created: a dry run.\n")
+    assert said.err.count("does nothing here") == 2, "options of earlier versions"
+    assert states(ec2) == []
 
 
 def test_a_dry_run_needs_no_account(nobody: None, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = "Parameters that depend on the account, and prices, are missing: no AWS account to use: "
     assert run(["aws", "up", "--dry-run", "--workers", "4"]) == 0
     said = capsys.readouterr().out
-    assert "Experiment albert in the region of your AWS configuration" in said
-    assert "4 worker machines, one-time spot" in said
-    assert "Not checked with AWS, and the price is not known: no AWS region is configured" in said
+    assert "Name             albert\n" in said
+    assert f"{missing}You must specify a region. ('aws configure'" in said
+    assert "Without --dry-run this is refused: this manyhands is the checkout" in said
     assert run([*UP, "--dry-run", "--region", REGION]) == 0
-    assert "Not checked with AWS, and the price is not known: no AWS credentials to use" in capsys.readouterr().out
+    assert f"{missing}Unable to locate credentials ('aws configure'" in capsys.readouterr().out
 
 
 def test_a_dry_run_needs_no_network(
     ec2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-        patch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)  # between attempts
-        assert run([*UP, "--dry-run"]) == 0
-    assert "Not checked with AWS, and the price is not known: AWS does not answer" in capsys.readouterr().out
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("botocore.endpoint.time.sleep", lambda seconds: None)  # between attempts
+    assert run([*UP, "--dry-run"]) == 0
+    assert "are missing: AWS does not answer: Could not connect" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_what_would_be_refused_is_no_success(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["aws", "up", "--dry-run", "--image", "ami-0000", "--cpu-image", UBUNTU]) == 2
+    assert "AWS refuses: " in capsys.readouterr().err
+
+
+# wrong input
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["up", "--region", "us-east-1", *UP[-2:]], "no AWS credentials to use"),
-        (["status", "--name", "x", "--region", "us-east-1"], "no AWS credentials to use"),
-        (["down", "--name", "x", "--region", "us-east-1"], "no AWS credentials to use"),
-        (["up", *UP[-2:]], "no AWS region is configured; name one: --region us-east-1"),
-        (["up", "--region", "mars-north-1", *UP[-2:]], "AWS has no region 'mars-north-1'"),
+        (["up", "--region", "us-east-1", *UP[-2:]], "no AWS account to use: Unable to locate credentials"),
+        (["status", "--name", "x", "--region", "us-east-1"], "no AWS account to use: Unable to locate credentials"),
+        (["down", "--name", "x", "--region", "us-east-1"], "no AWS account to use: Unable to locate credentials"),
+        (["up", *UP[-2:]], "You must specify a region."),
+        (["up", "--region", "mars-north-1", *UP[-2:]], "Unknown region: 'mars-north-1'"),
         (["up", "--client-mode"], "add --auxiliary 1"),
         (["up"], "which the machines cannot reach; name an address that pip can: --source git+https://"),
         (["up", "--workers", "0"], "--workers is 0"),
@@ -171,9 +414,10 @@ def test_a_dry_run_needs_no_network(
         ([*UP[1:], "--", "--max-steps", "0"], "after --: max_steps is 0"),
         ([*UP[1:], "--", "--model", "large"], "after --: --model large: no such model"),
         ([*UP[1:], "--", "--help"], "after --: --help and --version start no trainer"),
+        ([*UP[1:], "--", "--run_id=y"], "after --: Parameter --run-id specified multiple times"),
+        ([*UP[1:], "--", "--tunnel", "ngrok"], "leave one out"),
+        ([*UP[1:], "--", "--client-mode"], "leave one out"),
         (["down"], "--name"),
-        (["down", "--name", "*"], "'*' cannot name an experiment"),
-        (["status", "--name", "x?"], "'x?' cannot name an experiment"),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -194,6 +438,30 @@ def test_an_unknown_profile_is_one_line(
     assert "nobodys" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("code", "message", "exit_code"),
+    [
+        ("RequestExpired", "'aws configure' or 'aws sso login' stores new credentials", 2),
+        ("UnrecognizedClientException", "'aws configure' or 'aws sso login' stores new credentials", 2),
+        ("AccessDenied", "AWS refuses: An error occurred (AccessDenied) when calling the DescribeStacks operation", 2),
+        ("Throttling", "AWS throttles this account, try again in a minute", 1),
+    ],
+)
+def test_refusals_are_one_line(
+    code: str,
+    message: str,
+    exit_code: int,
+    ec2: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(stack.Region, "find", refusal(code))
+    assert run(["aws", "down", "--name", "x"]) == exit_code
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
 def test_without_boto3_the_command_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules.update(boto3=None, botocore=None);"
@@ -207,14 +475,24 @@ def test_without_boto3_the_command_says_what_to_install() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_ctrl_c_leaves_the_machines_running_and_says_how_to_end_them(ec2: Any, number: signal.Signals) -> None:
+def test_ctrl_c_during_up_deletes_what_was_created_and_says_so(
+    ec2: Any, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = Stack.create_resources
+
+    def create_slowly(self: Stack) -> None:
+        create(self)
+        self.status = "CREATE_IN_PROGRESS"
+
+    monkeypatch.setattr(Stack, "create_resources", create_slowly)
     with running(*UP) as command:
-        command.wait_for("Replacing lost machines until Ctrl-C")
+        command.wait_for("AWS creates the machines")
+        wait_until(lambda: bool(states(ec2)))
         if number == signal.SIGINT:
             command.interrupt()
         else:
             command.terminate()
         assert command.wait() == 130
-        assert f"manyhands aws down --name x --region {REGION}" in command.output.splitlines()[-2]
+        assert "Deleting what AWS has created; 'manyhands aws down' waits" in command.output
         assert "very-secret" not in command.output
-    assert len(running_machines(ec2)) == 2
+    assert states(ec2) == []

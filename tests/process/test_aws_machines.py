@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from manyhands.cloud import Experiment, MachineGroup, groups_of
+from tests.integration.clouds import experiment, scripts_of, words_of
 from tests.process.commands import Command, running
 
 pytestmark = pytest.mark.process
-
-
-def words_of(group: MachineGroup, first_peers: list[str]) -> list[str]:
-    """The arguments of a machine's command, with a free port of this machine alone."""
-    words = group.program.command(first_peers).removesuffix(" --announce $ANNOUNCE").split()[1:]
-    words[words.index("--listen") + 1] = "/ip4/127.0.0.1/tcp/0"
-    return words
 
 
 def address_in(line: str) -> str:
@@ -24,20 +18,27 @@ def address_in(line: str) -> str:
 
 
 @pytest.mark.long
-def test_an_auxiliary_machine_keeps_the_state_when_all_workers_are_lost() -> None:
+def test_an_auxiliary_machine_keeps_the_state_when_all_workers_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     options = ("--target-batch-size", "32", "--threads", "1", "--linger-s", "0")
-    experiment = Experiment(name="x", auxiliary=1, train_options=options)
-    coordinator, auxiliary, worker = groups_of(experiment)
+    scripts = scripts_of(experiment(auxiliary=1), options)
+    words = {role: words_of(script, tmp_path / role) for role, script in scripts.items()}
     with ExitStack() as machines:
 
-        def start(group: MachineGroup, *first_peers: str) -> Command:
-            return machines.enter_context(running(*words_of(group, list(first_peers))))
+        def start(role: str, coordinator: str = "") -> Command:
+            """Run what a machine of this role runs, on a free port of this machine alone."""
+            arguments = words[role][: words[role].index("--announce")]
+            arguments[arguments.index("--listen") + 1] = "/ip4/127.0.0.1/tcp/0"
+            arguments = [coordinator if word == "coordinator:31337" else word for word in arguments]
+            return machines.enter_context(running(*arguments))
 
-        first = address_in(start(coordinator).wait_for("--initial-peers"))
-        helper = start(auxiliary, first)
-        second = address_in(helper.wait_for("Others can join through this peer"))
-        lost = start(worker, first, second)
-        helper.wait_for("Optimizer step: done! Step")
+        coordinator = address_in(start("coordinator").wait_for("--initial-peers"))
+        auxiliary = start("auxiliary", coordinator)
+        auxiliary.wait_for("Others can join through this peer")
+        lost = start("worker", coordinator)
+        auxiliary.wait_for("Optimizer step: done! Step")
         lost.kill()
-        line = start(worker, first, second).wait_for("Received the state of step")
+        line = start("worker", coordinator).wait_for("Received the state of step")
         assert int(line.split("of step ")[1].split()[0]) > 0

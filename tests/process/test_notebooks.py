@@ -6,14 +6,19 @@ import os
 import subprocess
 import sys
 import time
+import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
 import pytest
+from moto.cloudformation.models import Stack
+from moto.server import ThreadedMotoServer
 
 from manyhands.cli.main import run as run_command
 from manyhands.cli.notebook_command import filled
+from tests.integration.clouds import UBUNTU
 from tests.process.commands import LOOPBACK, running
 from tests.process.test_firewalled import TINY
 
@@ -176,5 +181,45 @@ def test_start_a_run_behind_tunnels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_aws_plans_without_creating_anything(tmp_path: Path) -> None:
     output = executed((NOTEBOOKS / "aws.ipynb").read_text(), tmp_path)
-    assert "This was a dry run: nothing was created." in output
+    assert "Nothing was created: a dry run." in output
     assert "Nothing was ended. Machines that run cost money: set COSTS_MONEY, or run manyhands aws down" in output
+
+
+@pytest.fixture
+def aws_notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The notebook of somebody who pays, with moto's server in place of AWS."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    options = f"--image {UBUNTU} --cpu-image {UBUNTU} --source https://example.org/manyhands.whl"
+    text = filled((NOTEBOOKS / "aws.ipynb").read_text(), {"REGION": "us-east-1", "OPTIONS": options})
+    yield text.replace("COSTS_MONEY = False", "COSTS_MONEY = True")
+    urllib.request.urlopen(urllib.request.Request(f"{address}/moto-api/reset", method="POST")).close()
+    server.stop()
+
+
+def test_aws_from_up_to_down(aws_notebook: str, tmp_path: Path) -> None:
+    output = executed(aws_notebook, tmp_path)
+    assert "    manyhands join " in output
+    assert "\x1b" not in output, "plain lines, nothing that is redrawn"
+    assert "Stack manyhands-my-experiment in us-east-1: CREATE_COMPLETE" in output
+    assert "Nothing of experiment my-experiment is left in us-east-1." in output
+
+
+def test_an_aws_up_that_fails_fails_its_cell(
+    aws_notebook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stack, "create_resources", lambda self: setattr(self, "status", "DELETE_COMPLETE"))
+    *_, reason, last = executed(aws_notebook, tmp_path).splitlines()
+    assert "AWS could not create the machines, and deletes them" in reason
+    assert last == "manyhands aws up failed; the line above says why."
+
+
+def test_an_interrupted_aws_up_is_deleted(aws_notebook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stack, "create_resources", lambda self: setattr(self, "status", "CREATE_IN_PROGRESS"))
+    output = executed(aws_notebook, tmp_path, interrupt_at="AWS creates the machines")
+    assert "Deleting what AWS has created" in output
+    assert "Nothing of experiment" not in output, "the cells after it do not run"

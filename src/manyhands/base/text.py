@@ -35,6 +35,6 @@ def shell_option(option: str, value: str) -> str:
     return f"{option}{separator}{shlex.quote(value)}"
 
 
-def reason_of(error: BaseException) -> str:
-    """Shorten the message of another library's error to one line."""
+def reason_of(error: BaseException | str) -> str:
+    """Shorten the message of another library, or of its error, to one line."""
     return " ".join(str(error).split())[:MAX_REASON_LENGTH] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Options of other libraries' tutorials, and their replacements here (docs/reference/old-names.md).
+"""Options of other tutorials and of earlier versions, and their replacements here (docs/reference/old-names.md).
 
 Each row of the table says what becomes of some options on some commands: another name, another way to write it, or
 nothing, with the reason. Options of the same name need no row. Imports no torch.
@@ -19,7 +19,7 @@ Values = list[str]
 Convert = Callable[[str, Values], Values]
 """Takes an old option, as it was written, and its values; returns the arguments that replace it."""
 
-TRAIN, JOIN, MONITOR, FIRST_PEER, EVALUATE = "train", "join", "monitor", "first-peer", "evaluate"
+TRAIN, JOIN, MONITOR, FIRST_PEER, EVALUATE, AWS = "train", "join", "monitor", "first-peer", "evaluate", "aws"
 TRAINERS = (TRAIN, JOIN)
 ANY = (*TRAINERS, MONITOR, FIRST_PEER, EVALUATE)
 
@@ -104,7 +104,7 @@ TABLE = (
     OldName(("client_mode",), "--client-mode", (*TRAINERS, MONITOR, EVALUATE), convert=_CLIENT_MODE),
     OldName(("averaging_expiration", "matchmaking_time"), "--matchmaking-time-s"),
     OldName(("averaging_timeout",), "--averaging-timeout-s"),
-    OldName(("bandwidth",), "--bandwidth-mbit-s"),
+    OldName(("bandwidth",), "--bandwidth-mbit-s", (*TRAINERS, AWS)),
     OldName(("target_group_size",), "--max-group-size", (TRAIN,), "set by the peer that begins the run"),
     OldName(("statistics_expiration",), "--metrics-ttl-s"),
     OldName(("metadata_expiration",), "--progress-ttl-s"),
@@ -163,6 +163,8 @@ TABLE = (
          "repo_url", "upload_interval"),
         "", (FIRST_PEER,), "manyhands monitor does that, for one run",
     ),
+    OldName(("no_watch",), "", (AWS,), "AWS replaces lost machines, and aws up returns when the first ones run"),
+    OldName(("scripts",), "", (AWS,), "the template that --dry-run prints has the scripts of the machines"),
 )  # fmt: skip
 """All old options of all commands."""
 

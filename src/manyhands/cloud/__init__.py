@@ -1,3 +1,3 @@
-from manyhands.cloud.plan import Experiment, MachineGroup, MachineRole, groups_of
+from manyhands.cloud.experiment import Experiment, NoAccount
 
-__all__ = ["Experiment", "MachineGroup", "MachineRole", "groups_of"]
+__all__ = ["Experiment", "NoAccount"]
