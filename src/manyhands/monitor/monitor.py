@@ -20,10 +20,10 @@ from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode
+from manyhands.monitor.aggregator import Aggregator, Look
 from manyhands.monitor.events import HeldoutSeen, MonitorEvent, ProgressMade
 from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
 from manyhands.monitor.history import History
-from manyhands.monitor.painter import Look, Painter
 from manyhands.monitor.peer_table import longest_silence_s
 from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
@@ -132,7 +132,7 @@ class RunMonitor:
         self._tasks = TaskOwner("monitor")
         self.history = history or History(self._run_id)
         self.picture: RunPicture | None = None
-        self._painter = Painter(self._run_id, self.history)
+        self._aggregator = Aggregator(self._run_id, self.history)
         self._tell_of_nobody_at = -math.inf
         self._notice = StrandedNotice(run_id)
         self._are_others_told = False
@@ -145,7 +145,7 @@ class RunMonitor:
         self._last_progress: tuple[int, Progress] | None = None
         self._progress: Progress | None = None  # of the last look
         self._target = 0
-        self._painted_at = -math.inf
+        self._aggregated_at = -math.inf
         self._log = ProgressLog()
 
     @property
@@ -155,7 +155,7 @@ class RunMonitor:
 
     def leader_of(self, peer_id: str) -> LeaderboardRow | None:
         """The row of the leaderboard with this peer, whatever its rank; None for an unknown peer. From any thread."""
-        return next((leader for leader in self._painter.all_leaders if peer_id in leader.peer_ids), None)
+        return next((leader for leader in self._aggregator.all_leaders if peer_id in leader.peer_ids), None)
 
     async def start(self) -> None:
         """Start watching; ends when the peer is closed."""
@@ -176,16 +176,16 @@ class RunMonitor:
         """Fetch what was before this monitor's time, once."""
         while True:
             await asyncio.sleep(ASK_AFTER_S)
-            before_step = self._painter.first_step
+            before_step = self._aggregator.first_step
             if before_step == 1:
                 return  # it has seen all
             try:
-                told = await self._exchange.ask(before_step, self._painter.began_at) if before_step > 1 else None
+                told = await self._exchange.ask(before_step, self._aggregator.began_at) if before_step > 1 else None
             except ManyhandsError as error:
                 logger.debug("other monitors cannot be asked: %s", error)
                 told = None
             if told is not None:
-                self._painter.told.append(told)
+                self._aggregator.told.append(told)
                 logger.log(
                     self._told_level,
                     "Other monitors have told %s and %s from before", counted(len(told.points), "point"),
@@ -199,8 +199,8 @@ class RunMonitor:
             delay_s = self._refresh_s
             try:
                 delay_s = await self._look()
-                await self._paint()
-                delay_s = min(delay_s, max(self._painter.silence_due_s, SILENCE_STEP_S))
+                await self._aggregate()
+                delay_s = min(delay_s, max(self._aggregator.silence_due_s, SILENCE_STEP_S))
             except ManyhandsError as error:
                 logger.warning("cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)
@@ -236,7 +236,7 @@ class RunMonitor:
             self._report_progress(leading.step, target, progress, delay_s)
             self._last_progress = (leading.step, progress)
         if leading.step + 1 < self._steps.newest_step:  # the run was begun anew, or resumed from a checkpoint
-            self._painter.restarted(self._steps.newest_step, leading.step, self._peer.presence.wall_clock())
+            self._aggregator.restarted(self._steps.newest_step, leading.step, self._peer.presence.wall_clock())
             logger.log(
                 self._told_level,
                 "The run goes on from step %d: the newest one here was #%d. It was begun anew, or from a checkpoint",
@@ -284,10 +284,10 @@ class RunMonitor:
             self._report_steps(dict(metrics.items() - self._stale), trainers)
             self._report_heldout(dict(measured.items() - self._stale))
 
-    async def _paint(self) -> None:
-        """Make a picture of the last look, and show it; in a crowd less often, as each takes longer."""
+    async def _aggregate(self) -> None:
+        """Add what was read to the picture and the history; in a crowd less often, as that takes longer."""
         crowd = crowd_factor(len(self._reader.observed())) - 1
-        if asyncio.get_running_loop().time() < self._painted_at + CROWD_PERIOD_S * crowd:
+        if asyncio.get_running_loop().time() < self._aggregated_at + CROWD_PERIOD_S * crowd:
             return
         accounts = await read_metrics(self._peer.dht, self._run_id, AccountRecord)
         now, presence = asyncio.get_running_loop().time(), self._peer.presence
@@ -302,9 +302,9 @@ class RunMonitor:
             now=now,
             wall_time=presence.wall_clock(),
         )
-        self._painted_at = now
+        self._aggregated_at = now
         loop = asyncio.get_running_loop()  # in the executor: with thousands of peers it takes a quarter of a second
-        self.picture, events = await loop.run_in_executor(None, self._painter.paint, look)
+        self.picture, events = await loop.run_in_executor(None, self._aggregator.add, look)
         for happened in events:
             self._on_event(happened)
 
@@ -320,7 +320,7 @@ class RunMonitor:
         for made in self._steps.look(believed, trainers, now):
             logger.log(self._told_level, "Step #%d  loss = %.5f", made.step, made.loss, extra=SHOWN_LIVE)
             self._on_event(made)
-            self._painter.made.append(made)
+            self._aggregator.made.append(made)
 
     def _report_heldout(self, measured: Mapping[PeerId, HeldoutRecord]) -> None:
         """Report the measurements of evaluators; of several for one step, the first counts."""
@@ -332,7 +332,7 @@ class RunMonitor:
                     "Held-out loss %.4f, MLM accuracy %.1f%%, SOP accuracy %.1f%% at global step %d",
                     record.loss, 100 * record.mlm_accuracy, 100 * record.sop_accuracy, record.step, extra=SHOWN_LIVE,
                 )  # fmt: skip
-                self._painter.heldout[record.step] = record.loss
+                self._aggregator.heldout[record.step] = record.loss
                 self._on_event(HeldoutSeen(record.step, record.loss, record.mlm_accuracy, record.sop_accuracy))
 
 

@@ -1,4 +1,4 @@
-"""Makes the picture of a run from one look at what its peers have published, and keeps its history.
+"""Adds one look at what the peers of a run have published to what is known of it: its picture and its history.
 
 Pure, except that it hands what is new to the history, which writes it later.
 """
@@ -57,8 +57,8 @@ class Look:
     wall_time: float
 
 
-class Painter:
-    """Makes the pictures of one run.
+class Aggregator:
+    """Aggregates the looks at one run.
 
     Attributes:
         all_leaders: the whole leaderboard of the last picture; replaced, never changed.
@@ -118,8 +118,8 @@ class Painter:
         self._history.add_credit(self._credit.add_told(told.steps))
         self._history.add_peers(self._table.learn({peer.peer_id: peer.name for peer in told.peers}))
 
-    def paint(self, look: Look) -> tuple[RunPicture, list[Happened]]:
-        """The picture of a look, and what has happened since the last one."""
+    def add(self, look: Look) -> tuple[RunPicture, list[Happened]]:
+        """Add a look; returns the picture after it, and what has happened since the last one."""
         self.began_at = min(self.began_at, look.wall_time)
         credit, trained = self._credit, look.trained_lately
         accounts = {peer_id: account for peer_id, account in look.accounts.items() if peer_id in trained}
