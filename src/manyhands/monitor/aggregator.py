@@ -64,7 +64,7 @@ class Aggregator:
         all_leaders: the whole leaderboard of the last picture; replaced, never changed.
         made: steps whose metrics are complete since the last picture.
         heldout: likewise, held-out losses by step.
-        told: likewise, what other coordinators have told of the time before.
+        told: likewise, what each of other monitors has told of the time before.
         first_step: the first step that was seen since the start; 0 before it.
         silence_due_s: seconds from the last look until a peer counts as gone, if it stays silent.
     """
@@ -111,10 +111,13 @@ class Aggregator:
             self._behind, self._behind_since = 0, math.inf
 
     def _add_told(self, told: Told) -> None:
-        self._history.add_points(told.points, told.origin)
+        """Fill gaps with what another monitor has told; the events are those of the first one that knows of any."""
+        self._history.add_missing_points(told.points)
         self._first_step = None  # it may begin earlier now
         missed = [event for event in told.events if event.time > self._known_until]  # others are in the history already
-        self._history.add_events(missed, told.origin)
+        self._history.add_events(missed)
+        if told.events:
+            self._known_until = math.inf
         self._history.add_credit(self._credit.add_told(told.steps))
         self._history.add_peers(self._table.learn({peer.peer_id: peer.name for peer in told.peers}))
 

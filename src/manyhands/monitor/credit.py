@@ -42,16 +42,14 @@ class CreditedStep(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         after: the lineage that it led to, shortened.
-        num_signers: peers that have published its lists; 0 if another coordinator has told of it.
+        num_signers: peers that have published its lists; 0 if another monitor has told of it.
         shares: short ids and samples, as packed by :func:`manyhands.optim.metrics.packed`.
-        origin: the coordinator that told of it; empty if this one has seen it.
     """
 
     step: int
     after: bytes
     num_signers: int
     shares: bytes
-    origin: str = ""
 
 
 class Total(NamedTuple):
@@ -167,13 +165,13 @@ class Credit:
                 continue
             if (believed := published.believed(step, after, self._checked)) is None:
                 continue
-            if known is None or known.origin or believed.num_signers > known.num_signers:
+            if known is None or believed.num_signers > known.num_signers:
                 self._put(believed, changes)
         self._checked = {name: shares for name, shares in self._checked.items() if name in published.names}
         return changes
 
     def add_told(self, steps: Iterable[CreditedStep]) -> Changes:
-        """Credit what other coordinators have told, for steps before the newest one that this one has seen."""
+        """Credit what another monitor has told, for steps before the newest one that this one has seen."""
         changes, newest = Changes(), self.newest_step
         for step in steps:
             if self._final_step < step.step < newest and step.step not in self._steps and _is_list(step.shares):

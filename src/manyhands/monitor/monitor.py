@@ -22,7 +22,7 @@ from manyhands.base.text import counted
 from manyhands.dht import DhtNode
 from manyhands.monitor.aggregator import Aggregator, Look
 from manyhands.monitor.events import HeldoutSeen, MonitorEvent, ProgressMade
-from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
+from manyhands.monitor.exchange import Exchange, named_peers
 from manyhands.monitor.history import History
 from manyhands.monitor.peer_table import longest_silence_s
 from manyhands.monitor.picture import LeaderboardRow, RunPicture
@@ -61,8 +61,8 @@ TELL_PERIOD_S = 60.0
 
 CROWD_PERIOD_S = 1.5
 """Between two pictures, times how much larger than a crowd the run is: 7.5 s with 240 peers and more."""
-ASK_AFTER_S = 10.0
-"""Others are asked for what was before this long after the start: by then the steps of now have been seen."""
+ASK_PERIOD_S = 15.0
+"""Others are asked for what was before after this time, and again as long as none answers."""
 
 
 class WatchingPeer(Protocol):
@@ -164,7 +164,6 @@ class RunMonitor:
         self._exchange = Exchange(self._peer.presence, self._run_id, self.history)
         self._peer.presence.on_close.append(self._close)
         self._tasks.spawn(self._watch_forever(), name="watching the run")
-        self._tasks.spawn(self._exchange.publish_forever(), name="letting other monitors find this one")
         self._tasks.spawn(self._ask_others(), name="asking other monitors")
 
     async def _close(self) -> None:
@@ -173,26 +172,28 @@ class RunMonitor:
         await asyncio.get_running_loop().run_in_executor(None, self.history.close)
 
     async def _ask_others(self) -> None:
-        """Fetch what was before this monitor's time, once."""
-        while True:
-            await asyncio.sleep(ASK_AFTER_S)
+        """Fetch what was before this monitor's time, once, from each of the peers that were named to it."""
+        is_told = False
+        while not is_told:
+            await asyncio.sleep(ASK_PERIOD_S)
             before_step = self._aggregator.first_step
             if before_step == 1:
                 return  # it has seen all
-            try:
-                told = await self._exchange.ask(before_step, self._aggregator.began_at) if before_step > 1 else None
-            except ManyhandsError as error:
-                logger.debug("other monitors cannot be asked: %s", error)
-                told = None
-            if told is not None:
+            if before_step == 0:
+                continue  # it has seen nothing yet
+            for peer_id in named_peers(self._peer.presence, self._run_id):
+                try:
+                    told = await self._exchange.ask(peer_id, before_step, self._aggregator.began_at)
+                except ManyhandsError as error:
+                    logger.debug("peer %s has not told the history of the run: %s", peer_id, error)
+                    continue
+                is_told = True
                 self._aggregator.told.append(told)
                 logger.log(
                     self._told_level,
-                    "Other monitors have told %s and %s from before", counted(len(told.points), "point"),
+                    "Peer %s has told %s and %s from before", peer_id, counted(len(told.points), "point"),
                     counted(len(told.steps), "credited step"),
                 )  # fmt: skip
-                return
-            await asyncio.sleep(RETRY_PERIOD_S - ASK_AFTER_S)
 
     async def _watch_forever(self) -> None:
         while True:

@@ -56,6 +56,7 @@ def test_a_monitor_that_was_down_takes_only_the_events_of_that_time_from_others(
     history = open_history("run", tmp_path)
     aggregator = Aggregator("run", history)
     aggregator.told.append(Told(events=others))
+    aggregator.told.append(Told(events=[event(3.1, "while it was down, as another monitor has seen it")]))
     aggregator.add(look(0.0))
     history.flush()
     assert [found.text for found in history.events()] == ["while it was down", "seen by both", "long before"]
@@ -69,11 +70,12 @@ def test_a_history_that_begins_within_the_run_says_since_when_it_counts() -> Non
     for step in (7, 8):
         aggregator.made.append(StepMade(step, 1.0, 1, 64, 1.0))
         assert aggregator.add(look(float(step), step=step))[0].committed_since == WALL_S + 7.0
-    points = [Point(time=WALL_S - 100.0, step=1), Point(time=WALL_S - 50.0, step=2)]
-    aggregator.told.append(Told(points=points))
+    points = [Point(time=WALL_S - 50.0 * number, step=4 - number) for number in (1, 2, 3)]
+    aggregator.told += [Told(points=points[:2]), Told(points=points[1:])]
     assert aggregator.add(look(9.0, step=8))[0].committed_since == WALL_S + 7.0
     aggregator.made.append(StepMade(9, 1.0, 1, 64, 1.0))
     assert aggregator.add(look(9.0, step=9))[0].committed_since is None, "others have told of the first step"
+    assert [point.step for point in history.points()] == [1, 2, 3, 7, 8, 9], "each has filled a gap"
     history.close()
 
 
