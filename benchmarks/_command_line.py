@@ -84,6 +84,12 @@ def write_json(path: Path | None, results: list[dict[str, Any]]) -> None:
         path.write_text(json.dumps(results, indent=2) + "\n")
 
 
+def skip(reason: str) -> NoReturn:
+    """End a script that cannot measure anything here; that is no failure."""
+    print(f"skipped: {reason}", file=sys.stderr)
+    sys.exit(0)
+
+
 def run(main: Any) -> NoReturn:
     """Run a script; Ctrl-C prints one line and gives exit code 130."""
     try:

@@ -16,13 +16,12 @@ import contextlib
 import itertools
 import json
 import statistics
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from _allreduce_manyhands import System
-from _command_line import Parser, json_path, positive, positive_int, progress_of, run, write_json
+from _command_line import Parser, json_path, positive, positive_int, progress_of, run, skip, write_json
 from _star import Line, address_of, enter, star, why_not
 from _worker import Worker
 
@@ -158,7 +157,7 @@ def main() -> None:
     if options.rounds < 2 or options.peers < 2:
         parser.error("at least 2 peers and 2 rounds are needed; the first round does not count")
     if (reason := why_not()) is not None:
-        sys.exit(f"skipped: {reason}")
+        skip(reason)
     rows = []
     for loss in options.loss:
         rows += measure(options, loss)

@@ -1,6 +1,6 @@
 """What local steps cost in quality, and what they save in traffic.
 
-    python benchmarks/local_steps.py --json FILE [--quick] [--modes one,sync,...] [--jobs 2]
+    python benchmarks/local_steps.py [--json FILE] [--quick] [--modes one,sync,...] [--jobs 2]
                                      [--steps N] [--batch N] [--rate R]
 
 Four peers train a small ALBERT (masked words) and a tiny GPT on the text that comes with the recipe. They run in one
@@ -313,9 +313,9 @@ def rows_of(cases: Sequence[Case], num_jobs: int) -> Iterator[Row]:
         yield from pool.imap_unordered(computed, cases)
 
 
-def kept_rows(path: Path) -> list[Row]:
+def kept_rows(path: Path | None) -> list[Row]:
     """The rows of a file; none if it does not exist."""
-    return json.loads(path.read_text()) if path.exists() else []
+    return json.loads(path.read_text()) if path is not None and path.exists() else []
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
@@ -381,7 +381,7 @@ def chosen_models(text: str) -> list[str]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--json", type=json_path, metavar="FILE", required=True, help="rows; those in it are kept")
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="rows; those in it are kept")
     parser.add_argument("--quick", action="store_true", help="models of 0.1 million parameters, and one seed")
     parser.add_argument("--modes", type=chosen_modes, help="some of the above, separated by commas (default: all)")
     parser.add_argument("--models", type=chosen_models, default=list(MODELS), help="albert,gpt (default: both)")
@@ -410,7 +410,8 @@ def main() -> None:
         for number, row in enumerate(rows_of(cases, options.jobs), 1):
             shown.begin(f"{number} of {len(cases)}: {row['model']} {row['mode']} {row['H']}: {row['heldout_loss']:.4f}")
             rows.append(row)
-            write_rows(options.json, rows)
+            if options.json is not None:
+                write_rows(options.json, rows)
     print("\n".join(table(rows, size)))
 
 

@@ -23,13 +23,12 @@ import argparse
 import contextlib
 import itertools
 import json
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from _command_line import Parser, json_path, positive, positive_int, progress_of, run, write_json
+from _command_line import Parser, json_path, positive, positive_int, progress_of, run, skip, write_json
 from _star import Line, address_of, enter, star, why_not
 from _worker import Worker
 
@@ -182,7 +181,7 @@ def main() -> None:
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     if (reason := why_not()) is not None:
-        sys.exit(f"skipped: {reason}")
+        skip(reason)
     cases = list(itertools.product(options.codec, options.overlap))
     rows = []
     with progress_of(len(cases)) as steps:

@@ -2,10 +2,15 @@
 
     python benchmarks/overlap.py [--mb 64] [--codec none,int8] [--pauses 0,2] [--seconds 5] [--repeats 3] [--json FILE]
 
-The main thread trains, as in gil.py: ``large`` are matrix products, ``tiny`` thousands of small operations, as when a
-GPU waits for kernel launches. In a second thread an Averager makes round after round with a peer in another process,
-with a pause in between. Both processes share this machine's cores: on a machine with few of them, part of the slowdown
-comes from the other process.
+The main thread trains. In a second thread an Averager makes round after round with a peer in another process, with a
+pause in between. Both processes share this machine's cores: on a machine with few of them, part of the slowdown comes
+from the other process.
+
+Two loops, each on one core:
+
+  large  matrix products of 1024 x 1024 float32: most of the time is spent inside of torch, without the GIL
+  tiny   additions of 64 float32: most of the time is spent in Python, as when a GPU waits for kernel launches. A step
+         is 1000 of them
 
 The figures, medians over the repeats:
 
@@ -26,13 +31,13 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from _command_line import Parser, json_path, positive, positive_int, progress_of, run, write_json
 from _worker import Worker
-from gil import LOOPS, compared, median, train
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +45,7 @@ from manyhands import Averager, Peer
 from manyhands.averaging.config import AveragingConfig
 
 Row = dict[str, Any]
+Step = Callable[[], object]
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 RUN_ID = "overlap"
@@ -47,6 +53,8 @@ FLOAT_BYTES = 4
 MB = 10**6
 STEP_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 40.0
+SETTLE_S = 0.3  # from the start of the rounds to the first counted step
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # running, waiting for a core, time slices
 COLUMNS = ["loop", "codec", "pause_s", "rounds", "round_s", "averaging_share", "steps_per_s", "core_wait_s_per_s",
            "speed_kept", "speed_kept_less_core_wait"]  # fmt: skip
 
@@ -115,6 +123,67 @@ def averaging(here: Rounds, there: Worker, pause_s: float | None) -> Iterator[No
         there.call("join", timeout_s=END_TIMEOUT_S + 10)
 
 
+def large() -> Step:
+    """One matrix product."""
+    left, right, product = torch.rand(1024, 1024), torch.rand(1024, 1024), torch.empty(1024, 1024)
+    return lambda: torch.matmul(left, right, out=product)
+
+
+def tiny() -> Step:
+    """A thousand small additions."""
+    total, one = torch.zeros(64), torch.ones(64)
+
+    def step() -> None:
+        for _ in range(1000):
+            total.add_(one)
+
+    return step
+
+
+LOOPS = {"large": large, "tiny": tiny}
+
+
+def core_wait_s() -> float | None:
+    """Time for which this thread was ready while no core was free; None where unknown."""
+    try:
+        return int(SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return None
+
+
+def train(step: Step, seconds: float) -> Row:
+    """Run steps for ``seconds``."""
+    until = time.perf_counter() + SETTLE_S
+    while time.perf_counter() < until:
+        step()
+    waited_s, start, num_steps = core_wait_s(), time.perf_counter(), 0
+    while (passed_s := time.perf_counter() - start) < seconds:
+        step()
+        num_steps += 1
+    wait_share = (core_wait_s() - waited_s) / passed_s if waited_s is not None else None
+    return {
+        "steps_per_s": num_steps / passed_s,
+        "core_wait_s_per_s": wait_share,
+        "speed_kept": 1.0,
+        "speed_kept_less_core_wait": None if wait_share is None else 1.0,
+    }
+
+
+def compared(row: Row, idle: Row) -> Row:
+    """The row with its speed relative to that of an idle peer."""
+    kept = row["steps_per_s"] / idle["steps_per_s"]
+    if (wait_share := row["core_wait_s_per_s"]) is None:
+        return row | {"speed_kept": kept}
+    less_wait = kept * (1 - idle["core_wait_s_per_s"]) / (1 - wait_share)
+    return row | {"speed_kept": kept, "speed_kept_less_core_wait": less_wait}
+
+
+def median(values: list[float | None]) -> float | None:
+    """The median, or None where the machine does not report the value."""
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 3) if known else None
+
+
 def measure(options: argparse.Namespace, codec: str) -> list[Row]:
     """One row for each loop and pause."""
     torch.set_num_threads(1)
@@ -132,7 +201,7 @@ def measure(options: argparse.Namespace, codec: str) -> list[Row]:
                     what = "idle" if pause_s is None else f"a round every {pause_s:g} s"
                     steps.begin(f"{codec}, {loop} loop, {what}, {repeat + 1} of {options.repeats}")
                     with averaging(here, there, pause_s):
-                        row = train(step, None, options.seconds)
+                        row = train(step, options.seconds)
                     if here.failures:
                         raise SystemExit(f"a round failed: {here.failures[0]}")
                     seconds = here.seconds if pause_s is not None else []

@@ -58,7 +58,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from _command_line import Parser, json_path, positive, positive_int, progress_of, run, write_json
+from _command_line import Parser, json_path, positive, positive_int, progress_of, run, skip, write_json
 from _memory import free_at_once, peak_own_bytes, start_peak
 from _relay import Relay, RelayTunnel
 from _routers import Host, bridged, internet, public_ip
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
     if (reason := why_not()) is not None:
-        sys.exit(f"skipped: {reason}")
+        skip(reason)
     for number in SIGNALS:
         signal.signal(number, leave)
     rows: list[dict[str, Any]] = []

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from _command_line import Parser, json_path, positive, positive_int, progress_of, run, write_json
+from _command_line import Parser, json_path, positive, positive_int, progress_of, run, skip, write_json
 from _star import Line, address_of, enter, star, why_not
 from _worker import Worker
 
@@ -109,7 +108,7 @@ def main() -> None:
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
     if (why := why_not()) is not None:
-        sys.exit(f"skipped: {why}")
+        skip(why)
     steps = measure(options)
     for number, step in enumerate(steps, 1):
         outcome = "committed" if step["committed"] else step["reason"]

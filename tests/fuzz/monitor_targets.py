@@ -9,19 +9,16 @@ import msgspec
 
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ProtocolViolation
-from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
 from manyhands.monitor.credit import Credit, CreditedStep
 from manyhands.monitor.exchange import (
     HISTORY,
     HistoryRequest,
     HistoryResponse,
-    Told,
     ToldEvent,
     ToldPeer,
     ToldPoint,
     ToldStep,
-    merged,
 )
 from manyhands.optim.metrics import AccountRecord, CommittedStep, RecentSteps
 from tests.fuzz.target import Target, decoded
@@ -52,13 +49,9 @@ def _account(data: bytes) -> None:
 
 def _history_response(data: bytes) -> None:
     answer = decoded(data, HistoryResponse)
-    origin = PeerId("12D3KooW")
-    steps = [CreditedStep(step.step, step.after, 0, step.shares, origin) for step in answer.steps]
-    told = merged([Told(steps=steps, peers=answer.peers, origin=origin)])
-    assert told is not None
     credit = Credit()
     credit.look({peer_id: AccountRecord(steps=_made()) for peer_id in PEERS}, dict.fromkeys(PEERS, END), 0.0)
-    credit.add_told(told.steps)
+    credit.add_told(CreditedStep(step.step, step.after, 0, step.shares) for step in answer.steps)
     assert credit.num_samples >= 24
 
 

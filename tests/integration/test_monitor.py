@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from manyhands import Peer
+from manyhands.access import Charter, SignedCharter
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord, peer_key
+from manyhands.base.errors import Refused
+from manyhands.base.ticket import Ticket
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Happened, HeldoutSeen, MonitorEvent, ProgressMade, StepMade
+from manyhands.monitor.exchange import Exchange, named_peers
+from manyhands.monitor.history import History
+from manyhands.monitor.picture import Point
 from manyhands.optim.manifest import RunManifest, manifest_key
 from manyhands.optim.metrics import (
     AccountRecord,
@@ -23,6 +30,7 @@ from manyhands.optim.metrics import (
     metrics_key,
     publish_metrics,
 )
+from tests.network import identity_of
 from tests.waiting import wait_until
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -265,3 +273,25 @@ def test_a_monitor_through_which_two_swarms_of_one_name_meet_says_so_once(caplog
     assert "Two groups of peers train run run with different settings, and share no work" in line
     assert "64 at 1 peer" in line
     assert "32 at 1 peer" in line
+
+
+def test_a_monitor_learns_what_was_before_from_the_coordinator_of_the_charter(tmp_path: Path) -> None:
+    coordinator, owner, run_id = identity_of(92), identity_of(91), "run"
+    charter = SignedCharter.sign(owner, Charter(run_id, owner.peer_id, "open", [coordinator.peer_id], created_at=1.0))
+    charter.save(tmp_path / "charter")
+    history = History(run_id)
+    history.add_points([Point(time=1e9 + step, step=step, samples=8) for step in range(1, 6)])
+    with Peer(listen=[LOOPBACK], identity=coordinator) as first:
+        first.coordinate(tmp_path / "charter")
+        watching = RunMonitor(first, run_id, lambda event: None, history=history)
+        first.run(watching.start(), 5.0, "starting")
+        with Peer(first.addresses, listen=[LOOPBACK]) as other, Peer(other.addresses, listen=[LOOPBACK]) as late:
+            ticket = Ticket(run_id, (), charter=charter.digest)
+            late.run(late.presence.join_run(ticket, only_looks=True), 5.0, "joining")
+            asked = named_peers(late.presence, run_id)
+            assert asked == [coordinator.peer_id, owner.peer_id, other.peer_id]
+            exchange = Exchange(late.presence, run_id, History(run_id))
+            told = late.run(exchange.ask(asked[0], 4, 1e10), 10.0, "asking")
+            assert [point.step for point in told.points] == [1, 2, 3]
+            with pytest.raises(Refused):
+                late.run(exchange.ask(other.peer_id, 4, 1e10), 10.0, "asking")

@@ -63,8 +63,14 @@ class Watched:
         return self.monitor.picture
 
 
-def start_monitor(swarm: Swarm, name: str, begins_s: float = 0.0, history: History | None = None) -> Watched:
-    """Start a monitor; the first one is the peer that all others join."""
+def start_monitor(
+    swarm: Swarm, name: str, begins_s: float = 0.0, history: History | None = None, *, is_named: bool = True
+) -> Watched:
+    """Start a monitor; the first one is the peer that all others join.
+
+    Args:
+        is_named: it is an initial peer of all that start later.
+    """
     watched = Watched()
 
     async def program(host: Host) -> None:
@@ -73,7 +79,8 @@ def start_monitor(swarm: Swarm, name: str, begins_s: float = 0.0, history: Histo
         try:
             await presence.endpoint.listen([Address.of(host.ip, 0)])
             await join(presence.dht, swarm._initial_peers)
-            swarm._initial_peers.extend(presence.endpoint.addresses)
+            if is_named:
+                swarm._initial_peers.extend(presence.endpoint.addresses)
             monitor = RunMonitor(WatchingPeer(presence), "swarm", watched.events.append, history=history)
             watched.monitor = monitor
             await monitor.start()
@@ -150,15 +157,19 @@ def test_credit_equals_the_counts_of_the_trainers_with_one_killed_and_a_late_mon
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_monitor_that_tells_its_history_slowly_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    swarm, num_steps, honest = Swarm(seed=5), 20, Exchange._on_history
+def test_a_late_monitor_asks_its_initial_peers_one_of_which_never_ends_and_no_strangers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    swarm, num_steps, honest, asked = Swarm(seed=5), 20, Exchange._on_history, set[str]()
     monkeypatch.setattr(exchange_module, "ASK_TIMEOUT_S", 20.0)
-    start_monitor(swarm, "monitor")
-    liar = start_monitor(swarm, "liar", begins_s=0.5)
+    monitors = {"monitor": start_monitor(swarm, "monitor")}
+    monitors["slow"] = start_monitor(swarm, "slow", begins_s=0.5)
+    monitors["stranger"] = start_monitor(swarm, "stranger", begins_s=0.5, is_named=False)
 
     async def on_history(self: Exchange, remote: PeerId, request: HistoryRequest) -> HistoryResponse:
-        assert liar.monitor is not None
-        if self is liar.monitor._exchange and request.kind == "points" and request.before_step > 1:
+        (name,) = (name for name, watched in monitors.items() if watched.monitor and watched.monitor._exchange is self)
+        asked.add(name)
+        if name == "slow" and request.kind == "points" and request.before_step > 1:
             await asyncio.sleep(9.0)
             return HistoryResponse(points=[ToldPoint(1.0, request.before_step - 1, 1.0, None, 1, 1.0, 1, None, None)])
         return await honest(self, remote, request)
@@ -171,7 +182,8 @@ def test_a_monitor_that_tells_its_history_slowly_does_not_hold_up_the_others(mon
     assert late.monitor is not None
     points = {point.step: point for point in late.monitor.history.points()}
     assert points.keys() == set(range(1, num_steps + 1))
-    assert points[1].samples > 1, "of the two, the one that has told more is believed"
+    assert points[1].samples > 1, "an answer that is not complete does not count"
+    assert asked == {"monitor", "slow"}
 
 
 @pytest.mark.usefixtures("one_thread")

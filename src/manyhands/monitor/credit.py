@@ -42,16 +42,14 @@ class CreditedStep(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         after: the lineage that it led to, shortened.
-        num_signers: peers that have published its lists; 0 if another coordinator has told of it.
+        num_signers: peers that have published its lists; 0 if another monitor has told of it.
         shares: short ids and samples, as packed by :func:`manyhands.optim.metrics.packed`.
-        origin: the coordinator that told of it; empty if this one has seen it.
     """
 
     step: int
     after: bytes
     num_signers: int
     shares: bytes
-    origin: str = ""
 
 
 class Total(NamedTuple):
@@ -92,7 +90,6 @@ class Credit:
         self._num_shares = 0
         self._final_step = -1  # this step and those before it are in the totals, and their lists are not kept
         self._leading: tuple[int, bytes] | None = None
-        self._checked: dict[_Name, dict[bytes, int]] = {}  # lists that have been checked
         self._behind_since = math.inf
         self.version = 0
         """Grows with each change."""
@@ -165,15 +162,13 @@ class Credit:
                 known is not None and published.num_signers(step, after) <= known.num_signers
             ):
                 continue
-            if (believed := published.believed(step, after, self._checked)) is None:
-                continue
-            if known is None or known.origin or believed.num_signers > known.num_signers:
+            believed = published.believed(step, after)
+            if believed is not None and (known is None or believed.num_signers > known.num_signers):
                 self._put(believed, changes)
-        self._checked = {name: shares for name, shares in self._checked.items() if name in published.names}
         return changes
 
     def add_told(self, steps: Iterable[CreditedStep]) -> Changes:
-        """Credit what other coordinators have told, for steps before the newest one that this one has seen."""
+        """Credit what another monitor has told, for steps before the newest one that this one has seen."""
         changes, newest = Changes(), self.newest_step
         for step in steps:
             if self._final_step < step.step < newest and step.step not in self._steps and _is_list(step.shares):
@@ -240,10 +235,6 @@ class Credit:
         changes.removed.append(step)
 
 
-_Name = tuple[int, bytes, bytes]
-"""Number, lineage and digest of a list."""
-
-
 class _List(NamedTuple):
     """A list of a step that some peers have published.
 
@@ -275,11 +266,9 @@ class _Published:
 
     def __init__(self, accounts: Mapping[PeerId, AccountRecord]) -> None:
         self._made: defaultdict[tuple[int, bytes], list[tuple[PeerId, CommittedStep]]] = defaultdict(list)
-        self.names: set[_Name] = set()
         for peer_id, account in accounts.items():
             for made in account.steps:
                 self._made[made.step, made.after].append((peer_id, made))
-                self.names.add((made.step, made.after, made.digest))
         self._next: defaultdict[tuple[int, bytes], Counter[bytes]] = defaultdict(Counter)
         self._before: dict[tuple[int, bytes], bytes] = {}
         for (step, after), signed in self._made.items():
@@ -319,40 +308,33 @@ class _Published:
         """The most peers that a believed step could have."""
         return len(self._made[step, after])
 
-    def believed(self, step: int, after: bytes, checked: dict[_Name, dict[bytes, int]]) -> CreditedStep | None:
-        """The lists of a step that are believed, together; None if none is."""
-        believed: list[_List] = []
-        taken: set[bytes] = set()
-        for found in sorted(self._lists(step, after, checked), key=lambda found: found.order):
-            if believed and not (found.is_grid and believed[0].is_grid):
-                break
-            if not found.is_believable:
-                if not found.is_grid:
-                    break
-                continue
-            if taken.isdisjoint(found.shares):
-                believed.append(found)
-                taken |= found.shares.keys()
-        if not believed:
-            return None
-        shares = {peer: samples for found in believed for peer, samples in found.shares.items()}
-        return CreditedStep(step, after, sum(found.num_signers for found in believed), packed(shares))
+    def believed(self, step: int, after: bytes) -> CreditedStep | None:
+        """The lists of a step that are believed, together; None if none is.
 
-    def _lists(self, step: int, after: bytes, checked: dict[_Name, dict[bytes, int]]) -> Iterable[_List]:
+        They are the first in their order, and in a grid also those after it that name none of the same peers.
+        """
+        lists = sorted(self._lists(step, after), key=lambda found: found.order)
+        if lists:
+            lists = [found for found in lists if found.is_grid] if lists[0].is_grid else lists[:1]
+        num_signers, shares = 0, dict[bytes, int]()
+        for found in lists:
+            if found.is_believable and shares.keys().isdisjoint(found.shares):
+                num_signers += found.num_signers
+                shares |= found.shares
+        return CreditedStep(step, after, num_signers, packed(shares)) if num_signers else None
+
+    def _lists(self, step: int, after: bytes) -> Iterable[_List]:
         by_digest: defaultdict[bytes, list[tuple[PeerId, CommittedStep]]] = defaultdict(list)
         for peer_id, made in self._made[step, after]:
             by_digest[made.digest].append((peer_id, made))
         for digest, signed in by_digest.items():
-            name = (step, after, digest)
-            if name not in checked:
-                listed = next((made for _, made in signed if made.shares and made.has_true_digest()), None)
-                if listed is None:
-                    continue
-                checked[name] = unpacked(listed.shares)
-            shares = checked[name]
+            listed = next((made for _, made in signed if made.shares and made.has_true_digest()), None)
+            if listed is None:
+                continue
+            shares = unpacked(listed.shares)
             signers = [(peer_id, made) for peer_id, made in signed if short_id(peer_id) in shares]
             is_proven = len(shares) == 1 and any(made.is_proven_alone(peer_id) for peer_id, made in signers)
-            yield _List(shares, len(signers), len(signed), is_proven, signed[0][1].is_grid, digest)
+            yield _List(shares, len(signers), len(signed), is_proven, listed.is_grid, digest)
 
 
 def _most(counts: Mapping[bytes, int]) -> bytes:

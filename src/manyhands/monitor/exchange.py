@@ -1,47 +1,36 @@
-"""How a monitor that starts late gets the history of a run from other coordinators, and hands out its own.
+"""How a monitor that starts late gets the history of a run from others, and hands out its own.
 
-Monitors are found under a key of the DHT. What comes is the word of one coordinator: it only fills gaps before this
-monitor's own time, and a credited step counts if more than half of those that go back as far tell the same.
+It asks the peers that were named to it, and nobody else: the coordinators in the charter of the run, and its initial
+peers. It believes what they tell, but that only fills gaps before its own time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from manyhands.access.gate import RunGate
-from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, PeerIdText, readable_addresses
+from manyhands.averaging.messages import Count, PeerIdText
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManyhandsError, Refused
+from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
-from manyhands.dht import Schema
 from manyhands.monitor.credit import CreditedStep
 from manyhands.monitor.history import History
 from manyhands.monitor.picture import EventKind, Point, RunEvent
 from manyhands.optim.metrics import MAX_LISTS_BYTES, MAX_NAME
-from manyhands.optim.run.branches import voter_of
 from manyhands.peer import Presence
 from manyhands.rpc import Method
 from manyhands.rpc.frames import readable
 from manyhands.rpc.rate import Buckets
 
-logger = logging.getLogger(__name__)
-
-TTL_S = 120.0
-RENEW_S = 40.0
-MAX_ASKED = 5
 CALL_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 600.0
 """For the whole history of one monitor."""
-RETRY_PERIOD_S = 60.0
 MAX_POINTS = 2000
 """In one answer: 200 KB."""
 MAX_EVENTS = 500
@@ -49,7 +38,6 @@ MAX_PEERS = 4000
 MAX_STEPS = 1000
 MAX_LISTS = 256_000
 """Bytes of the lists in one answer."""
-MAX_PAGES = 2000
 REQUESTS_PER_S_OF_PEER = 2.0
 REQUESTS_PER_S = 10.0
 PAUSE_S = 1 / REQUESTS_PER_S_OF_PEER
@@ -58,13 +46,6 @@ MAX_TIME = 1e11
 
 Finite = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME)]
 K = TypeVar("K")
-
-
-class CoordinatorRecord(msgspec.Struct, frozen=True):
-    """A coordinator that watches the run; ``since`` when, in seconds since 1970."""
-
-    addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
-    since: Finite = 0.0
 
 
 class HistoryRequest(msgspec.Struct, frozen=True):
@@ -140,22 +121,23 @@ class HistoryResponse(msgspec.Struct, frozen=True):
 
 
 HISTORY = Method("monitor.history", HistoryRequest, HistoryResponse)
-COORDINATORS = Schema(CoordinatorRecord, is_owned=True, max_ttl_s=10 * TTL_S)
-
-
-def coordinators_key(run_id: str) -> str:
-    """The DHT key under which the monitors of a run are found."""
-    return f"{run_id}.monitors"
 
 
 class Told(msgspec.Struct):
-    """What other coordinators have told."""
+    """What another monitor has told."""
 
     points: list[Point] = []
     steps: list[CreditedStep] = []
     events: list[RunEvent] = []
     peers: list[ToldPeer] = []
-    origin: str = ""
+
+
+def named_peers(presence: Presence, run_id: str) -> list[PeerId]:
+    """The peers that a monitor asks: the coordinators in the charter of the run, and its own initial peers."""
+    members = presence.members.get(run_id)
+    coordinators = members.charter.coordinators if members is not None else ()
+    named = dict.fromkeys([*coordinators, *sorted(presence.dht.initial_peers())])
+    return [peer_id for peer_id in named if peer_id != presence.peer_id]
 
 
 class Exchange:
@@ -169,12 +151,9 @@ class Exchange:
         self._presence = presence
         self._gate = RunGate(presence.endpoint, run_id, for_observers=True)
         self._method = RunEndpoint(presence.endpoint, run_id).method(HISTORY)
-        self._key = coordinators_key(run_id)
         self._history = history
-        self._since = presence.wall_clock()
         self._of_peer = Buckets(REQUESTS_PER_S_OF_PEER)
         self._of_all = Buckets(REQUESTS_PER_S)
-        presence.dht.declare(self._key, COORDINATORS)
         presence.endpoint.handle(self._method, self._on_history, self._gate.check)
 
     def close(self) -> None:
@@ -209,62 +188,36 @@ class Exchange:
             steps.append(ToldStep(step.step, step.after, step.shares))
         return HistoryResponse(steps=steps)
 
-    async def publish_forever(self) -> None:
-        """Let other monitors find this one."""
-        endpoint = self._presence.endpoint
-        while True:
-            addresses = [str(address) for address in endpoint.addresses[:MAX_ADDRESSES]]
-            value = msgspec.to_builtins(CoordinatorRecord(addresses, self._since))
-            try:
-                await self._presence.dht.store(self._key, value, TTL_S, subkey=self._presence.peer_id)
-            except ManyhandsError as error:
-                logger.debug("other monitors cannot find this one: %s", error)
-            await asyncio.sleep(RENEW_S)
-
     # ask
 
-    async def ask(self, before_step: int, before: float) -> Told | None:
-        """Ask other coordinators for what was before; None if there are none, or none answers.
+    async def ask(self, peer_id: PeerId, before_step: int, before: float) -> Told:
+        """Ask a peer for what was before.
 
         Args:
             before_step: the first step that this monitor has seen; ``before``: the time.
+        Raises:
+            ManyhandsError: it has not told all; it may watch no run.
         """
-        found = await self._presence.dht.get(self._key)
-        others: dict[PeerId, CoordinatorRecord] = {}
-        for subkey, stored in found.items():
-            if stored.owner == subkey != self._presence.peer_id:
-                record = COORDINATORS.decode(stored.raw)
-                self._presence.endpoint.learn(PeerId(subkey), readable_addresses(record.addresses))
-                others[PeerId(subkey)] = record
-        asked = chosen(others, self._presence.rng)
-        answers = await asyncio.gather(*(self._ask_one(peer_id, before_step, before) for peer_id in asked))
-        return merged([answer for answer in answers if answer is not None])
-
-    async def _ask_one(self, peer_id: PeerId, before_step: int, before: float) -> Told | None:
-        told = Told(origin=peer_id)
-        try:
-            async with time_limit(ASK_TIMEOUT_S, f"for the history that {peer_id} has"):
-                answer = await self._call(peer_id, HistoryRequest("events", before=before))
-                told.events = [_readable(event) for event in answer.events if event.time < before]
-                told.peers = (await self._call(peer_id, HistoryRequest("peers"))).peers
-                await self._pages(peer_id, "points", before_step, told)
-                await self._pages(peer_id, "steps", before_step, told)
-        except ManyhandsError as error:
-            logger.info("monitor %s has not sent the history of the run: %s", peer_id, error)
-            return told if told.points else None
+        told = Told()
+        async with time_limit(ASK_TIMEOUT_S, f"for the history that {peer_id} has"):
+            answer = await self._call(peer_id, HistoryRequest("events", before=before))
+            told.events = [_readable(event) for event in answer.events if event.time < before]
+            told.peers = (await self._call(peer_id, HistoryRequest("peers"))).peers
+            await self._ask_pages(peer_id, "points", before_step, told)
+            await self._ask_pages(peer_id, "steps", before_step, told)
         return told
 
-    async def _pages(self, peer_id: PeerId, kind: Literal["points", "steps"], before_step: int, told: Told) -> None:
+    async def _ask_pages(self, peer_id: PeerId, kind: Literal["points", "steps"], before_step: int, told: Told) -> None:
         num_bytes = 0
-        for _ in range(MAX_PAGES):
+        while num_bytes <= MAX_TOLD_BYTES:
             answer = await self._call(peer_id, HistoryRequest(kind, before_step))
             page: Sequence[ToldPoint | ToldStep] = answer.points if kind == "points" else answer.steps
             numbers = [entry.step for entry in page]
-            num_bytes += sum(len(step.shares) + 64 for step in answer.steps) + 128 * len(answer.points)
-            if not numbers or max(numbers) >= before_step or num_bytes > MAX_TOLD_BYTES:
+            if not numbers or max(numbers) >= before_step:
                 return
             told.points += [_untold(point) for point in answer.points]
-            told.steps += [CreditedStep(step.step, step.after, 0, step.shares, peer_id) for step in answer.steps]
+            told.steps += [CreditedStep(step.step, step.after, 0, step.shares) for step in answer.steps]
+            num_bytes += sum(len(step.shares) + 64 for step in answer.steps) + 128 * len(answer.points)
             before_step = min(numbers)
             await asyncio.sleep(PAUSE_S)
 
@@ -273,41 +226,6 @@ class Exchange:
         return await self._gate.through(
             peer_id, CALL_TIMEOUT_S, lambda left_s: call(peer_id, self._method, request, left_s)
         )
-
-
-def chosen(others: Mapping[PeerId, CoordinatorRecord], rng: random.Random) -> list[PeerId]:
-    """Which coordinators to ask: the one that says it is oldest, and others at random; one of each network.
-
-    So those that lie about their age, or have many ids in one place, cannot take all seats.
-    """
-    oldest_first = sorted(others, key=lambda peer_id: (others[peer_id].since, peer_id))
-    of_network = {voter_of(peer_id, others[peer_id].addresses): peer_id for peer_id in reversed(oldest_first)}
-    oldest, rest = oldest_first[:1], [peer_id for peer_id in of_network.values() if peer_id not in oldest_first[:1]]
-    return oldest + rng.sample(rest, min(MAX_ASKED - 1, len(rest)))
-
-
-def merged(answers: Sequence[Told]) -> Told | None:
-    """What to believe of several answers; None without any.
-
-    The credited steps that more than half tell alike of the coordinators whose history reaches back to them; points,
-    events and names of the one that has most.
-    """
-    if not answers:
-        return None
-    most = max(answers, key=lambda told: (len(told.points), told.origin))
-    votes: defaultdict[int, Counter[tuple[bytes, bytes]]] = defaultdict(Counter)
-    tellers: dict[tuple[int, bytes, bytes], str] = {}
-    for told in answers:
-        for step in {step.step: step for step in told.steps}.values():
-            votes[step.step][step.after, step.shares] += 1
-            tellers.setdefault((step.step, step.after, step.shares), told.origin)
-    begins = [min(step.step for step in told.steps) for told in answers if told.steps]
-    steps = []
-    for number, counts in votes.items():
-        (after, shares), count = counts.most_common(1)[0]
-        if 2 * count > sum(begin <= number for begin in begins):
-            steps.append(CreditedStep(number, after, 0, shares, tellers[number, after, shares]))
-    return Told(most.points, steps, most.events, most.peers, most.origin)
 
 
 def _told(entry: Point | RunEvent, kind: Callable[..., K]) -> K:

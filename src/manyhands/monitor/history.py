@@ -16,7 +16,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -30,7 +30,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
+SCHEMA = 2
 WRITE_PERIOD_S = 1.0
 RETRY_PERIOD_S = 10.0
 BUSY_TIMEOUT_S = 1.0
@@ -43,19 +43,17 @@ _TABLES = """
 CREATE TABLE meta (run_id TEXT NOT NULL, unit TEXT NOT NULL);
 CREATE TABLE points (
     step INTEGER PRIMARY KEY, time REAL NOT NULL, loss REAL, heldout_loss REAL, samples INTEGER NOT NULL,
-    samples_per_second REAL NOT NULL, peers INTEGER NOT NULL, learning_rate REAL, bytes_sent INTEGER,
-    origin TEXT NOT NULL);
+    samples_per_second REAL NOT NULL, peers INTEGER NOT NULL, learning_rate REAL, bytes_sent INTEGER);
 CREATE INDEX points_by_time ON points (time);
 CREATE TABLE steps (
-    step INTEGER PRIMARY KEY, after BLOB NOT NULL, num_signers INTEGER NOT NULL, shares BLOB NOT NULL,
-    origin TEXT NOT NULL);
+    step INTEGER PRIMARY KEY, after BLOB NOT NULL, num_signers INTEGER NOT NULL, shares BLOB NOT NULL);
 CREATE TABLE settled (peer BLOB PRIMARY KEY, samples INTEGER NOT NULL, rounds INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE peers (
     peer BLOB PRIMARY KEY, peer_id TEXT NOT NULL, name TEXT NOT NULL, since REAL NOT NULL, since_step INTEGER NOT NULL,
     began_at REAL NOT NULL, last_seen REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE events (
     id INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL, step INTEGER NOT NULL,
-    peer_id TEXT NOT NULL, name TEXT NOT NULL, origin TEXT NOT NULL);
+    peer_id TEXT NOT NULL, name TEXT NOT NULL);
 CREATE INDEX events_by_time ON events (time);
 """
 _POINT = "step, time, loss, heldout_loss, samples, samples_per_second, peers, learning_rate, bytes_sent"
@@ -86,7 +84,7 @@ class History:
     Args:
         path: of the file, created if missing; None keeps all in memory.
     Raises:
-        ConfigError: the file is of another run or of a newer version, or cannot be used.
+        ConfigError: the file is of another run or of another version, or cannot be used.
     """
 
     def __init__(self, run_id: str, path: Path | None = None) -> None:
@@ -115,10 +113,10 @@ class History:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=NORMAL")
             (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version > SCHEMA:
+            if version not in (0, SCHEMA):
                 raise ConfigError(
-                    f"the history in {path} was written by a newer version of manyhands; upgrade this one, or name "
-                    "another --state-dir"
+                    f"the history in {path} was written by another version of manyhands; use that one, or name another "
+                    "--state-dir"
                 )
             if version == 0:
                 with connection:
@@ -147,7 +145,7 @@ class History:
         limit = max(limit, 1)
         with self._using:
             with self._changing:
-                unwritten = [point for point, _ in self._new.points.values() if point.time >= since]
+                unwritten = [point for point in self._new.points.values() if point.time >= since]
             rows = self._connection.execute(
                 f"SELECT {_POINT} FROM points WHERE time >= ? ORDER BY time LIMIT ?", (since, limit + 1)
             ).fetchall()
@@ -183,9 +181,7 @@ class History:
         with self._using:
             with self._changing:
                 unwritten = {
-                    number: point
-                    for number, (point, _) in self._new.points.items()
-                    if number > step and point.time >= since
+                    number: point for number, point in self._new.points.items() if number > step and point.time >= since
                 }
             rows = self._connection.execute(
                 f"SELECT {_POINT} FROM points WHERE step > ? AND +time >= ? ORDER BY step LIMIT ?", (step, since, limit)
@@ -197,7 +193,7 @@ class History:
         """The last events before a time, the newest first."""
         with self._using:
             with self._changing:
-                unwritten = [event for event, _ in reversed(self._new.events) if event.time < before][:limit]
+                unwritten = [event for event in reversed(self._new.events) if event.time < before][:limit]
             rows = self._connection.execute(
                 f"SELECT {_EVENT} FROM events WHERE time < ? ORDER BY time DESC, id DESC LIMIT ?", (before, limit)
             ).fetchall()
@@ -212,7 +208,7 @@ class History:
         """
         with self._using:
             rows = self._connection.execute(
-                "SELECT step, after, num_signers, shares, origin FROM steps WHERE step < ? ORDER BY step DESC LIMIT ?",
+                "SELECT step, after, num_signers, shares FROM steps WHERE step < ? ORDER BY step DESC LIMIT ?",
                 (2**62 if before is None else before, -1 if limit is None else limit),
             ).fetchall()
         return [CreditedStep(*row) for row in rows]
@@ -242,16 +238,20 @@ class History:
 
     # write
 
-    def add_points(self, points: Iterable[Point], origin: str = "") -> None:
-        """Write points in the place of those of the same steps; those that another coordinator told only fill gaps.
-
-        Args:
-            origin: the peer id of that coordinator; empty for what this one has seen.
-        """
+    def add_points(self, points: Iterable[Point]) -> None:
+        """Write points in the place of those of the same steps."""
         with self._changing:
-            for point in points:
-                if not origin or point.step not in self._new.points:
-                    self._new.points[point.step] = (point, origin)
+            self._new.points.update({point.step: point for point in points})
+
+    def add_missing_points(self, points: Iterable[Point]) -> None:
+        """Write points of steps that have none, at once; they are lost if the file cannot be written now."""
+        self.flush()
+        with self._using:
+            try:
+                with self._connection:
+                    _insert_points(self._connection, "IGNORE", points)
+            except sqlite3.Error as error:
+                self._failed(error)
 
     def remove_points_after(self, step: int) -> None:
         """The run has gone back: forget the later points."""
@@ -283,10 +283,10 @@ class History:
         with self._changing:
             self._new.peers.update(dict.fromkeys(peers))
 
-    def add_events(self, events: Iterable[RunEvent], origin: str = "") -> None:
+    def add_events(self, events: Iterable[RunEvent]) -> None:
         """Write events."""
         with self._changing:
-            self._new.events.extend((event, origin) for event in events)
+            self._new.events.extend(events)
             del self._new.events[:-MAX_UNWRITTEN]
 
     def flush(self) -> bool:
@@ -339,14 +339,14 @@ class _Unwritten:
     """What is not written yet, each row in its last version."""
 
     def __init__(self) -> None:
-        self.points: dict[int, tuple[Point, str]] = {}
+        self.points: dict[int, Point] = {}
         self.points_until: int | None = None  # later ones are deleted first
         self.unit: Unit | None = None
         self.steps: dict[int, CreditedStep | None] = {}
         self.settled: dict[bytes, Total] = {}  # what is added to the totals
         self.settled_until = -1  # this step and those before it are in the totals, and are deleted
         self.peers: dict[bytes, SeenPeer | None] = {}  # None: to be deleted
-        self.events: list[tuple[RunEvent, str]] = []
+        self.events: list[RunEvent] = []
 
     @property
     def is_empty(self) -> bool:
@@ -392,22 +392,13 @@ class _Unwritten:
             connection.execute("DELETE FROM points WHERE step > ?", (self.points_until,))
         if self.unit is not None:
             connection.execute("UPDATE meta SET unit = ?", (self.unit,))
-        marks = ", ".join("?" * 10)
-        for verb, is_told in (("REPLACE", False), ("IGNORE", True)):
-            connection.executemany(
-                f"INSERT OR {verb} INTO points ({_POINT}, origin) VALUES ({marks})",
-                [(*_row(point), origin) for point, origin in self.points.values() if bool(origin) == is_told],
-            )
+        _insert_points(connection, "REPLACE", self.points.values())
         gone = [(number,) for number, step in self.steps.items() if step is None]
         connection.executemany("DELETE FROM steps WHERE step = ?", gone)
         connection.execute("DELETE FROM steps WHERE step <= ?", (self.settled_until,))
         connection.executemany(
-            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
-            [
-                (step.step, step.after, step.num_signers, step.shares, step.origin)
-                for step in self.steps.values()
-                if step is not None
-            ],
+            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)",
+            [msgspec.structs.astuple(step) for step in self.steps.values() if step is not None],
         )
         connection.executemany(
             "INSERT INTO settled VALUES (?, ?, ?) ON CONFLICT (peer) DO UPDATE SET "
@@ -422,11 +413,8 @@ class _Unwritten:
         connection.executemany("DELETE FROM peers WHERE peer = ?", forgotten)
         if self.events:
             connection.executemany(
-                f"INSERT INTO events ({_EVENT}, origin) VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (event.time, event.kind, event.text, event.step, event.peer_id, event.name, origin)
-                    for event, origin in self.events
-                ],
+                f"INSERT INTO events ({_EVENT}) VALUES (?, ?, ?, ?, ?, ?)",
+                [_row(event, _EVENT) for event in self.events],
             )
             connection.execute("DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (MAX_EVENTS,))
 
@@ -453,8 +441,15 @@ def history_path(state_dir: Path, run_id: str) -> Path:
     return state_dir / f"history-{name}.db"
 
 
-def _row(point: Point) -> tuple[object, ...]:
-    return tuple(getattr(point, name) for name in _POINT.split(", "))
+def _insert_points(connection: sqlite3.Connection, verb: Literal["REPLACE", "IGNORE"], points: Iterable[Point]) -> None:
+    marks = ", ".join("?" * len(_POINT.split(", ")))
+    connection.executemany(
+        f"INSERT OR {verb} INTO points ({_POINT}) VALUES ({marks})", [_row(point, _POINT) for point in points]
+    )
+
+
+def _row(entry: Point | RunEvent, columns: str) -> tuple[object, ...]:
+    return tuple(getattr(entry, name) for name in columns.split(", "))
 
 
 def _point(row: Sequence[object]) -> Point:

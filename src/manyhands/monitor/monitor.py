@@ -20,10 +20,10 @@ from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode
+from manyhands.monitor.aggregator import Aggregator, Look
 from manyhands.monitor.events import HeldoutSeen, MonitorEvent, ProgressMade
-from manyhands.monitor.exchange import RETRY_PERIOD_S, Exchange
+from manyhands.monitor.exchange import Exchange, named_peers
 from manyhands.monitor.history import History
-from manyhands.monitor.painter import Look, Painter
 from manyhands.monitor.peer_table import longest_silence_s
 from manyhands.monitor.picture import LeaderboardRow, RunPicture
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
@@ -61,8 +61,8 @@ TELL_PERIOD_S = 60.0
 
 CROWD_PERIOD_S = 1.5
 """Between two pictures, times how much larger than a crowd the run is: 7.5 s with 240 peers and more."""
-ASK_AFTER_S = 10.0
-"""Others are asked for what was before this long after the start: by then the steps of now have been seen."""
+ASK_PERIOD_S = 15.0
+"""Others are asked for what was before after this time, and again as long as none answers."""
 
 
 class WatchingPeer(Protocol):
@@ -132,7 +132,7 @@ class RunMonitor:
         self._tasks = TaskOwner("monitor")
         self.history = history or History(self._run_id)
         self.picture: RunPicture | None = None
-        self._painter = Painter(self._run_id, self.history)
+        self._aggregator = Aggregator(self._run_id, self.history)
         self._tell_of_nobody_at = -math.inf
         self._notice = StrandedNotice(run_id)
         self._are_others_told = False
@@ -145,7 +145,7 @@ class RunMonitor:
         self._last_progress: tuple[int, Progress] | None = None
         self._progress: Progress | None = None  # of the last look
         self._target = 0
-        self._painted_at = -math.inf
+        self._aggregated_at = -math.inf
         self._log = ProgressLog()
 
     @property
@@ -155,7 +155,7 @@ class RunMonitor:
 
     def leader_of(self, peer_id: str) -> LeaderboardRow | None:
         """The row of the leaderboard with this peer, whatever its rank; None for an unknown peer. From any thread."""
-        return next((leader for leader in self._painter.all_leaders if peer_id in leader.peer_ids), None)
+        return next((leader for leader in self._aggregator.all_leaders if peer_id in leader.peer_ids), None)
 
     async def start(self) -> None:
         """Start watching; ends when the peer is closed."""
@@ -164,7 +164,6 @@ class RunMonitor:
         self._exchange = Exchange(self._peer.presence, self._run_id, self.history)
         self._peer.presence.on_close.append(self._close)
         self._tasks.spawn(self._watch_forever(), name="watching the run")
-        self._tasks.spawn(self._exchange.publish_forever(), name="letting other monitors find this one")
         self._tasks.spawn(self._ask_others(), name="asking other monitors")
 
     async def _close(self) -> None:
@@ -173,34 +172,36 @@ class RunMonitor:
         await asyncio.get_running_loop().run_in_executor(None, self.history.close)
 
     async def _ask_others(self) -> None:
-        """Fetch what was before this monitor's time, once."""
-        while True:
-            await asyncio.sleep(ASK_AFTER_S)
-            before_step = self._painter.first_step
+        """Fetch what was before this monitor's time, once, from each of the peers that were named to it."""
+        is_told = False
+        while not is_told:
+            await asyncio.sleep(ASK_PERIOD_S)
+            before_step = self._aggregator.first_step
             if before_step == 1:
                 return  # it has seen all
-            try:
-                told = await self._exchange.ask(before_step, self._painter.began_at) if before_step > 1 else None
-            except ManyhandsError as error:
-                logger.debug("other monitors cannot be asked: %s", error)
-                told = None
-            if told is not None:
-                self._painter.told.append(told)
+            if before_step == 0:
+                continue  # it has seen nothing yet
+            for peer_id in named_peers(self._peer.presence, self._run_id):
+                try:
+                    told = await self._exchange.ask(peer_id, before_step, self._aggregator.began_at)
+                except ManyhandsError as error:
+                    logger.debug("peer %s has not told the history of the run: %s", peer_id, error)
+                    continue
+                is_told = True
+                self._aggregator.told.append(told)
                 logger.log(
                     self._told_level,
-                    "Other monitors have told %s and %s from before", counted(len(told.points), "point"),
+                    "Peer %s has told %s and %s from before", peer_id, counted(len(told.points), "point"),
                     counted(len(told.steps), "credited step"),
                 )  # fmt: skip
-                return
-            await asyncio.sleep(RETRY_PERIOD_S - ASK_AFTER_S)
 
     async def _watch_forever(self) -> None:
         while True:
             delay_s = self._refresh_s
             try:
                 delay_s = await self._look()
-                await self._paint()
-                delay_s = min(delay_s, max(self._painter.silence_due_s, SILENCE_STEP_S))
+                await self._aggregate()
+                delay_s = min(delay_s, max(self._aggregator.silence_due_s, SILENCE_STEP_S))
             except ManyhandsError as error:
                 logger.warning("cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)
@@ -236,7 +237,7 @@ class RunMonitor:
             self._report_progress(leading.step, target, progress, delay_s)
             self._last_progress = (leading.step, progress)
         if leading.step + 1 < self._steps.newest_step:  # the run was begun anew, or resumed from a checkpoint
-            self._painter.restarted(self._steps.newest_step, leading.step, self._peer.presence.wall_clock())
+            self._aggregator.restarted(self._steps.newest_step, leading.step, self._peer.presence.wall_clock())
             logger.log(
                 self._told_level,
                 "The run goes on from step %d: the newest one here was #%d. It was begun anew, or from a checkpoint",
@@ -284,10 +285,10 @@ class RunMonitor:
             self._report_steps(dict(metrics.items() - self._stale), trainers)
             self._report_heldout(dict(measured.items() - self._stale))
 
-    async def _paint(self) -> None:
-        """Make a picture of the last look, and show it; in a crowd less often, as each takes longer."""
+    async def _aggregate(self) -> None:
+        """Add what was read to the picture and the history; in a crowd less often, as that takes longer."""
         crowd = crowd_factor(len(self._reader.observed())) - 1
-        if asyncio.get_running_loop().time() < self._painted_at + CROWD_PERIOD_S * crowd:
+        if asyncio.get_running_loop().time() < self._aggregated_at + CROWD_PERIOD_S * crowd:
             return
         accounts = await read_metrics(self._peer.dht, self._run_id, AccountRecord)
         now, presence = asyncio.get_running_loop().time(), self._peer.presence
@@ -302,9 +303,9 @@ class RunMonitor:
             now=now,
             wall_time=presence.wall_clock(),
         )
-        self._painted_at = now
+        self._aggregated_at = now
         loop = asyncio.get_running_loop()  # in the executor: with thousands of peers it takes a quarter of a second
-        self.picture, events = await loop.run_in_executor(None, self._painter.paint, look)
+        self.picture, events = await loop.run_in_executor(None, self._aggregator.add, look)
         for happened in events:
             self._on_event(happened)
 
@@ -320,7 +321,7 @@ class RunMonitor:
         for made in self._steps.look(believed, trainers, now):
             logger.log(self._told_level, "Step #%d  loss = %.5f", made.step, made.loss, extra=SHOWN_LIVE)
             self._on_event(made)
-            self._painter.made.append(made)
+            self._aggregator.made.append(made)
 
     def _report_heldout(self, measured: Mapping[PeerId, HeldoutRecord]) -> None:
         """Report the measurements of evaluators; of several for one step, the first counts."""
@@ -332,7 +333,7 @@ class RunMonitor:
                     "Held-out loss %.4f, MLM accuracy %.1f%%, SOP accuracy %.1f%% at global step %d",
                     record.loss, 100 * record.mlm_accuracy, 100 * record.sop_accuracy, record.step, extra=SHOWN_LIVE,
                 )  # fmt: skip
-                self._painter.heldout[record.step] = record.loss
+                self._aggregator.heldout[record.step] = record.loss
                 self._on_event(HeldoutSeen(record.step, record.loss, record.mlm_accuracy, record.sop_accuracy))
 
 

@@ -117,7 +117,7 @@ def test_a_liar_cannot_take_steps_that_only_other_monitors_have_seen() -> None:
         if reached.step == 1:
             old = liar.steps[PeerId("c")].listed()
     look(credit, peers)
-    credit.add_told([CreditedStep(1, old[0].after, 0, packed({short_id(PeerId("a")): 8}), "other")])
+    credit.add_told([CreditedStep(1, old[0].after, 0, packed({short_id(PeerId("a")): 8}))])
     credit.look(peers.accounts | {PeerId("c"): AccountRecord(step=9, steps=old)}, peers.positions, 1.0)
     assert (samples_of(credit, "a"), samples_of(credit, "c")) == (8 + 8 * NUM_STEPS, 0)
 
@@ -286,8 +286,8 @@ def test_what_others_tell_only_fills_gaps() -> None:
         peers.commit({"a": 1, "b": 2})
     look(credit, peers)
     assert credit.num_samples == 3 * NUM_STEPS
-    told = [CreditedStep(step, b"x" * 8, 0, packed({b"a" * 8: 50}), "other") for step in (1, 5, 99)]
-    changes = credit.add_told([*told, CreditedStep(0, b"x" * 8, 0, b"broken", "other")])
+    told = [CreditedStep(step, b"x" * 8, 0, packed({b"a" * 8: 50})) for step in (1, 5, 99)]
+    changes = credit.add_told([*told, CreditedStep(0, b"x" * 8, 0, b"broken")])
     assert [step.step for step in changes.put] == [1]
     assert credit.num_samples == 3 * NUM_STEPS + 50
 

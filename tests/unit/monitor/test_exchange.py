@@ -1,71 +1,32 @@
-"""What a monitor believes of what other coordinators tell."""
+"""Whom a monitor asks for the history, and answers that it refuses."""
 
 from __future__ import annotations
 
-import random
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
-from manyhands.base.identity import PeerId
-from manyhands.monitor.credit import CreditedStep
-from manyhands.monitor.exchange import MAX_ASKED, CoordinatorRecord, HistoryResponse, Told, chosen, merged
-from manyhands.monitor.picture import Point
-from manyhands.optim.metrics import packed
+from manyhands.monitor.exchange import HistoryResponse, named_peers
 
 
-def step(number: int, samples: int, origin: str) -> CreditedStep:
-    return CreditedStep(number, b"lineage!", 0, packed({b"a" * 8: samples}), origin)
-
-
-def told(origin: str, *samples: int) -> Told:
-    points = [Point(time=1.0, step=number) for number in range(len(samples))]
-    return Told(points, [step(number, n, origin) for number, n in enumerate(samples)], origin=origin)
-
-
-def test_one_coordinator_is_believed_and_named() -> None:
-    found = merged([told("one", 5, 6)])
-    assert found is not None
-    assert [(entry.step, entry.origin) for entry in found.steps] == [(0, "one"), (1, "one")]
-    assert found.origin == "one"
-    assert merged([]) is None
-
-
-def test_of_several_a_majority_must_tell_the_same() -> None:
-    found = merged([told("one", 5, 6, 7), told("two", 5, 6), told("liar", 5, 999, 999, 999)])
-    assert found is not None
-    assert sorted(found.steps, key=lambda entry: entry.step)[:2] == [step(0, 5, "one"), step(1, 6, "one")]
-    assert len(found.steps) == 2
-    assert merged([told("one", 5), told("two", 6)]).steps == []  # type: ignore[union-attr]
-
-
-def test_a_monitor_that_came_later_has_no_say_in_what_was_before() -> None:
-    whole = told("one", 5, 6, 7)
-    later = Told(steps=[step(2, 7, "two")], origin="two")
-    found = merged([whole, later, Told(origin="three")])
-    assert found is not None
-    assert [(entry.step, entry.origin) for entry in found.steps] == [(0, "one"), (1, "one"), (2, "one")]
-
-
-def test_those_that_claim_to_be_oldest_do_not_take_all_seats() -> None:
-    def coordinators(name: str, network: str, number: int, since: float) -> dict[PeerId, CoordinatorRecord]:
-        return {
-            PeerId(f"{name} {place}"): CoordinatorRecord([f"/ip4/{network.format(place)}/tcp/1"], since)
-            for place in range(number)
-        }
-
-    honest = coordinators("honest", "45.{}.1.1", 5, 1000.0)
-    in_one_place = coordinators("liar", "46.1.1.{}", 50, 0.0)
-    asked = chosen(honest | in_one_place, random.Random(1))
-    assert len(asked) == MAX_ASKED
-    assert sum(peer_id in honest for peer_id in asked) == MAX_ASKED - 1
-    everywhere = coordinators("liar", "46.{}.1.1", 5, 0.0)
-    counts = [
-        sum(peer_id in honest for peer_id in chosen(honest | everywhere, random.Random(seed))) for seed in range(100)
-    ]
-    assert sum(count >= 2 for count in counts) > 70
-    assert chosen(honest, random.Random(1))[0] == "honest 0"
-    assert chosen({}, random.Random(1)) == []
+@pytest.mark.parametrize(
+    ("coordinators", "initial_peers", "asked"),
+    [
+        ([], [], []),
+        ([], ["b", "own", "a"], ["a", "b"]),
+        (["y", "own", "x"], [], ["y", "x"]),
+        (["y", "x"], ["x", "a"], ["y", "x", "a"]),
+    ],
+)
+def test_the_coordinators_of_the_charter_and_the_initial_peers_are_asked(
+    coordinators: list[str], initial_peers: list[str], asked: list[str]
+) -> None:
+    members = {"run": SimpleNamespace(charter=SimpleNamespace(coordinators=coordinators))} if coordinators else {}
+    dht = SimpleNamespace(initial_peers=lambda: frozenset(initial_peers))
+    presence: Any = SimpleNamespace(peer_id="own", members=members, dht=dht)
+    assert named_peers(presence, "run") == asked
 
 
 @pytest.mark.parametrize(

@@ -128,15 +128,28 @@ def test_final_steps_are_added_up_once(tmp_path: Path) -> None:
     history.close()
 
 
-def test_what_another_coordinator_tells_does_not_replace_what_was_seen(tmp_path: Path) -> None:
+def test_what_another_monitor_tells_does_not_replace_what_was_seen(tmp_path: Path) -> None:
     history = open_history("run", tmp_path)
     history.add_points([point(2, 2.0)])
-    history.flush()
-    history.add_points([point(1, 9.0), point(2, 9.0)], "coordinator")
-    history.flush()
+    history.add_missing_points([point(1, 9.0), point(2, 9.0)])
     assert [found.loss for found in history.points()] == [9.0, 2.0]
-    rows = sqlite3.connect(history_path(tmp_path, "run")).execute("SELECT step, origin FROM points ORDER BY step")
-    assert rows.fetchall() == [(1, "coordinator"), (2, "")]
+    history.close()
+
+
+def test_what_another_monitor_tells_is_lost_while_the_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 3600.0)
+    history = open_history("run", tmp_path)
+    locking = sqlite3.connect(history_path(tmp_path, "run"))
+    locking.execute("BEGIN IMMEDIATE")
+    history.add_points([point(2, 2.0)])
+    history.add_missing_points([point(1, 9.0), point(2, 9.0)])
+    locking.rollback()
+    locking.close()
+    assert history.flush()
+    assert history.points() == [point(2, 2.0)]
     history.close()
 
 
@@ -144,11 +157,12 @@ def test_the_file_of_another_run_or_version_or_no_database_is_refused(tmp_path: 
     open_history("run", tmp_path).close()
     with pytest.raises(ConfigError, match="is of run 'run', and this is run 'other'"):
         History("other", history_path(tmp_path, "run"))
-    newer = sqlite3.connect(history_path(tmp_path, "run"))
-    newer.execute(f"PRAGMA user_version={SCHEMA + 1}")
-    newer.close()
-    with pytest.raises(ConfigError, match="newer version"):
-        open_history("run", tmp_path)
+    for version in (SCHEMA - 1, SCHEMA + 1):
+        other = sqlite3.connect(history_path(tmp_path, "run"))
+        other.execute(f"PRAGMA user_version={version}")
+        other.close()
+        with pytest.raises(ConfigError, match="another version"):
+            open_history("run", tmp_path)
     history_path(tmp_path, "broken").write_bytes(b"this is no database" * 100)
     with pytest.raises(ConfigError, match="file is not a database"):
         open_history("broken", tmp_path)

@@ -1,4 +1,4 @@
-"""Makes the picture of a run from one look at what its peers have published, and keeps its history.
+"""Adds one look at what the peers of a run have published to what is known of it: its picture and its history.
 
 Pure, except that it hands what is new to the history, which writes it later.
 """
@@ -57,14 +57,14 @@ class Look:
     wall_time: float
 
 
-class Painter:
-    """Makes the pictures of one run.
+class Aggregator:
+    """Aggregates the looks at one run.
 
     Attributes:
         all_leaders: the whole leaderboard of the last picture; replaced, never changed.
         made: steps whose metrics are complete since the last picture.
         heldout: likewise, held-out losses by step.
-        told: likewise, what other coordinators have told of the time before.
+        told: likewise, what each of other monitors has told of the time before.
         first_step: the first step that was seen since the start; 0 before it.
         silence_due_s: seconds from the last look until a peer counts as gone, if it stays silent.
     """
@@ -111,15 +111,18 @@ class Painter:
             self._behind, self._behind_since = 0, math.inf
 
     def _add_told(self, told: Told) -> None:
-        self._history.add_points(told.points, told.origin)
+        """Fill gaps with what another monitor has told; the events are those of the first one that knows of any."""
+        self._history.add_missing_points(told.points)
         self._first_step = None  # it may begin earlier now
         missed = [event for event in told.events if event.time > self._known_until]  # others are in the history already
-        self._history.add_events(missed, told.origin)
+        self._history.add_events(missed)
+        if told.events:
+            self._known_until = math.inf
         self._history.add_credit(self._credit.add_told(told.steps))
         self._history.add_peers(self._table.learn({peer.peer_id: peer.name for peer in told.peers}))
 
-    def paint(self, look: Look) -> tuple[RunPicture, list[Happened]]:
-        """The picture of a look, and what has happened since the last one."""
+    def add(self, look: Look) -> tuple[RunPicture, list[Happened]]:
+        """Add a look; returns the picture after it, and what has happened since the last one."""
         self.began_at = min(self.began_at, look.wall_time)
         credit, trained = self._credit, look.trained_lately
         accounts = {peer_id: account for peer_id, account in look.accounts.items() if peer_id in trained}
