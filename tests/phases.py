@@ -10,7 +10,7 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.messages import Group, Vote
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Exchange
-from manyhands.averaging.round.machine import Action
+from manyhands.averaging.round.machine import Action, Event, Exchanged
 from manyhands.averaging.rounds import RoundRunner
 
 
@@ -101,13 +101,14 @@ def on_phase(runner: RoundRunner, notify: Callable[[Phase], None]) -> None:
         return group
 
     def watch(driver: RoundDriver) -> None:
-        exchanged = driver.machine._exchanged
+        on = driver.machine.on
 
-        def tell(*arguments: Any) -> list[Action]:
-            notify(Phase.VOTING)
-            return exchanged(*arguments)
+        def tell(event: Event, now: float) -> list[Action]:
+            if isinstance(event, Exchanged):  # also if the others have committed without its vote
+                notify(Phase.VOTING)
+            return on(event, now)
 
-        driver.machine._exchanged = tell  # type: ignore[method-assign,assignment]
+        driver.machine.on = tell  # type: ignore[method-assign]
 
     def note(*arguments: Any, **options: Any) -> None:
         notify(Phase.CONCLUDED)
