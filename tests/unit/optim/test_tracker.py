@@ -227,6 +227,17 @@ async def test_a_peer_that_came_to_a_round_is_not_missing() -> None:
         assert run.tracker.view.expected == {BOB: False}
 
 
+async def test_a_member_that_was_lost_in_a_round_counts_as_there_but_is_not_expected() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        await run.hears(CAROL)
+        run.tracker.move(NEXT, 20, [BOB, CAROL], b"", [CAROL])
+        assert run.tracker.view.expected == {BOB: False}
+        assert run.tracker.num_peers_here() == 3
+        await run.hears(CAROL, NEXT)
+        assert run.tracker.view.expected == {BOB: False, CAROL: False}
+
+
 async def test_peers_at_other_positions_are_not_expected() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, NEXT)

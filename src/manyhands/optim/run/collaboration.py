@@ -406,7 +406,7 @@ class Collaboration:
         self._on(machine.Stepped(outcome.members))
         if outcome.members:
             self._num_vain_loads = 0
-        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums)
+        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.blamed)
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
     def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -80,6 +80,7 @@ class Averaged:
     samples: int  # of the step, by all peers together: equal on all that make it, as it counts for the lineage
     manifest: RoundManifest | None = None  # in a grid of the last round that committed here; None for a step alone
     members: Sequence[PeerId] = ()  # the peers that make the same step
+    blamed: Collection[PeerId] = ()  # those of them that were lost or at fault: they are expected after a new record
     is_in_grid: bool = False  # the step was made in several groups
     shares: Mapping[PeerId, float] = field(default_factory=dict)
     """Samples of each contributor that this peer knows of; in a grid those of its first group, or none."""
@@ -202,6 +203,7 @@ class StepRounds:
             sum_of_samples(manifest.weights),
             manifest,
             manifest.members,
+            committed.blamed,
             shares=shares,
             averaging_s=committed.averaging_s,
             is_left_out=weight > 0 and self.own_id not in shares,

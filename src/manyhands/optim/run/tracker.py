@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -154,10 +154,15 @@ class ProgressTracker(ProgressReader):
         lineage_samples: int,
         together_with: Sequence[PeerId],
         sketch: bytes = b"",
+        blamed: Collection[PeerId] = (),
     ) -> None:
-        """This peer has made a step with the members of a round, also itself; with none after a step alone."""
+        """This peer has made a step with the members of a round, also itself; with none after a step alone.
+
+        Args:
+            blamed: members that were lost in the round, or at fault.
+        """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
-        self._note_round(position, lineage_samples, together_with)
+        self._note_round(position, lineage_samples, together_with, blamed)
         self._go_to(position, lineage_samples, sketch)
 
     def load(
@@ -183,14 +188,18 @@ class ProgressTracker(ProgressReader):
         self.judge()
         self._publish_news(urgently=True)
 
-    def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
-        """Assume that the members are at ``position``, until their own records say so or more."""
+    def _note_round(
+        self, position: Position, lineage_samples: int, members: Sequence[PeerId], blamed: Collection[PeerId]
+    ) -> None:
+        """Assume that the members are at ``position``, until their records say so or more; blamed ones are missing."""
         now = asyncio.get_running_loop().time()
         for peer_id in members:
             self._missing.pop(peer_id, None)
             seen = self._seen.get(peer_id)
             if seen is not None and seen.record.position.step < position.step:
                 self._keep(peer_id, gone_to(seen, position, lineage_samples, now))
+            if peer_id in blamed:
+                super().report_missing(peer_id)
         self.branches.belief.record_step(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
 
     def _set_own(self, **changes: object) -> None:
