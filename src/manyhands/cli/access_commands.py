@@ -110,7 +110,7 @@ def invite(
     role: Annotated[
         Role, Parameter(help="Role of the peers. An observer only downloads the state and measures.")
     ] = "trainer",
-    power: PowerOptions | None = None,
+    power: PowerOptions = PowerOptions(),
 ) -> None:
     """Print a ticket that lets peers into a run by invitation.
 
@@ -118,7 +118,6 @@ def invite(
 
         manyhands invite --state-dir first-peer --uses 5 --expires 7d
     """
-    power = power or PowerOptions()
     if not 1 <= uses <= MAX_USES:
         raise ConfigError(f"--uses is {uses}; from 1 to {MAX_USES} are possible, for example 5")
     lasts_s = seconds_of(expires)
@@ -157,7 +156,7 @@ def ban(
     peer: Annotated[str, Parameter(help="Peer id, as the monitor and manyhands members show it.")],
     /,
     *,
-    power: PowerOptions | None = None,
+    power: PowerOptions = PowerOptions(),
 ) -> None:
     """Ban a peer from a run for good. Within 20 s no member averages with it or gives it the state.
 
@@ -166,7 +165,6 @@ def ban(
         manyhands ban 12D3KooW... --state-dir first-peer
         manyhands ban 12D3KooW... --key RUN.key --charter RUN.charter --initial-peers ADDRESS
     """
-    power = power or PowerOptions()
     public_key_of(PeerId(peer))
     ledger = power.ledger()
     charter = power.signed_charter(ledger)
@@ -183,9 +181,8 @@ def ban(
     print(f"Peer {peer} is banned from run {charter.run_id}.{later}")  # noqa: T201
 
 
-def members(*, power: PowerOptions | None = None) -> None:
+def members(*, power: PowerOptions = PowerOptions()) -> None:
     """List the peers that have a lease of a run, and the banned ones."""
-    power = power or PowerOptions()
     ledger = power.ledger()
     charter = power.signed_charter(ledger)
     identity = power.identity(charter)

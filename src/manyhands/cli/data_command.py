@@ -20,7 +20,7 @@ data = App(name="data", help="Prepare data for trainers, host it, and check it."
 
 
 @data.command
-def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None) -> None:
+def prepare(settings: Annotated[Preparation, Parameter(name="*")] = Preparation()) -> None:
     """Make training samples, once for all trainers.
 
     WikiText-103 by default, with the tokenizer of ALBERT. For text of your own,
@@ -30,7 +30,6 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
 
     Trainers that are started in the same folder find the samples.
     """
-    settings = settings or Preparation()
     require_albert()
     settings.check()
     with shown("Loading PyTorch and transformers"):

@@ -77,9 +77,9 @@ class EvaluationOptions:
 def evaluate(
     *,
     run_id: Annotated[str | None, Parameter(help="Name of the run, if several are there.")] = None,
-    evaluation: EvaluationOptions | None = None,
-    network: NetworkOptions | None = None,
-    output: OutputOptions | None = None,
+    evaluation: EvaluationOptions = EvaluationOptions(),
+    network: NetworkOptions = NetworkOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Measure a run on held-out text: loss, and accuracy of both tasks.
 
@@ -91,8 +91,6 @@ def evaluate(
 
     Runs until Ctrl-C, --max-evaluations or --until-step.
     """
-    network, output = network or NetworkOptions(), output or OutputOptions()
-    evaluation = evaluation or EvaluationOptions()
     if run_id is not None:
         checked_run_id(run_id)
     if not network.initial_peers:

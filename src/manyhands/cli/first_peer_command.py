@@ -56,9 +56,9 @@ def first_peer(
             "by default the one that this state dir served last."
         ),
     ] = None,
-    web: WebOptions | None = None,
-    network: PeerOptions | None = None,
-    output: OutputOptions | None = None,
+    web: WebOptions = WebOptions(),
+    network: PeerOptions = PeerOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Welcome peers of any run and hold records, without training.
 
@@ -74,9 +74,7 @@ def first_peer(
     --initial-peers, and all addresses to everybody. Start them in any order: a
     first peer does not wait for the others, and dials them until they answer.
     """
-    network, output = network or PeerOptions(), output or OutputOptions()
     signed = checked_charter(charter, network)
-    web = web or WebOptions()
     if web.web is not None and signed is None:
         raise ConfigError(
             "--web shows one run, and this first peer is of none: add --charter FILE, or start "

@@ -35,7 +35,7 @@ def demo(
     text: Annotated[tuple[Path, ...], Parameter(help="UTF-8 text files to train on.", consume_multiple=True)] = (),
     target_batch_size: Annotated[int, Parameter(help="Samples of one global step, by all trainers together.")] = 256,
     summary: Annotated[Path | None, Parameter(help="Write the outcome as JSON to this file.")] = None,
-    web: WebOptions | None = None,
+    web: WebOptions = WebOptions(),
 ) -> int:
     """Train one small ALBERT on several peers of this machine, and see what happens when one of them dies.
 
@@ -48,7 +48,6 @@ def demo(
         if value < 1:
             raise ConfigError(f"--{name} is {value}; it must be at least 1")
     require_albert()
-    web = web or WebOptions()
     with web.taken():
         pass  # the monitor takes it
     check_text(text)
