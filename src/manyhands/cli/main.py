@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, get_args
 
 from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
@@ -35,7 +36,12 @@ from manyhands.cli.train_command import settings_given, train
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.version import __version__
 
-NUMBERS: dict[type | None, str] = {int: "a whole number, for example 4", float: "a number, for example 0.5"}
+KINDS: dict[type | None, str] = {
+    int: "a whole number, for example 4",
+    float: "a number, for example 0.5",
+    timedelta: "a number with s, m, h or d, for example 7d",
+}
+"""What the value of an option must be."""
 OUT_OF_MEMORY = ("allocate memory", "failed to map segment", "start new thread")
 """In errors of torch, of the loader of libraries, and of Python's threads."""
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -143,9 +149,9 @@ def _explained(error: Exception) -> str:
         return _left_over(command, error.unused_tokens or [])
     if isinstance(error, UnknownOptionError):
         return _unknown(command, error)
-    if isinstance(error, CoercionError) and error.token is not None and error.target_type in NUMBERS:
+    if isinstance(error, CoercionError) and error.token is not None and error.target_type in KINDS:
         option = error.token.keyword or "the argument"
-        return f"{option} is {error.token.value!r}; it must be {NUMBERS[error.target_type]}"
+        return f"{option} is {error.token.value!r}; it must be {KINDS[error.target_type]}"
     return str(error)
 
 

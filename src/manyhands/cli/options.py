@@ -173,7 +173,7 @@ class OutputOptions:
     """Append one JSON object for each event to this file, for other programs."""
 
     log_file: Path | None = None
-    """Append the log to this file as well; opened anew after SIGHUP and when it has been moved away."""
+    """Append the log to this file as well; opened anew when it has been moved away."""
 
     log_json: bool = False
     """Append JSON objects to --log-file: time, level, logger, message, run and peer."""
