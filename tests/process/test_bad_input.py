@@ -46,7 +46,7 @@ USAGE = 2
         (["join", "127.0.0.1:9", "--device", "cuda:"], "device 'cuda:' is unknown"),
         (["evaluate", "--initial-peers", "127.0.0.1:9", "--device", "gpu"], "device 'gpu' is unknown"),
         (["train", "--run-id", "r", "--precision", "float8"], "float8"),
-        (["demo", "--peers", "0"], "--peers is 0; it must be at least 1"),
+        (["demo", "--peers", "0"], '"0" for --peers. Must be >= 1'),
         (["demo", "--text", "/no/such/file"], "/no/such/file"),
         (["demo", "--summary", "/no/such/folder/file"], "--summary /no/such/folder/file"),
         (["train", "--run-id", "r", "--name", "x" * 33], "it must have 1 to 32 printable characters"),

@@ -208,7 +208,7 @@ def check_curves(tmp_path: Path) -> None:
         (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b"], "run: hf auth login"),
         (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b/c"], "for example OWNER/my-albert"),
         (["evaluate"], "--initial-peers HOST:PORT"),
-        (["evaluate", "--initial-peers", "127.0.0.1:1", "--every", "0"], "every is 0; it must be at least 1"),
+        (["evaluate", "--initial-peers", "127.0.0.1:1", "--every", "0"], '"0" for --every. Must be >= 1'),
         (["evaluate", "--initial-peers", "127.0.0.1:1", "--text", "gone.txt"], "gone.txt"),
     ],
 )

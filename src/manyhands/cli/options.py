@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import ConfigError, own_checkout
@@ -21,6 +22,9 @@ from manyhands.recipes.albert.settings import TuningSettings
 from manyhands.rpc import RpcConfig
 from manyhands.state_dir import StateDir
 from manyhands.tunnels import NgrokTunnel, TunnelKeeper
+
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+"""A whole number from 1 on."""
 
 DEFAULT_RUN_ID = "albert"
 """Name of a run that is begun without one, as in the tutorials."""
