@@ -11,8 +11,8 @@ from cyclopts import App, Parameter
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from manyhands.base.errors import MissingExtra
+from manyhands.cli.output.live_view import waiting
 from manyhands.cli.output.logs import log_to_stdout
-from manyhands.cli.output.waiting import shown
 from manyhands.cli.taking_part import require_albert
 from manyhands.recipes.albert.data.preparation import Preparation
 
@@ -32,7 +32,7 @@ def prepare(settings: Annotated[Preparation, Parameter(name="*")] = Preparation(
     """
     require_albert()
     settings.check()
-    with shown("Loading PyTorch and transformers"):
+    with waiting("Loading PyTorch and transformers"):
         from manyhands.recipes.albert.data.dataset import SHARDS, address_of
         from manyhands.recipes.albert.data.prepare import prepare as make
 

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from manyhands.cli.main import run
-from manyhands.cli.output.live_view import LiveLine
+from manyhands.cli.output.live_view import live_line
 from manyhands.cli.output.logs import log_to, name_in_logs
 from manyhands.optim.run.progress import SHOWN_LIVE
 
@@ -152,7 +152,7 @@ def test_the_file_has_also_what_the_live_line_shows(tmp_path: Path) -> None:
     log_to(path, is_json=False, verbose=False)
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, force_interactive=True, width=40, legacy_windows=False)
-    with LiveLine(console, lambda width: ""):
+    with live_line(console, lambda width: ""):
         logger.info("accumulated", extra=SHOWN_LIVE)
     assert "accumulated" in path.read_text()
     assert "accumulated" not in screen.getvalue()
