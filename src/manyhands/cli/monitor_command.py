@@ -362,12 +362,11 @@ def drawn_curves(sinks: Mapping[str, Sink]) -> Iterator[Curves]:
 @contextmanager
 def screen_if_possible(console: Console, drawing: Drawing) -> Iterator[None]:
     """Draw the run while the block runs, in a terminal that can be redrawn."""
-    screen = LiveScreen(console, drawing)
-    if not screen.is_possible:
+    if not console.is_interactive:
         yield
         return
     logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
-    with screen:
+    with LiveScreen(console, drawing):
         yield
 
 

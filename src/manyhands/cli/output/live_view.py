@@ -37,8 +37,14 @@ is nothing to draw yet."""
 
 
 def console_of(stream: TextIO) -> Console:
-    """A console that wraps no lines, and draws only in a terminal: a notebook sets FORCE_COLOR, and shows the codes."""
-    return Console(file=stream, highlight=False, soft_wrap=True, force_terminal=None if stream.isatty() else False)
+    """A console that wraps no lines, and draws only in a terminal that has the characters for it.
+
+    A notebook sets FORCE_COLOR, but shows the codes that redraw a line as they are.
+    """
+    console = Console(file=stream, highlight=False, soft_wrap=True, force_terminal=None if stream.isatty() else False)
+    if not console.encoding.startswith("utf"):
+        console.is_interactive = False
+    return console
 
 
 def waiting(doing: str) -> Status:
@@ -94,11 +100,6 @@ class LiveScreen:
         )
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live screen", daemon=True)
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether this is a terminal that can be redrawn and has the characters for it."""
-        return self._console.is_interactive and self._console.encoding.startswith("utf")
 
     def __enter__(self) -> None:
         if STOP is not None and signal.getsignal(STOP) is signal.SIG_DFL:  # else the shell has no job control

@@ -148,17 +148,14 @@ def test_a_screen_that_cannot_be_drawn_ends_with_a_warning_and_log_lines_follow(
     )
 
 
-def test_a_terminal_without_block_characters_has_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ascii(io.StringIO):
-        encoding = "ascii"
-
-        def isatty(self) -> bool:
-            return True
-
+@pytest.mark.parametrize(("encoding", "draws"), [("ascii", False), ("utf-8", True)])
+def test_a_terminal_without_block_characters_is_not_drawn_on(
+    encoding: str, draws: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setenv("TERM", "xterm")
-    console = console_of(Ascii())
-    assert console.is_interactive
-    assert not LiveScreen(console, Drawer()).is_possible
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    assert console_of(terminal).is_interactive is draws
 
 
 def test_a_pipe_has_no_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
