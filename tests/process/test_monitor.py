@@ -202,7 +202,7 @@ def check_curves(tmp_path: Path) -> None:
         (["monitor", "--trackio", " "], "--trackio is empty; name a project"),
         (["monitor", "--tensorboard", "/dev/null"], "/dev/null is not a folder that can be written"),
         (["monitor", "--checkpoint-dir", "/dev/null"], "checkpoint folder /dev/null"),
-        (["monitor", "--checkpoint-dir", "d", "--checkpoint-every", "0"], "checkpoint_every is 0"),
+        (["monitor", "--checkpoint-dir", "d", "--checkpoint-every", "0"], '"0" for --checkpoint-every. Must be >= 1'),
         (["monitor", "--repo-url", "somebody/model"], "add for example: --checkpoint-dir checkpoints --repo-url"),
         (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b", "--upload-interval", "0"], "upload_interval is 0"),
         (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b"], "run: hf auth login"),
