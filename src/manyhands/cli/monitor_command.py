@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -164,10 +165,8 @@ def monitor(*, options: MonitorOptions = MonitorOptions()) -> None:
         emit(Listening(peer.peer_id, peer.addresses))
 
         listeners: list[Callable[[MonitorEvent], object]] = [emit]
-        watcher = RunMonitor(
-            peer, run_id, lambda event: tell_all(listeners, event),
-            refresh_s=options.refresh_period, history=history,
-        )  # fmt: skip
+        on_event = partial(tell_all, listeners)
+        watcher = RunMonitor(peer, run_id, on_event, refresh_s=options.refresh_period, history=history)
         cleanup.callback(print_summary, watcher)
         source = MonitorSource(watcher)
         cleanup.enter_context(page_of(source, bound, options.fill(), command_to_join(peer, run_id)))
