@@ -84,7 +84,7 @@ def test_the_screen_begins_with_the_first_trainer_and_leaves_the_terminal_as_it_
     assert ON not in after
     assert terminal.screen.rindex(SHOWN) > terminal.screen.rindex(HIDDEN)
     assert "Traceback" not in terminal.screen
-    assert "live view has ended" not in terminal.screen
+    assert "live screen has ended" not in terminal.screen
 
 
 @pytest.mark.long

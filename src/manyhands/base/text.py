@@ -13,12 +13,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def rough(seconds: float) -> str:
-    """Format a duration: ``95 s``, ``12 min``, ``5.5 h``."""
+    """Format a duration: ``95 s``, ``12 min``, ``5.5 h``, ``3 days``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 100 * 60:
         return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:,.0f} days"
 
 
 def amount_of(num_bytes: int) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from manyhands.access import Invitation, Role, SignedCharter
 from manyhands.access.invitation import ID_BYTES, MAX_USES, SignedInvitation
@@ -24,8 +25,7 @@ from manyhands.base.ticket import split_tickets
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.peer import Peer
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-MAX_EXPIRES_S = 366 * 86400
+MAX_EXPIRES = timedelta(days=366)
 MANAGE_TIMEOUT_S = 60.0
 
 
@@ -102,15 +102,19 @@ class PowerOptions:
 
 def invite(
     *,
-    uses: Annotated[int, Parameter(help="Number of peers that can join with it.")] = 1,
-    expires: Annotated[str, Parameter(help="Lifetime of the ticket: 90s, 30m, 12h or 7d.")] = "7d",
+    uses: Annotated[
+        int, Parameter(help="Number of peers that can join with it.", validator=Number(gte=1, lte=MAX_USES))
+    ] = 1,
+    expires: Annotated[
+        timedelta, Parameter(help="Lifetime of the ticket: 90s, 30m, 12h or 7d.", show_default=lambda _: "7d")
+    ] = timedelta(days=7),
     peer: Annotated[
         str, Parameter(name="--for", help="Peer id of the only peer that may use it; by default any.")
     ] = "",
     role: Annotated[
         Role, Parameter(help="Role of the peers. An observer only downloads the state and measures.")
     ] = "trainer",
-    power: PowerOptions | None = None,
+    power: PowerOptions = PowerOptions(),
 ) -> None:
     """Print a ticket that lets peers into a run by invitation.
 
@@ -118,10 +122,8 @@ def invite(
 
         manyhands invite --state-dir first-peer --uses 5 --expires 7d
     """
-    power = power or PowerOptions()
-    if not 1 <= uses <= MAX_USES:
-        raise ConfigError(f"--uses is {uses}; from 1 to {MAX_USES} are possible, for example 5")
-    lasts_s = seconds_of(expires)
+    if not timedelta(0) < expires <= MAX_EXPIRES:
+        raise ConfigError(f"--expires is {expires}; it must be above 0 and at most {MAX_EXPIRES.days}d, for example 7d")
     if peer:
         public_key_of(PeerId(peer))
     ledger = power.ledger()
@@ -135,9 +137,8 @@ def invite(
     # the owner need not be online, so the first coordinator counts the uses
     is_coordinator = identity.peer_id in charter.charter.coordinators
     counted_by = identity.peer_id if is_coordinator else charter.coordinators[0]
-    invitation = Invitation(
-        charter.digest, secrets.token_bytes(ID_BYTES), uses, time.time() + lasts_s, counted_by, role, peer
-    )
+    expires_at = time.time() + expires.total_seconds()
+    invitation = Invitation(charter.digest, secrets.token_bytes(ID_BYTES), uses, expires_at, counted_by, role, peer)
     token = SignedInvitation.sign(identity, invitation).signed.encoded()
     print_ticket(charter.run_id, addresses, charter=charter.digest, token=token)
     if role == "observer":
@@ -157,7 +158,7 @@ def ban(
     peer: Annotated[str, Parameter(help="Peer id, as the monitor and manyhands members show it.")],
     /,
     *,
-    power: PowerOptions | None = None,
+    power: PowerOptions = PowerOptions(),
 ) -> None:
     """Ban a peer from a run for good. Within 20 s no member averages with it or gives it the state.
 
@@ -166,7 +167,6 @@ def ban(
         manyhands ban 12D3KooW... --state-dir first-peer
         manyhands ban 12D3KooW... --key RUN.key --charter RUN.charter --initial-peers ADDRESS
     """
-    power = power or PowerOptions()
     public_key_of(PeerId(peer))
     ledger = power.ledger()
     charter = power.signed_charter(ledger)
@@ -183,9 +183,8 @@ def ban(
     print(f"Peer {peer} is banned from run {charter.run_id}.{later}")  # noqa: T201
 
 
-def members(*, power: PowerOptions | None = None) -> None:
+def members(*, power: PowerOptions = PowerOptions()) -> None:
     """List the peers that have a lease of a run, and the banned ones."""
-    power = power or PowerOptions()
     ledger = power.ledger()
     charter = power.signed_charter(ledger)
     identity = power.identity(charter)
@@ -225,16 +224,3 @@ def _is_in_use(state_dir: Path) -> bool:
     except FolderInUse:
         return True
     return False
-
-
-def seconds_of(text: str) -> int:
-    """Seconds in a duration such as ``7d``.
-
-    Raises:
-        ConfigError: the text is not a duration, or too long a one.
-    """
-    match = re.fullmatch(r"(\d{1,9})([smhd])", text.strip())
-    seconds = int(match[1]) * UNITS[match[2]] if match is not None else 0
-    if not 0 < seconds <= MAX_EXPIRES_S:
-        raise ConfigError(f"--expires is {text!r}; write a number with s, m, h or d, at most 366d, for example 7d")
-    return seconds

@@ -11,8 +11,8 @@ from cyclopts import App, Parameter
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from manyhands.base.errors import MissingExtra
+from manyhands.cli.output.live_view import waiting
 from manyhands.cli.output.logs import log_to_stdout
-from manyhands.cli.output.waiting import shown
 from manyhands.cli.taking_part import require_albert
 from manyhands.recipes.albert.data.preparation import Preparation
 
@@ -20,7 +20,7 @@ data = App(name="data", help="Prepare data for trainers, host it, and check it."
 
 
 @data.command
-def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None) -> None:
+def prepare(settings: Annotated[Preparation, Parameter(name="*")] = Preparation()) -> None:
     """Make training samples, once for all trainers.
 
     WikiText-103 by default, with the tokenizer of ALBERT. For text of your own,
@@ -30,10 +30,9 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
 
     Trainers that are started in the same folder find the samples.
     """
-    settings = settings or Preparation()
     require_albert()
     settings.check()
-    with shown("Loading PyTorch and transformers"):
+    with waiting("Loading PyTorch and transformers"):
         from manyhands.recipes.albert.data.dataset import SHARDS, address_of
         from manyhands.recipes.albert.data.prepare import prepare as make
 

@@ -14,7 +14,7 @@ from manyhands.base.identity import Identity
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import split_tickets
 from manyhands.cli.charter_options import run_of
-from manyhands.cli.output.waiting import shown
+from manyhands.cli.output.live_view import waiting
 from manyhands.doctor import Check, Examination
 from manyhands.doctor.checks import NAMES
 from manyhands.doctor.page import lines_of
@@ -79,7 +79,7 @@ def doctor(
     examiner = Identity.load_or_create(identity) if identity is not None else Identity.generate()
     runtime = LoopThread("manyhands doctor")
     try:
-        with shown("checking") as status:
+        with waiting("checking") as status:
 
             def show(check: Check) -> None:
                 status.update(f"checked {NAMES[check.check]}" + (f" of {check.address}" if check.address else ""))

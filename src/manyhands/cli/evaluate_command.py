@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.charter_options import run_id_of
-from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.options import Count, NetworkOptions, OutputOptions
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import found_data, require_albert
@@ -51,35 +51,31 @@ class EvaluationOptions:
     any_text: bool = False
     """Measure on the text of this machine, even if the run trains on other text."""
 
-    every: int = 5
+    every: Count = 5
     """Global steps from one measurement to the next; each downloads the state from a peer of the run."""
 
-    max_evaluations: int | None = None
+    max_evaluations: Count | None = None
     """Stop after this many measurements; without it, stay until Ctrl-C."""
 
-    until_step: int | None = None
+    until_step: Count | None = None
     """Stop after a measurement at this global step or a later one."""
 
     device: str = "auto"
     """Device in torch's notation: cpu, cuda, cuda:1, mps. auto is an NVIDIA GPU if there is one, else the CPU."""
 
-    threads: int | None = None
+    threads: Count | None = None
     """CPU threads that torch may use; by default torch decides."""
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        for name, example in (("every", 5), ("max_evaluations", 10), ("until_step", 1000), ("threads", 4)):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1, for example {example}")
 
 
 def evaluate(
     *,
     run_id: Annotated[str | None, Parameter(help="Name of the run, if several are there.")] = None,
-    evaluation: EvaluationOptions | None = None,
-    network: NetworkOptions | None = None,
-    output: OutputOptions | None = None,
+    evaluation: EvaluationOptions = EvaluationOptions(),
+    network: NetworkOptions = NetworkOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Measure a run on held-out text: loss, and accuracy of both tasks.
 
@@ -91,8 +87,6 @@ def evaluate(
 
     Runs until Ctrl-C, --max-evaluations or --until-step.
     """
-    network, output = network or NetworkOptions(), output or OutputOptions()
-    evaluation = evaluation or EvaluationOptions()
     if run_id is not None:
         checked_run_id(run_id)
     if not network.initial_peers:

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from manyhands.base.errors import ConfigError
 from manyhands.checkpoints.checkpoint_dir import newest_checkpoint
-from manyhands.cli.output.waiting import shown
+from manyhands.cli.output.live_view import waiting
 from manyhands.cli.taking_part import require_albert
 
 MASK = "[MASK]"
@@ -32,7 +32,7 @@ def fill(
     if text.encode("utf-8", "ignore").decode() != text:
         raise ConfigError("the text is not UTF-8; write it in a terminal or a script that is")
     require_albert()
-    with shown("Loading PyTorch and the model"):
+    with waiting("Loading PyTorch and the model"):
         from manyhands.recipes.albert.fill import MaskFiller
 
         filled = MaskFiller(path).fill(text)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import psutil
 from cyclopts import Parameter
 
 from manyhands.base.address import parse_addresses, parse_listen_addresses
 from manyhands.base.errors import ConfigError, Timeout
-from manyhands.base.text import counted
+from manyhands.base.text import amount_of, counted
 from manyhands.cli.charter_options import checked_charter, coordinate, wait
-from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.cli.output.event_file import EventWriter
 from manyhands.cli.output.logs import name_in_logs
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 OWN_FOLDER = "manyhands.first-peer"
 PERIOD_S = 30.0
 CALL_TIMEOUT_S = 5.0
-MB = 1e6
 
 
 class StandingBy(msgspec.Struct, tag="standing_by"):
@@ -38,13 +37,13 @@ class StandingBy(msgspec.Struct, tag="standing_by"):
     Attributes:
         num_known_peers: nodes in its routing table, except those that have left. Peers in client mode are not nodes.
         num_connected_peers: including those in client mode.
-        memory_bytes: None on systems that do not report it.
+        memory_bytes: resident.
     """
 
     num_known_peers: int
     num_connected_peers: int
     num_records: int
-    memory_bytes: int | None
+    memory_bytes: int
 
 
 def first_peer(
@@ -56,9 +55,9 @@ def first_peer(
             "by default the one that this state dir served last."
         ),
     ] = None,
-    web: WebOptions | None = None,
-    network: PeerOptions | None = None,
-    output: OutputOptions | None = None,
+    web: WebOptions = WebOptions(),
+    network: PeerOptions = PeerOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Welcome peers of any run and hold records, without training.
 
@@ -74,9 +73,7 @@ def first_peer(
     --initial-peers, and all addresses to everybody. Start them in any order: a
     first peer does not wait for the others, and dials them until they answer.
     """
-    network, output = network or PeerOptions(), output or OutputOptions()
     signed = checked_charter(charter, network)
-    web = web or WebOptions()
     if web.web is not None and signed is None:
         raise ConfigError(
             "--web shows one run, and this first peer is of none: add --charter FILE, or start "
@@ -148,15 +145,16 @@ def standing_of(peer: Peer) -> StandingBy:
     """The peer's current status."""
 
     async def look() -> StandingBy:
-        return StandingBy(peer.dht.num_nodes, peer.endpoint.num_connected_peers, peer.dht.num_records, memory_bytes())
+        memory = psutil.Process().memory_info().rss
+        return StandingBy(peer.dht.num_nodes, peer.endpoint.num_connected_peers, peer.dht.num_records, memory)
 
     return peer.run(look(), CALL_TIMEOUT_S, "looking how this peer stands")
 
 
 def described(standing: StandingBy) -> str:
     """The status as a log line."""
-    memory = f", {standing.memory_bytes / MB:.0f} MB of memory" if standing.memory_bytes is not None else ""
     return (
         f"nodes in the table: {standing.num_known_peers}, peers connected: {standing.num_connected_peers}; "
-        f"{counted(standing.num_records, 'record')} held{memory}"
+        f"{counted(standing.num_records, 'record')} held, "
+        f"{amount_of(standing.memory_bytes)} of memory"
     )

@@ -49,9 +49,9 @@ def join(
     batch_size: Annotated[
         int | None, Parameter(help="Samples in one local step; by default as many as take 0.2 to 1 s.")
     ] = None,
-    network: NetworkOptions | None = None,
-    training: Annotated[TrainingSettings | None, Parameter(name="*", group="Training")] = None,
-    output: OutputOptions | None = None,
+    network: NetworkOptions = NetworkOptions(),
+    training: Annotated[TrainingSettings, Parameter(name="*", group="Training")] = TrainingSettings(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Join a run with one word, and train its model with this machine.
 
@@ -63,8 +63,6 @@ def join(
 
     Runs until Ctrl-C or --max-steps.
     """
-    network, output = network or NetworkOptions(), output or OutputOptions()
-    training = training or TrainingSettings()
     given: dict[str, Any] = {"text": text} if text else {}
     given |= {name: path for name, path in (("dataset_path", dataset_path), ("tokenizer", tokenizer)) if path}
     streamed = {"dataset_url": dataset_url, "cache_dir": cache_dir, "cache_mb": cache_mb}

@@ -33,10 +33,6 @@ HANGUP = [getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-num_hangups = 0
-"""Number of SIGHUPs received without a terminal; each is a request to reopen log files."""
-
-
 _own_exit: list[Callable[[], object]] = []
 _skips_libraries = False
 
@@ -71,7 +67,7 @@ def leaving_on_signals() -> Iterator[None]:
     """Within the block, SIGTERM and a closed terminal raise KeyboardInterrupt in the main thread, as Ctrl-C does.
 
     So does SIGINT where it was ignored, as in background jobs of a shell. A SIGHUP without a terminal, as sent to
-    daemons, or under ``nohup`` does not end the command: it only increments :data:`num_hangups`.
+    daemons after log rotation, or under ``nohup`` does not end the command: files are reopened without it.
 
     Python discards an exception that is raised in a finalizer, such as ``__del__`` or the callback of a weak reference.
     If that happens to KeyboardInterrupt, it is raised again soon after.
@@ -86,8 +82,6 @@ def leaving_on_signals() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal told_at
         if number in HANGUP and not ends_on_hangup:
-            global num_hangups
-            num_hangups += 1
             return
         for other in SIGNALS:  # shutdown has begun, and further signals do not interrupt it
             signal.signal(other, hurry)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from datetime import timedelta
 from typing import Any, get_args
 
-from cyclopts import App, CycloptsError, Group, MissingArgumentError, Parameter, RepeatArgumentError
+from cyclopts import App, ArgumentCollection, CycloptsError, Group, Parameter
 from cyclopts.exceptions import CoercionError, UnknownOptionError, UnusedCliTokensError
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
@@ -36,10 +36,25 @@ from manyhands.cli.train_command import settings_given, train
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.version import __version__
 
-NUMBERS: dict[type | None, str] = {int: "a whole number, for example 4", float: "a number, for example 0.5"}
+KINDS: dict[type | None, str] = {
+    int: "a whole number, for example 4",
+    float: "a number, for example 0.5",
+    timedelta: "a number with s, m, h or d, for example 7d",
+}
+"""What the value of an option must be."""
 OUT_OF_MEMORY = ("allocate memory", "failed to map segment", "start new thread")
 """In errors of torch, of the loader of libraries, and of Python's threads."""
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+
+def _refuse_fractions(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Raises ``CoercionError`` for a fraction where a whole number is needed: cyclopts would round it."""
+    for argument in arguments:
+        if int not in (argument.hint, *get_args(argument.hint)):
+            continue
+        for token in argument.tokens:
+            if "." in token.value:
+                raise CoercionError(token=token, argument=argument, target_type=int)
 
 
 def _shown(default: object) -> str | None:
@@ -55,6 +70,7 @@ app = App(
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
+    config=_refuse_fractions,
     default_parameter=Parameter(negative="", consume_multiple=True, show_default=_shown),
 )
 COMMANDS: dict[str, Sequence[App | Callable[..., Any]]] = {
@@ -84,12 +100,7 @@ def run(arguments: Sequence[str]) -> int:
             translation = Translation(arguments)
             for note in translation.notes:
                 print(f"Note: {note}", file=sys.stderr)  # noqa: T201
-            code = app(
-                _checked(translation.words),
-                exit_on_error=False,
-                print_error=False,
-                result_action="return_value",
-            )
+            code = app(translation.words, exit_on_error=False, print_error=False, result_action="return_value")
     except (CycloptsError, ConfigError, JoinFailed) as error:
         _complain(translation.as_typed(_explained(error)))
         return EXIT_USAGE
@@ -121,7 +132,7 @@ def check_train(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: it would be refused, or start no trainer.
     """
-    words = _checked(Translation(arguments).words)
+    words = Translation(arguments).words
     try:
         command, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -131,54 +142,16 @@ def check_train(arguments: Sequence[str]) -> None:
     AlbertRecipe(**settings_given(bound.arguments.get("recipe")))
 
 
-def _checked(words: Sequence[str]) -> list[str]:
-    """The words with dashes in options. Cyclopts would round fractions where whole numbers are needed.
-
-    Raises:
-        ConfigError: there is such a fraction.
-    """
-    words = [_with_dashes(word) for word in words]
-    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    fractions = {option: value for option, value in pairwise(parts) if _is_fraction(value)}
-    command = app.parse_commands(words)[1][-1]
-    if fractions and command.default_command is not None:
-        for argument in command.assemble_argument_collection():
-            for option in fractions.keys() & set(argument.names):
-                if int in (argument.hint, *get_args(argument.hint)):
-                    raise ConfigError(f"{option} is {fractions[option]!r}; it must be {NUMBERS[int]}")
-    return words
-
-
-def _is_fraction(value: str) -> bool:
-    try:
-        return "." in value and float(value) % 1 != 0
-    except ValueError:
-        return False
-
-
-def _with_dashes(argument: str) -> str:
-    """Allow underscores in options, as in the tutorials of other libraries."""
-    name, separator, value = argument.partition("=")
-    return name.replace("_", "-") + separator + value if name.startswith("--") else argument
-
-
 def _explained(error: Exception) -> str:
     """What to write instead."""
     command = " ".join(error.command_chain or ()) if isinstance(error, CycloptsError) else ""
-    if isinstance(error, MissingArgumentError):
-        return _missing(command, error)
     if isinstance(error, UnusedCliTokensError):
         return _left_over(command, error.unused_tokens or [])
     if isinstance(error, UnknownOptionError):
         return _unknown(command, error)
-    if isinstance(error, CoercionError) and error.token is not None and error.target_type in NUMBERS:
+    if isinstance(error, CoercionError) and error.token is not None and error.target_type in KINDS:
         option = error.token.keyword or "the argument"
-        return f"{option} is {error.token.value!r}; it must be {NUMBERS[error.target_type]}"
-    if isinstance(error, RepeatArgumentError) and error.token.keyword is not None:
-        option = "--" + error.token.keyword.removeprefix("--no-").removeprefix("--")
-        both = {option, option.replace("--", "--no-", 1)}
-        if both <= set(error.root_input_tokens or ()):
-            return f"{' and '.join(sorted(both))} contradict each other; leave one out"
+        return f"{option} is {error.token.value!r}; it must be {KINDS[error.target_type]}"
     return str(error)
 
 
@@ -199,15 +172,6 @@ def _unknown(command: str, error: UnknownOptionError) -> str:
     if command == JOIN:
         return f"{option} comes from the run: leave it out (manyhands train --initial-peers ADDRESS compares it)"
     return f"{option} is set by the trainers of a run: leave it out"
-
-
-def _missing(command: str, error: MissingArgumentError) -> str:
-    """What to add to a command line that lacks an argument, or the value of an option."""
-    assert error.argument is not None
-    name = error.argument.name
-    is_positional = error.argument.index is not None and error.keyword is None
-    needed = name.lstrip("-").upper() if is_positional else f"{error.keyword or name} VALUE"
-    return f'{command} needs {needed}; "manyhands {command} --help" shows an example'
 
 
 def _complain(message: str) -> None:

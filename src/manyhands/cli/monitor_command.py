@@ -6,9 +6,10 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,27 +18,25 @@ from rich.console import Console, RenderableType
 
 from manyhands.access import SignedCharter
 from manyhands.base.address import parse_addresses
-from manyhands.base.errors import ConfigError, ManyhandsError
+from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import shell_option
-from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of, wait
+from manyhands.cli.keeping import Keeping, KeepingOptions
 from manyhands.cli.leaving import skip_libraries_at_exit
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
-from manyhands.cli.output.card import Card, print_card
-from manyhands.cli.output.live_view import LiveScreen, LogLine
+from manyhands.cli.output.card import print_card
+from manyhands.cli.output.live_view import LiveScreen, console_of
 from manyhands.cli.output.logs import name_in_logs
 from manyhands.cli.output.monitor_screen import card_of, screen_of
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, Scout
-from manyhands.cli.run_to_follow import wait_for_run
-from manyhands.cli.taking_part import Start, monitor_folder, own_folder, require_albert, with_peers_here
+from manyhands.cli.taking_part import Start, monitor_folder, own_folder, with_peers_here
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.web_page import Playground, WebOptions, command_to_join, page_of
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, TrackioSink, WandbMode, WandbSink
-from manyhands.monitor.events import Listening, MonitorEvent, StepMade
+from manyhands.monitor.events import Listening, MonitorEvent
 from manyhands.monitor.history import open_history
-from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
 from manyhands.monitor.picture import Point, RunPicture
 from manyhands.monitor.web import MonitorSource
@@ -45,8 +44,6 @@ from manyhands.monitor.web.address import url_of
 from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)
-
-RETRY_PERIOD_S = 60.0
 
 
 @Parameter(name="*", group="Curves")
@@ -91,209 +88,189 @@ class CurveOptions:
         return sinks
 
 
-@Parameter(name="*", group="Checkpoints")
+@Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class KeepingOptions:
-    """Keeps the state of the run, so that it outlives the trainers."""
+class MonitorOptions:
+    """Which run to watch, and what to do with what is seen.
 
-    checkpoint_dir: Path | None = None
-    """Folder in which to save the state of the run regularly; needs torch: manyhands[albert]."""
-
-    checkpoint_every: int = 5
-    """Global steps from one checkpoint to the next."""
-
-    repo_url: str | None = None
-    """Send the newest checkpoint to this repository of the Hugging Face Hub: OWNER/NAME, or the address of its page."""
-
-    upload_interval: float = 3600.0
-    """Seconds from one such upload to the next."""
-
-    def __post_init__(self) -> None:
-        if self.checkpoint_every < 1:
-            raise ConfigError(f"checkpoint_every is {self.checkpoint_every}; it must be at least 1, for example 5")
-        if not 1.0 <= self.upload_interval <= 1e7:
-            raise ConfigError(
-                f"upload_interval is {self.upload_interval}; it must be at least 1 second, for example 3600"
-            )
-        if self.repo_url is not None and self.checkpoint_dir is None:
-            raise ConfigError(
-                f"--repo-url sends checkpoints, and none are kept; add for example: --checkpoint-dir checkpoints "
-                f"--repo-url {self.repo_url}"
-            )
-
-    def check(self) -> str | None:
-        """Check packages and tokens before anything is started; returns the id of the repository, if one was named.
-
-        Raises:
-            ConfigError: a package is not installed, or there is no token.
-        """
-        if self.checkpoint_dir is not None:
-            require_albert()
-        return checked_repo(self.repo_url) if self.repo_url is not None else None
-
-
-class Keeping:
-    """Keeps checkpoints, on the thread that calls :meth:`run`.
-
-    Attributes:
-        last_step: last step that the monitor saw, for the message of an upload.
+    Raises:
+        ConfigError: values contradict each other, or are out of bounds.
     """
 
-    def __init__(self, options: KeepingOptions, run_id: str, repo: str | None) -> None:
-        self.last_step: StepMade | None = None
-        self._options = options
-        self._run_id = run_id
-        assert options.checkpoint_dir is not None
-        self._folder = CheckpointDir(options.checkpoint_dir, run_id)
-        self._uploads = HubUploads(repo, options.upload_interval) if repo is not None else None
-
-    def run(self, peer: Peer) -> None:
-        """Keep checkpoints until interrupted, or until it turns out that the run's state cannot be kept here."""
-        while True:
-            try:
-                self._keep(peer)
-            except ConfigError as error:
-                logger.warning("The monitor goes on, but no checkpoints are kept: %s", error)
-                return
-            except ManyhandsError as error:
-                logger.warning("No checkpoint is kept for now: %s", error)
-                peer.sleep(RETRY_PERIOD_S)
-
-    def _keep(self, peer: Peer) -> None:
-        run = wait_for_run(peer, self._run_id, {})
-        logger.info("Keeping checkpoints in %s; loading PyTorch and transformers", self._folder.path)
-        from manyhands.recipes.albert.state_keeper import StateKeeper
-
-        StateKeeper(peer, run.run_id, run.recipe, self._folder, self._saved).run(self._options.checkpoint_every)
-
-    def close(self) -> None:
-        """Stop uploading and release the folder."""
-        if self._uploads is not None:
-            self._uploads.close()
-        self._folder.close()
-
-    def _saved(self, path: Path, step: int) -> None:
-        if self._uploads is not None:
-            made = self.last_step  # the metrics of a step may arrive after its state
-            loss = "" if made is None else f", loss {made.loss:.5f}"
-            loss += f" at step #{made.step}" if made is not None and made.step != step else ""
-            self._uploads.offer(path, f"Step #{step}{loss}")
-
-
-def monitor(
-    *,
     run_id: Annotated[
         str | None,
         Parameter(
             help="Name of the run: 1 to 64 characters, without '.'; by default that of the charter or ticket, or the "
             "only one there, else albert."
         ),
-    ] = None,
+    ] = None
+
     charter: Annotated[
         Path | None,
         Parameter(
             help="Charter of the run (manyhands run create), to publish it and to coordinate; by default "
             "the one that this state dir served last."
         ),
-    ] = None,
-    refresh_period: Annotated[
-        float, Parameter(help="Longest time between two refreshes in seconds; shorter before a global step.")
-    ] = MAX_REFRESH_S,
-    plain: Annotated[
-        bool, Parameter(help="Print log lines in a terminal too, where otherwise a live screen is drawn.")
-    ] = False,
-    curves: CurveOptions | None = None,
-    keeping: KeepingOptions | None = None,
-    web: WebOptions | None = None,
-    playground: Annotated[
-        bool,
-        Parameter(group="Page", help="On the page, a box that fills a [MASK]; needs --web and --checkpoint-dir."),
-    ] = False,
-    network: NetworkOptions | None = None,
-    output: OutputOptions | None = None,
-) -> None:
+    ] = None
+
+    refresh_period: float = MAX_REFRESH_S
+    """Longest time between two refreshes in seconds; shorter before a global step."""
+
+    plain: bool = False
+    """Print log lines in a terminal too, where otherwise a live screen is drawn."""
+
+    curves: CurveOptions = CurveOptions()
+    keeping: KeepingOptions = KeepingOptions()
+    web: WebOptions = WebOptions()
+
+    playground: Annotated[bool, Parameter(group="Page")] = False
+    """On the page, a box that fills a [MASK]; needs --web and --checkpoint-dir."""
+
+    network: NetworkOptions = NetworkOptions()
+    output: OutputOptions = OutputOptions()
+
+    def __post_init__(self) -> None:
+        checked_refresh_s(self.refresh_period)
+        if self.playground and (self.web.web is None or self.keeping.checkpoint_dir is None):
+            raise ConfigError(
+                "--playground fills masks with a checkpoint on the page: give --web and --checkpoint-dir too"
+            )
+
+    def fill(self) -> Playground | None:
+        """What the box on the page asks, if there is to be one."""
+        folder = self.keeping.checkpoint_dir
+        return Playground(folder) if self.playground and folder is not None else None
+
+
+def monitor(*, options: MonitorOptions = MonitorOptions()) -> None:
     """Welcome trainers and show how the run goes. Trains nothing, needs no GPU and no torch.
 
     Prints the exact command for the trainers. In a terminal, a live screen of the
     run follows as soon as somebody trains. Runs until Ctrl-C.
     """
-    network, output = network or NetworkOptions(), output or OutputOptions()
-    keeping = keeping or KeepingOptions()
-    signed = checked_charter(charter, network)
-    if signed is not None and run_id not in (None, signed.run_id):
-        raise ConfigError(f"the charter is of run {signed.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
-    run_id = signed.run_id if signed is not None else run_id_of(network, run_id)
-    found = with_peers_here(network, run_id or DEFAULT_RUN_ID, output)
-    is_of_folder, network = found is not network, found
-    if run_id is None and network.initial_peers and not is_of_folder:
-        with Scout(network.initial_peers) as scout:
-            run_id = scout.only_run()
-    run_id = checked_run_id(DEFAULT_RUN_ID if run_id is None else run_id)
-    checked_refresh_s(refresh_period)
-    repo = keeping.check()
-    web = web or WebOptions()
-    if playground and (web.web is None or keeping.checkpoint_dir is None):
-        raise ConfigError("--playground fills masks with a checkpoint on the page: give --web and --checkpoint-dir too")
-    sinks = (curves or CurveOptions()).sinks(run_id)
+    charter = checked_charter(options.charter, options.network)
+    run_id, network = run_to_watch(options, charter)
+    repo = options.keeping.check()
+    sinks = options.curves.sinks(run_id)
+    console = console_of(sys.stdout)  # now: some sinks replace standard output for a moment
     with ExitStack() as cleanup:
-        cards: list[Card] = []
-        cleanup.callback(print_cards, cards)  # at the very end: the terminal may take no output
-        bound = cleanup.enter_context(web.taken())
-        emit = output.begin()
-        history = open_history(run_id, network.state_dir)
-        cleanup.callback(history.close)
-        keeper = Keeping(keeping, run_id, repo) if keeping.checkpoint_dir is not None else None
-        if keeper is not None:
-            cleanup.callback(keeper.close)
-        if not network.initial_peers and network.client_mode is None:
-            network = replace(network, client_mode=False)  # it is there to be dialled, also by peers that it knows
-        folder = own_folder(monitor_folder(run_id), network)
-        start = cleanup.enter_context(Start())
-        if folder is not None and folder.is_new:
-            start.removes(folder.path)
-        peer = cleanup.enter_context(network.connect(own_dir=folder))
-        if signed is None:
-            peer.run(peer.presence.check_run(run_id), LOOK_TIMEOUT_S, "looking for a charter")
-        start.has_succeeded()
-        name_in_logs(run=run_id, peer=str(peer.peer_id))
-        logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
-        if peer.state_path is not None:
-            logger.info("Its id and port are in %s: the next start has the same", peer.state_path)
-        if signed is not None:
-            coordinate(peer, signed, network)
-        members = peer.presence.members.get(run_id)
-        if members is None:
-            welcome(run_id, peer, network.initial_peers or ())
-        elif signed is None and members.charter.is_open:
-            welcome(run_id, peer, network.initial_peers or (), members.charter.digest)
+        bound = cleanup.enter_context(options.web.taken())
+        emit = options.output.begin()
+        history = cleanup.enter_context(closing(open_history(run_id, network.state_dir)))
+        keeper = None
+        if options.keeping.checkpoint_dir is not None:
+            keeper = cleanup.enter_context(closing(Keeping(options.keeping, run_id, repo)))
+        peer = cleanup.enter_context(started_peer(run_id, network, charter))
+        tell_how_to_join(peer, run_id, network, charter)
         emit(Listening(peer.peer_id, peer.addresses))
 
-        def on_event(event: MonitorEvent) -> None:
-            emit(event)
-            drawn.add(event)
-            source.add(event)
-            if keeper is not None and isinstance(event, StepMade):
-                keeper.last_step = event
-
-        watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period, history=history)
-        cleanup.callback(lambda: cards.extend(cards_of(watcher)))
+        listeners: list[Callable[[MonitorEvent], object]] = [emit]
+        on_event = partial(tell_all, listeners)
+        watcher = RunMonitor(peer, run_id, on_event, refresh_s=options.refresh_period, history=history)
+        cleanup.callback(print_summary, watcher)
         source = MonitorSource(watcher)
-        fill = Playground(keeping.checkpoint_dir) if playground and keeping.checkpoint_dir is not None else None
-        cleanup.enter_context(page_of(source, bound, fill, command_to_join(peer, run_id)))
-        page = [f"The page of the run: {url_of(bound)}"] if bound is not None else []
-        # made before the sinks, some of which replace standard output for a moment
-        screen = LiveScreen(Drawing(watcher, lambda: [*how_to_join(peer, network, signed), *page]))
-        drawn = Curves(sinks)
-        if sinks:
-            cleanup.callback(end, drawn)
-        if screen.is_possible and not plain:
-            logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
-            cleanup.enter_context(screen)
+        cleanup.enter_context(page_of(source, bound, options.fill(), command_to_join(peer, run_id)))
+        curves = cleanup.enter_context(drawn_curves(sinks))
+        listeners += [source.add, curves.add]
+        if keeper is not None:
+            listeners.append(keeper.note)
+        if not options.plain:
+            page = [f"The page of the run: {url_of(bound)}"] if bound is not None else []
+            drawing = Drawing(watcher, lambda: [*how_to_join(peer, network, charter), *page])
+            cleanup.enter_context(screen_if_possible(console, drawing))
+
         peer.run(watcher.start(), 5.0, "starting the monitor")
         if keeper is not None:
             keeper.run(peer)
         while True:
-            wait(peer, signed, 3600.0)
+            wait(peer, charter, 3600.0)
+
+
+def run_to_watch(options: MonitorOptions, charter: SignedCharter | None) -> tuple[str, NetworkOptions]:
+    """The name of the run, and the options to join it with.
+
+    Raises:
+        ConfigError: names contradict each other, or there are several runs.
+        JoinFailed: none of the initial peers answers.
+    """
+    network = options.network
+    if charter is not None and options.run_id not in (None, charter.run_id):
+        raise ConfigError(
+            f"the charter is of run {charter.run_id!r}, and --run-id is {options.run_id!r}; leave --run-id out"
+        )
+    run_id = charter.run_id if charter is not None else run_id_of(network, options.run_id)
+    if run_id is None and network.initial_peers:
+        with Scout(network.initial_peers) as scout:
+            run_id = scout.only_run()
+    run_id = checked_run_id(DEFAULT_RUN_ID if run_id is None else run_id)
+    return run_id, with_peers_here(network, run_id, options.output)
+
+
+@contextmanager
+def started_peer(run_id: str, network: NetworkOptions, charter: SignedCharter | None) -> Iterator[Peer]:
+    """The peer of a monitor, while the block runs. A folder that was made for it goes again if it cannot start.
+
+    Raises:
+        ConfigError: the run is by invitation, and there is no ticket.
+    """
+    if not network.initial_peers and network.client_mode is None:
+        network = replace(network, client_mode=False)  # it is there to be dialled, also by peers that it knows
+    folder = own_folder(monitor_folder(run_id), network)
+    with Start() as start:
+        if folder is not None and folder.is_new:
+            start.removes(folder.path)
+        with network.connect(own_dir=folder) as peer:
+            if charter is None:
+                peer.run(peer.presence.check_run(run_id), LOOK_TIMEOUT_S, "looking for a charter")
+            start.has_succeeded()
+            yield peer
+
+
+def tell_how_to_join(peer: Peer, run_id: str, network: NetworkOptions, charter: SignedCharter | None) -> None:
+    """Log who this peer is, and how others join the run through it."""
+    name_in_logs(run=run_id, peer=str(peer.peer_id))
+    logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
+    if peer.state_path is not None:
+        logger.info("Its id and port are in %s: the next start has the same", peer.state_path)
+    if charter is not None:
+        coordinate(peer, charter, network)
+    members = peer.presence.members.get(run_id)
+    if members is None:
+        welcome(run_id, peer, network.initial_peers or ())
+    elif charter is None and members.charter.is_open:
+        welcome(run_id, peer, network.initial_peers or (), members.charter.digest)
+
+
+def tell_all(listeners: Sequence[Callable[[MonitorEvent], object]], event: MonitorEvent) -> None:
+    """Hand an event of the monitor to all that want to know."""
+    for listener in listeners:
+        listener(event)
+
+
+@contextmanager
+def drawn_curves(sinks: Mapping[str, Sink]) -> Iterator[Curves]:
+    """The curves, while the block runs.
+
+    The program then ends without waiting for their libraries: wandb's process ends with it.
+    """
+    curves = Curves(sinks)
+    try:
+        yield curves
+    finally:
+        curves.close()
+        if sinks:
+            skip_libraries_at_exit()
+
+
+@contextmanager
+def screen_if_possible(console: Console, drawing: Drawing) -> Iterator[None]:
+    """Draw the run while the block runs, in a terminal that can be redrawn."""
+    if not console.is_interactive:
+        yield
+        return
+    logger.info("A live screen begins here as soon as somebody trains; --plain prints log lines instead")
+    with LiveScreen(console, drawing):
+        yield
 
 
 class Drawing:
@@ -305,7 +282,7 @@ class Drawing:
         self._picture: RunPicture | None = None
         self._points: list[Point] = []
 
-    def __call__(self, width: int, height: int, log: Sequence[LogLine]) -> RenderableType | None:
+    def __call__(self, width: int, height: int, log: Sequence[logging.LogRecord]) -> RenderableType | None:
         picture = self._watcher.picture
         if picture is None or not (picture.num_peers or picture.last):
             return None
@@ -314,22 +291,11 @@ class Drawing:
         return screen_of(picture, self._points, width, height, time.time(), log=log, footer=self._footer())
 
 
-def cards_of(watcher: RunMonitor) -> list[Card]:
-    """The summary of a run, if it has made a step."""
+def print_summary(watcher: RunMonitor) -> None:
+    """Print the summary of a run, if it has made a step."""
     picture = watcher.picture
-    return [card_of(picture, watcher.history.points())] if picture is not None and picture.last is not None else []
-
-
-def print_cards(cards: Sequence[Card]) -> None:
-    """Print summaries without colours, as log lines have none."""
-    for card in cards:
-        print_card(Console(highlight=False, force_terminal=False), card)
-
-
-def end(curves: Curves) -> None:
-    """Close the curves. The program then ends without waiting for their libraries: wandb's process ends with it."""
-    curves.close()
-    skip_libraries_at_exit()
+    if picture is not None and picture.last is not None:
+        print_card(card_of(picture, watcher.history.points()))
 
 
 def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: bytes = b"") -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import ConfigError, own_checkout
@@ -21,6 +22,9 @@ from manyhands.recipes.albert.settings import TuningSettings
 from manyhands.rpc import RpcConfig
 from manyhands.state_dir import StateDir
 from manyhands.tunnels import NgrokTunnel, TunnelKeeper
+
+Count = Annotated[int, Parameter(validator=Number(gte=1))]
+"""A whole number from 1 on."""
 
 DEFAULT_RUN_ID = "albert"
 """Name of a run that is begun without one, as in the tutorials."""
@@ -173,7 +177,7 @@ class OutputOptions:
     """Append one JSON object for each event to this file, for other programs."""
 
     log_file: Path | None = None
-    """Append the log to this file as well; opened anew after SIGHUP and when it has been moved away."""
+    """Append the log to this file as well; opened anew when it has been moved away."""
 
     log_json: bool = False
     """Append JSON objects to --log-file: time, level, logger, message, run and peer."""

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.ticket import split_tickets
+from manyhands.cli.output.live_view import waiting
 from manyhands.cli.output.logs import only_warnings
-from manyhands.cli.output.waiting import shown
 from manyhands.dht import DhtConfig
 from manyhands.optim.run.beginning import Beginning
 from manyhands.optim.run.records import Run, find_runs, listed, look_up_run, nobody_is_in
@@ -44,7 +44,7 @@ class Scout:
         self._addresses, self._tickets = split_tickets(addresses)
         with ExitStack() as cleanup:
             cleanup.enter_context(only_warnings())
-            with shown(f"dialling {' '.join(address.host_port for address in self._addresses)}"):
+            with waiting(f"dialling {' '.join(address.host_port for address in self._addresses)}"):
                 self._peer = cleanup.enter_context(Peer(self._addresses, client_mode=True))
             for ticket in self._tickets:
                 if ticket.is_charted:
@@ -70,7 +70,7 @@ class Scout:
             ConfigError: there are several to choose from, or by the clock of this machine nobody seems to train; the
                 message says which.
         """
-        with shown(f"looking for run {run_id}" if run_id is not None else "looking for runs"):
+        with waiting(f"looking for run {run_id}" if run_id is not None else "looking for runs"):
             run = self._choose(run_id, is_trained=is_trained, expected=expected)
             if self.find_charter(run.run_id):  # then only the members' records and the owner's settings count
                 run = self._choose(run.run_id, is_trained=is_trained, expected=expected)

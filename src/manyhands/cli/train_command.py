@@ -55,20 +55,18 @@ def train(
         ),
     ] = None,
     start_new: Annotated[bool, Parameter(help="Begin the run even if no peer of --initial-peers knows it.")] = False,
-    network: NetworkOptions | None = None,
-    training: Annotated[TrainingSettings | None, Parameter(name="*", group="Training")] = None,
+    network: NetworkOptions = NetworkOptions(),
+    training: Annotated[TrainingSettings, Parameter(name="*", group="Training")] = TrainingSettings(),
     recipe: Annotated[
         GivenRecipe | None, Parameter(name="*", group="Recipe (set by the peer that begins a run)")
     ] = None,
-    web: WebOptions | None = None,
-    output: OutputOptions | None = None,
+    web: WebOptions = WebOptions(),
+    output: OutputOptions = OutputOptions(),
 ) -> None:
     """Begin a run that trains an ALBERT, or join one, with this machine.
 
     Without --initial-peers it begins a run, which others can join. Runs until Ctrl-C or --max-steps.
     """
-    network, output = network or NetworkOptions(), output or OutputOptions()
-    training = training or TrainingSettings()
     given = settings_given(recipe)
     if run_id is not None:
         checked_run_id(run_id)
@@ -84,7 +82,7 @@ def train(
     if is_further_rank(training):
         return
     run = None
-    with (web or WebOptions()).taken() as page:
+    with web.taken() as page:
         if network.initial_peers:
             run, network = look_for(network, run_id, start_new=start_new or is_of_folder)
         if run_id is None:

@@ -61,6 +61,12 @@ class WebOptions:
             yield bound
 
 
+def place_of(bound: socket.socket) -> str:
+    """The address of a page as ``--web`` takes it, with the port that it has."""
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 @contextmanager
 def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = None, join: str = "") -> Iterator[None]:
     """Serve the page while the block runs, if an address was taken."""

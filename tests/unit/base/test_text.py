@@ -14,8 +14,8 @@ def test_one_peer_is_no_peers() -> None:
 
 
 def test_durations_are_as_exact_as_people_need_them() -> None:
-    assert [rough(seconds) for seconds in (0.2, 99.4, 100.0, 720.0, 20_000.0)] == [
-        "0 s", "99 s", "2 min", "12 min", "5.6 h",
+    assert [rough(seconds) for seconds in (0.2, 99.4, 100.0, 720.0, 20_000.0, 3e5)] == [
+        "0 s", "99 s", "2 min", "12 min", "5.6 h", "3 days",
     ]  # fmt: skip
 
 

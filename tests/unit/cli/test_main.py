@@ -75,10 +75,11 @@ def test_a_doctor_is_told_what_it_shall_examine(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["join"], 'join needs ADDRESS; "manyhands join --help" shows an example'),
-        (["fill", "folder"], 'fill needs TEXT; "manyhands fill --help"'),
-        (["run", "create"], 'run create needs --run-id VALUE; "manyhands run create --help"'),
-        (["train", "--run-id"], "train needs --run-id VALUE"),
+        (["join"], 'Command "join" parameter ADDRESS requires an argument'),
+        (["fill", "folder"], 'Command "fill" parameter --text requires an argument'),
+        (["run", "create"], 'Command "run create" parameter --run-id requires an argument'),
+        (["train", "--run-id"], 'Command "train" parameter --run-id requires an argument'),
+        (["train", "--no-client-mode", "--client-mode"], "Parameter --client-mode specified multiple times"),
     ],
 )
 def test_what_is_missing_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +98,9 @@ def test_what_is_missing_is_named(arguments: list[str], message: str, capsys: py
         ("join 127.0.0.1:1 --model=small", "--model comes from the run: leave it out (manyhands train --initial-peers"),
         ("monitor --hidden-size 64", "--hidden-size is set by the trainers of a run: leave it out"),
         ("train --batch-size {size}", "--batch-size is '{size}'; it must be a whole number, for example 4"),
+        ("train --batch_size=1.5", "--batch_size is '1.5'; it must be a whole number, for example 4"),
+        ("join 127.0.0.1:1 --threads 0.5", "--threads is '0.5'; it must be a whole number, for example 4"),
+        ("data prepare --shards 2.0", "--shards is '2.0'; it must be a whole number, for example 4"),
         ("train --learning-rate much", "--learning-rate is 'much'; it must be a number, for example 0.5"),
         ("join 127.0.0.1:1 --run-ib x", "Unknown option: --run-ib. Did you mean --run-id?"),
     ],

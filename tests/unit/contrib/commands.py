@@ -25,4 +25,6 @@ def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
     command, bound, ignored = app.parse_args(translation.words, exit_on_error=False, print_error=False)[:3]
     assert not ignored
     assert inspect.isfunction(command), words
-    return command.__name__, bound.arguments
+    arguments = dict(bound.arguments)
+    options = arguments.pop("options", None)  # of commands whose options are one dataclass
+    return command.__name__, arguments | (vars(options) if options is not None else {})

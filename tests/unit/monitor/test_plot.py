@@ -200,7 +200,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.Capture
         ([good, "-o", tmp_path / "out"], "ends in neither .png nor .svg"),
         ([good, "-o", tmp_path / "nowhere" / "out.png"], "there is no folder"),
         ([good, "-o", tmp_path / "folder.png"], "cannot write the chart"),
-        ([], 'plot needs FILES; "manyhands plot --help"'),
+        ([], 'Command "plot" parameter FILES requires an argument'),
     ]
     (tmp_path / "folder.png").mkdir()
     for arguments, message in cases:

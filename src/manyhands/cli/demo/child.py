@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 
-REMEMBERED_LINES = 200
+Lines = SimpleQueue[tuple[str, str]]
+"""What the processes have printed: the name of each, and a line."""
 
 
 class Child:
@@ -20,14 +21,13 @@ class Child:
 
     Args:
         folder: working directory, not the user's: prepared data there must not affect the demo.
+        lines: gets what it prints.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, lines: Lines) -> None:
         self.name = name
-        self.is_killed = False
-        self._lines: deque[str] = deque(maxlen=REMEMBERED_LINES)
-        self._num_taken = 0
-        self._num_lines = 0
+        self._last_line = "it printed nothing"
+        self._lines = lines
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "manyhands", *arguments, "--leave-on-eof"],
             cwd=folder,
@@ -45,19 +45,15 @@ class Child:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._lines.append(line.rstrip("\n"))
-            self._num_lines += 1
-
-    def take_new_lines(self) -> list[str]:
-        """Lines printed since the last call, at most the last :data:`REMEMBERED_LINES`."""
-        num_new = min(self._num_lines - self._num_taken, len(self._lines))
-        self._num_taken += num_new
-        return list(self._lines)[len(self._lines) - num_new :]
+            text = line.rstrip("\n")
+            self._lines.put((self.name, text))
+            if text.strip():
+                self._last_line = text
 
     def last_line(self) -> str:
-        """The last line that is not empty."""
+        """The last line that is not empty, of a process that has ended."""
         self._reader.join(1.0)
-        return next((line for line in reversed(self._lines) if line.strip()), "it printed nothing")
+        return self._last_line
 
     @property
     def exit_code(self) -> int | None:
@@ -66,7 +62,6 @@ class Child:
 
     def kill(self) -> None:
         """Send SIGKILL, which gives no chance to say goodbye, as when a machine loses power."""
-        self.is_killed = True
         self._process.kill()
 
     def ask_to_leave(self) -> None:

@@ -6,37 +6,28 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from cyclopts import Parameter
-from rich.console import Console
 
 from manyhands.base.errors import ConfigError, ManyhandsError
-from manyhands.cli.demo.child import Child, end_all
-from manyhands.cli.demo.story import MONITOR_EVENTS, Story
-from manyhands.cli.demo.tally import Summary
-from manyhands.cli.demo.view import MIN_WIDTH, DemoView, LiveDemoView, PlainView, print_summary
+from manyhands.cli.demo.story import MONITOR_EVENTS, DemoOptions, Story
+from manyhands.cli.demo.tally import Tally
+from manyhands.cli.demo.view import DemoView, card_of
+from manyhands.cli.output.card import print_card
+from manyhands.cli.output.live_view import console_of
 from manyhands.cli.taking_part import require_albert
-from manyhands.cli.web_page import WebOptions
+from manyhands.cli.web_page import place_of
 from manyhands.monitor.plot import plot
+from manyhands.monitor.web.address import url_of
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.data.corpus import load_documents
 
-LEAVE_TIMEOUT_S = 3.0
 CHART = Path("demo.png")
 
 
-def demo(
-    *,
-    peers: Annotated[int, Parameter(help="Trainers to start; the last of several is half as fast.")] = 3,
-    steps: Annotated[int, Parameter(help="Global steps to make; a few more when the newcomer needs them.")] = 8,
-    text: Annotated[tuple[Path, ...], Parameter(help="UTF-8 text files to train on.", consume_multiple=True)] = (),
-    target_batch_size: Annotated[int, Parameter(help="Samples of one global step, by all trainers together.")] = 256,
-    summary: Annotated[Path | None, Parameter(help="Write the outcome as JSON to this file.")] = None,
-    web: WebOptions | None = None,
-) -> int:
+def demo(*, options: DemoOptions = DemoOptions()) -> int:
     """Train one small ALBERT on several peers of this machine, and see what happens when one of them dies.
 
     Starts a training monitor and the trainers as processes on loopback. Half-way one trainer is killed and a fresh one
@@ -44,56 +35,42 @@ def demo(
     contributed. The curves are drawn into demo.png, with the extra manyhands[plot]. With --web, the page of the run
     stays until Ctrl-C.
     """
-    for name, value in (("peers", peers), ("steps", steps), ("target-batch-size", target_batch_size)):
-        if value < 1:
-            raise ConfigError(f"--{name} is {value}; it must be at least 1")
     require_albert()
-    web = web or WebOptions()
-    with web.taken():
-        pass  # the monitor takes it
-    check_text(text)
-    writer = SummaryFile(summary)
-    console = Console(highlight=False)
-    view: DemoView = LiveDemoView(console) if fits(console) else PlainView()
-    started = time.monotonic()
-    children: list[Child] = []
-    problem = ""
-    with tempfile.TemporaryDirectory(prefix="manyhands-demo-") as folder:
-        story = Story(
-            children, Path(folder), view,
-            num_peers=peers, num_steps=steps, target_batch_size=target_batch_size, text=text, web=web.address,
-        )  # fmt: skip
+    tally = Tally(planned_steps=options.steps)
+    with options.web.taken() as bound:  # the monitor takes it again
+        web = place_of(bound) if bound is not None else None
+        tally.page = url_of(bound) if bound is not None else ""
+    check_text(options.text)
+    check_summary(options.summary)
+    view = DemoView(console_of(sys.stdout), tally)
+    started, problem = time.monotonic(), ""
+    with (
+        tempfile.TemporaryDirectory(prefix="manyhands-demo-") as folder,
+        closing(Story(options, Path(folder), tally, view, web=web)) as story,
+    ):
         try:
-            try:
-                with view:
-                    story.run()
-            except ConfigError:
-                raise
-            except ManyhandsError as error:
-                problem = str(error)
-            if web.address is None:
-                end_all(children, LEAVE_TIMEOUT_S)
-            about_chart = draw_chart(Path(folder), CHART) if not problem else ""
-            outcome = story.tally.summary(time.monotonic() - started, problem)
-            print_summary(console, outcome)
-            if about_chart:
-                console.print(about_chart, markup=False, soft_wrap=True)
-            writer.write(outcome)
-            if web.address is not None:
-                stay(story.tally.page, console)
-        finally:
-            end_all(children, LEAVE_TIMEOUT_S)
-    return 1 if outcome.problems else 0
+            with view:
+                story.run()
+        except ConfigError:
+            raise
+        except ManyhandsError as error:
+            problem = str(error)
+        if not tally.page:
+            story.close()
+        summary = tally.summary(time.monotonic() - started, problem)
+        print_card(card_of(summary))
+        if not problem:
+            print(draw_chart(Path(folder), CHART), flush=True)  # noqa: T201
+        if options.summary is not None:
+            options.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        if tally.page:
+            stay(tally.page)
+    return 1 if summary.problems else 0
 
 
-def fits(console: Console) -> bool:
-    """Whether the live view can be drawn and read: in a wide terminal, whatever FORCE_COLOR says (notebooks set it)."""
-    return sys.stdout.isatty() and console.is_interactive and console.width >= MIN_WIDTH
-
-
-def stay(page: str, console: Console) -> None:
+def stay(page: str) -> None:
     """Keep the page up until Ctrl-C."""
-    console.print(f"The page stays until Ctrl-C: {page}", highlight=False)
+    print(f"The page stays until Ctrl-C: {page}", flush=True)  # noqa: T201
     try:
         while True:  # an unbounded wait cannot be interrupted on every platform
             threading.Event().wait(3600.0)
@@ -127,21 +104,14 @@ def check_text(text: tuple[Path, ...]) -> None:
     make_samples(documents, train_tokenizer(documents, recipe.vocab_size), recipe)
 
 
-class SummaryFile:
-    """Writes the summary as JSON; without a path, does nothing.
+def check_summary(path: Path | None) -> None:
+    """Check that the summary can be written, before anything is started.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: it cannot.
     """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    try:
         if path is not None:
-            try:
-                path.touch()
-            except OSError as error:
-                raise ConfigError(f"--summary {path}: {error.strerror}; name a file that can be written") from error
-
-    def write(self, summary: Summary) -> None:
-        if self._path is not None:
-            self._path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+            path.touch()
+    except OSError as error:
+        raise ConfigError(f"--summary {path}: {error.strerror}; name a file that can be written") from error

@@ -1,112 +1,81 @@
-"""Output of the demo: a live display in a terminal, plain lines elsewhere."""
+"""Output of the demo: what its processes say and, in a terminal, the run below that; at the end, a summary."""
 
 from __future__ import annotations
 
-from collections import deque
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from manyhands.base.text import counted
 from manyhands.cli.demo.tally import Summary, Tally, TrainerTally
+from manyhands.cli.output.card import Card
+from manyhands.cli.output.rows import bar_rows
 
-SHOWN_LINES = 8
-MIN_WIDTH = 76
-"""Columns of a terminal in which the table of the trainers can be read."""
-
-
-class DemoView(Protocol):
-    """Output of the demo."""
-
-    def say(self, who: str, line: str) -> None:
-        """Show a line of one process, or of the demo itself."""
-
-    def refresh(self, tally: Tally) -> None:
-        """Show the state of the run."""
-
-    def __enter__(self) -> DemoView: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+TABLE_WIDTH = 76
+"""A narrower terminal shows the left part of the table."""
 
 
-class PlainView:
-    """Prints lines as they come."""
+class DemoView:
+    """Prints lines as they come; in a terminal, draws the run below them while the block runs.
+
+    Args:
+        console: of standard output.
+        tally: the state of the run, which is all that is drawn.
+    """
+
+    def __init__(self, console: Console, tally: Tally) -> None:
+        self._console = console
+        self._tally = tally
+        self._live = Live(console=console, get_renderable=self._drawn, auto_refresh=False, transient=True)
 
     def say(self, who: str, line: str) -> None:
-        print(f"{who:>9} | {line}", flush=True)  # noqa: T201
+        """Print a line of one process, or of the demo itself; in a terminal, as much of it as fits."""
+        is_cut = self._console.is_terminal
+        self._console.print(
+            Text(f"{who:>9} | {line}"),
+            soft_wrap=not is_cut,
+            no_wrap=True,
+            overflow="ellipsis" if is_cut else None,
+        )
 
-    def refresh(self, tally: Tally) -> None:
-        """Does nothing: the lines are enough."""
+    def refresh(self) -> None:
+        """Draw the state of the run."""
+        self._live.refresh()
 
-    def __enter__(self) -> PlainView:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return None
-
-
-class LiveDemoView:
-    """Redraws progress bars, a table of the trainers and the last lines."""
-
-    def __init__(self, console: Console) -> None:
-        self._lines: deque[str] = deque(maxlen=SHOWN_LINES)
-        self._live = Live(console=console, refresh_per_second=8)
-
-    def say(self, who: str, line: str) -> None:
-        self._lines.append(f"{who:>9} | {line}")
-
-    def refresh(self, tally: Tally) -> None:
-        lines = Text("\n".join(self._lines), no_wrap=True, overflow="ellipsis", style="dim")
-        self._live.update(Group(self._bars(tally), _table(tally), Panel(lines, title="log", title_align="left")))
-
-    def _bars(self, tally: Tally) -> RenderableType:
-        grid = Table.grid(padding=(0, 1), expand=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(ratio=1)
-        grid.add_column(no_wrap=True)
-        step = tally.step
-        grid.add_row("global steps", ProgressBar(tally.num_steps, step), f"{step} of {tally.num_steps}")
-        if (progress := tally.progress) is not None and progress.target_batch_size:
+    def _drawn(self) -> RenderableType:
+        tally, progress = self._tally, self._tally.progress
+        rows = [("global steps", (tally.step, tally.num_steps), f"{tally.step} of {tally.num_steps}")]
+        if progress is not None and progress.target_batch_size:
+            samples = f"{progress.samples} of {progress.target_batch_size}"
             eta = f"ETA {progress.eta_s:.1f} s" if progress.eta_s is not None else "ETA unknown"
-            grid.add_row(
-                "samples to the next",
-                ProgressBar(progress.target_batch_size, min(progress.samples, progress.target_batch_size)),
-                f"{progress.samples} of {progress.target_batch_size}, {eta}, {counted(progress.num_peers, 'peer')}, "
-                f"{progress.samples_per_second:.0f} samples/s",
-            )
-        if tally.page:
-            return Group(grid, Text(f"page {tally.page}", no_wrap=True, overflow="ellipsis"))
-        return grid
+            peers = f"{counted(progress.num_peers, 'peer')}, {progress.samples_per_second:.0f} samples/s"
+            part = (progress.samples, progress.target_batch_size)
+            rows.append(("samples to the next", part, f"{samples}, {eta}, {peers}"))
+        page = [Text(f"page {tally.page}", no_wrap=True, overflow="ellipsis")] if tally.page else []
+        return Group(bar_rows(*rows), *page, _table(tally))
 
-    def __enter__(self) -> LiveDemoView:
-        self._live.__enter__()
+    def __enter__(self) -> DemoView:
+        self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._live.__exit__(kind, error, traceback)
+        self._live.stop()
 
 
 def _table(tally: Tally) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold", width=TABLE_WIDTH)
     for heading in ("trainer", "peer id", "step", "samples", "used", "samples/s", "loss", ""):
         justify: JustifyMethod = "left" if heading in ("trainer", "peer id", "") else "right"
         table.add_column(heading, justify=justify, no_wrap=True)
     for trainer in tally.trainers:
         table.add_row(
             trainer.name,
-            f"…{trainer.peer_id[-6:]}" if trainer.peer_id else "",
+            _short(trainer.peer_id) if trainer.peer_id else "",
             str(trainer.step),
             str(trainer.counts.samples_computed),
             str(trainer.counts.samples_used),
@@ -116,6 +85,10 @@ def _table(tally: Tally) -> Table:
             style="dim" if trainer.is_killed else None,
         )
     return table
+
+
+def _short(peer_id: str) -> str:
+    return f"…{peer_id[-6:]}"
 
 
 def _status(trainer: TrainerTally) -> str:
@@ -128,23 +101,23 @@ def _status(trainer: TrainerTally) -> str:
     return "joined late" if trainer.is_newcomer else "training"
 
 
-def print_summary(console: Console, summary: Summary) -> None:
-    """Print the summary of the demo."""
-    table = Table(title="The run", show_header=False, title_justify="left", box=None, padding=(0, 2))
+def card_of(summary: Summary) -> Card:
+    """The summary of the demo: a heading, and (label, text) lines."""
+    lines = [
+        ("samples", f"{summary.samples_computed} computed, {summary.samples_used} used"),
+        ("rounds", f"{summary.rounds_committed} committed, {summary.rounds_aborted} aborted attempts"),
+        ("newcomer", f"{summary.joined_late_samples} of its samples were used"),
+    ]
     first, last = summary.heldout_loss_first, summary.heldout_loss_last
     if first is not None and last is not None:
-        table.add_row("held-out loss", f"{first:.4f} before, {last:.4f} after {summary.steps} global steps")
-    table.add_row("samples", f"{summary.samples_computed} computed, {summary.samples_used} used")
-    table.add_row("rounds", f"{summary.rounds_committed} committed, {summary.rounds_aborted} aborted attempts")
-    table.add_row("newcomer", f"{summary.joined_late_samples} of its samples were used")
+        lines.insert(0, ("held-out loss", f"{first:.4f} before, {last:.4f} after {summary.steps} global steps"))
     for peer_id, samples in summary.samples_per_peer.items():
         digest = summary.state_digest_per_peer.get(peer_id)
         state = f"state {digest[:16]}" if digest is not None else "killed on the way"
         megabytes = summary.bytes_sent_per_peer[peer_id] / 1e6
-        table.add_row(f"peer …{peer_id[-6:]}", f"{samples} samples, {megabytes:.1f} MB sent, {state}")
-    table.add_row("wall time", f"{summary.wall_s:.1f} s")
-    console.print(table)
-    for problem in summary.problems:
-        console.print(f"problem: {problem}", highlight=False)
+        lines.append((f"peer {_short(peer_id)}", f"{samples} samples, {megabytes:.1f} MB sent, {state}"))
+    lines.append(("wall time", f"{summary.wall_s:.1f} s"))
     if not summary.problems:
-        console.print("The loss fell, all peers hold the identical state, and the newcomer contributed.")
+        lines.append(("outcome", "the loss fell, all states are equal, the newcomer contributed"))
+    lines += [("problem", problem) for problem in summary.problems]
+    return "The run", lines

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError
-from manyhands.cli import leaving
 
 logger = logging.getLogger(__name__)
 
@@ -16,9 +15,9 @@ logger = logging.getLogger(__name__)
 class LineFile:
     """Appends lines to a file, each in one piece and at once.
 
-    The file is opened anew when it has been moved or removed, and after SIGHUP, which log rotation sends. While the
-    disk is full, lines are dropped: one warning says so, and one line says how many are missing once there is room. Not
-    for use by several threads at a time.
+    The file is opened anew when it has been moved or removed, as log rotation does. While the disk is full, lines are
+    dropped: one warning says so, and one line says how many are missing once there is room. Not for use by several
+    threads at a time.
 
     Args:
         option: the option that named the file, for messages.
@@ -32,7 +31,6 @@ class LineFile:
         self._name = f"{option} {path}"
         self._what = what
         self._num_dropped = 0
-        self._num_hangups = leaving.num_hangups
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
@@ -52,9 +50,8 @@ class LineFile:
             logger.info("%s is written again; %d %s are missing in it", self._name, num_dropped, self._what)
 
     def _append(self, line: bytes) -> None:
-        if self._file.closed or self._num_hangups != leaving.num_hangups or self._is_elsewhere():
+        if self._file.closed or self._is_elsewhere():
             self._file.close()
-            self._num_hangups = leaving.num_hangups
             self._file = self._path.open("ab", buffering=0)
         begin = self._file.seek(0, os.SEEK_END) if self._file.seekable() else 0  # a pipe cannot be sought
         if self._file.write(line) != len(line):

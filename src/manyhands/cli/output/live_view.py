@@ -1,28 +1,27 @@
-"""Live views of a terminal, redrawn by a thread of their own: a status line below the log, or a whole screen.
+"""What a command draws in a terminal while it runs: what it waits for, a line below the log, or a whole screen.
 
-Log lines marked as :data:`manyhands.optim.run.progress.SHOWN_LIVE` are hidden while something is drawn.
+rich draws; nothing is drawn in a pipe. Log lines marked as :data:`manyhands.optim.run.progress.SHOWN_LIVE` are hidden
+while a line or a screen shows the same.
 """
 
 from __future__ import annotations
 
-import io
 import logging
 import signal
 import sys
 import threading
-import time
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from types import FrameType, TracebackType
-from typing import NamedTuple, TextIO
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.status import Status
 from rich.text import Text
 
 from manyhands.base.text import reason_of
+from manyhands.cli.output.logs import keeping_log_lines, logging_to
 
 logger = logging.getLogger(__name__)
 
@@ -31,250 +30,112 @@ STOP = getattr(signal, "SIGTSTP", None)
 """What Ctrl-Z sends; None on Windows."""
 STOP_TIMEOUT_S = 2.0
 """A terminal that takes no output (Ctrl-S) holds up the end of a program no longer, and is left as it is."""
-MAX_KEPT_LINES = 1000
-MAX_LINE_LENGTH = 4000
+
+Draw = Callable[[int, int, Sequence[logging.LogRecord]], RenderableType | None]
+"""Returns a screen for a width and a height in characters and the kept log records, oldest first; None as long as there
+is nothing to draw yet."""
 
 
-class LogLine(NamedTuple):
-    """A line that was logged or printed while a screen was drawn.
+def console_of(stream: TextIO) -> Console:
+    """A console that wraps no lines, and draws only in a terminal that has the characters for it.
 
-    Attributes:
-        time: seconds since 1970.
-        level: of :mod:`logging`.
-        text: the message alone.
-        whole: as it would have been printed.
+    A notebook sets FORCE_COLOR, but shows the codes that redraw a line as they are.
     """
+    console = Console(file=stream, highlight=False, soft_wrap=True, force_terminal=None if stream.isatty() else False)
+    if not console.encoding.startswith("utf"):
+        console.is_interactive = False
+    return console
 
-    time: float
-    level: int
-    text: str
-    whole: str
+
+def waiting(doing: str) -> Status:
+    """While the block runs, show what the command does: on standard error, and only in a terminal."""
+    return console_of(sys.stderr).status(Text(doing), spinner="line")
 
 
-class LiveView(ABC):
-    """Context manager that draws every :data:`PERIOD_S` until it ends. A closed terminal ends the drawing.
-
-    Ctrl-Z leaves the terminal as it was while the process is stopped; ``fg`` draws again. For the main thread.
-
-    If drawing fails in another way, the view ends with a warning, and log lines are printed as without it.
-
-    Attributes:
-        has_begun: whether something is drawn.
+@contextmanager
+def live_line(console: Console, draw: Callable[[int], RenderableType]) -> Iterator[None]:
+    """While the block runs, keep a line at the bottom of the terminal; what is printed and logged goes above it.
 
     Args:
         console: of standard output.
-        live: what draws on it.
+        draw: returns the line for a width in characters; called in another thread.
+    """
+    if not console.is_interactive:
+        yield
+        return
+    live = Live(
+        console=console,
+        get_renderable=lambda: draw(console.width),
+        refresh_per_second=1 / PERIOD_S,
+        transient=True,
+    )
+    live.start()
+    console.show_cursor(True)  # a killed process could not show the cursor again
+    try:
+        with logging_to(sys.stdout):  # rich's, which prints above the line
+            yield
+    finally:
+        with suppress(OSError):  # the terminal was closed
+            live.stop()
+
+
+class LiveScreen:
+    """Context manager that fills the terminal; what was there before is there again at the end.
+
+    Until the first drawing, log lines are printed as usual. Then the newest ones are kept for the drawing, and printed
+    when the screen has ended. Ctrl-Z leaves the terminal as it was while the process is stopped; ``fg`` draws again. A
+    closed terminal ends the drawing. If drawing fails in another way, the screen ends with a warning. For the main
+    thread.
+
+    Args:
+        console: of standard output.
+        draw: called in another thread, every :data:`PERIOD_S`.
     """
 
-    def __init__(self, console: Console, live: Live) -> None:
+    def __init__(self, console: Console, draw: Draw) -> None:
         self._console = console
-        self._live = live
-        self.has_begun = False
+        self._draw = draw
+        self._live = Live(
+            console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._draw_forever, name="live view", daemon=True)
-        self._handlers: list[logging.Handler] = []
-        self._is_to_stop = False  # the process, for Ctrl-Z
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether standard output is a terminal that can be redrawn, whatever FORCE_COLOR says."""
-        return sys.stdout.isatty() and self._console.is_interactive
+        self._thread = threading.Thread(target=self._run, name="live screen", daemon=True)
 
     def __enter__(self) -> None:
-        self._begin()
         if STOP is not None and signal.getsignal(STOP) is signal.SIG_DFL:  # else the shell has no job control
-            signal.signal(STOP, self._stop_soon)
-        root = logging.getLogger()
-        self._handlers, own = root.handlers, _Handler(self)
-        replaced = [handler for handler in self._handlers if _is_of_terminal(handler)]
-        own.setFormatter(replaced[0].formatter if replaced else None)
-        root.handlers = [own, *(handler for handler in self._handlers if handler not in replaced)]
+            signal.signal(STOP, self._stop)
         self._thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_over.set()
-        if STOP is not None and signal.getsignal(STOP) == self._stop_soon:
+        if STOP is not None and signal.getsignal(STOP) == self._stop:
             signal.signal(STOP, signal.SIG_DFL)
         self._thread.join(STOP_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self._end()
 
-    def _draw_forever(self) -> None:
+    def _run(self) -> None:
         try:
-            while not self._is_over.wait(PERIOD_S):
-                if self._is_to_stop:
-                    self._stop()
-                self._draw()
+            while self._drawn([]) is None:
+                if self._is_over.wait(PERIOD_S):
+                    return
+            with keeping_log_lines() as kept, self._live:
+                while not self._is_over.is_set():
+                    self._live.update(self._drawn(kept) or "", refresh=True)
+                    self._is_over.wait(PERIOD_S)
         except OSError:  # the terminal was closed
             return
         except Exception as error:
-            self._end()
-            logger.warning("The live view has ended (%s); log lines are printed instead", reason_of(error))
-            logger.debug("The live view failed", exc_info=True)
+            logger.warning("The live screen has ended (%s); log lines are printed instead", reason_of(error))
+            logger.debug("The live screen failed", exc_info=True)
 
-    def _stop_soon(self, number: int, frame: FrameType | None) -> None:
-        self._is_to_stop = True  # by the thread that draws: this one may hold a lock of the console
-        if not self._thread.is_alive():  # nothing is drawn any more
-            signal.raise_signal(signal.SIGSTOP)
+    def _drawn(self, kept: Collection[logging.LogRecord]) -> RenderableType | None:
+        width, height = self._console.size
+        return self._draw(width, height, list(kept))
 
-    def _stop(self) -> None:
+    def _stop(self, number: int, frame: FrameType | None) -> None:
         """Give the terminal back, stop the process, and take the terminal again when the process goes on."""
-        self._is_to_stop = False
-        if self.has_begun:
+        is_drawn = self._live.is_started
+        if is_drawn:
             self._live.stop()
         signal.raise_signal(signal.SIGSTOP)
-        if self.has_begun:
-            self._start()
-
-    def _start(self) -> None:
-        self._live.start()
-
-    def _end(self) -> None:
-        logging.getLogger().handlers = self._handlers
-        with suppress(OSError):  # the terminal was closed
-            self._live.stop()
-
-    @abstractmethod
-    def _begin(self) -> None: ...
-
-    @abstractmethod
-    def _draw(self) -> None: ...
-
-    @abstractmethod
-    def take(self, line: LogLine) -> None:
-        """Show a log line."""
-
-
-class LiveLine(LiveView):
-    """A status line at the bottom of the terminal. Log lines scroll above it.
-
-    Args:
-        console: of standard output.
-        text: returns the line for a terminal width in characters; called in a separate thread.
-    """
-
-    def __init__(self, console: Console, text: Callable[[int], str]) -> None:
-        super().__init__(console, Live(console=console, auto_refresh=False, transient=True))
-        self._text = text
-
-    def _begin(self) -> None:
-        self.has_begun = True
-        self._start()
-
-    def _start(self) -> None:
-        super()._start()
-        self._console.show_cursor(True)  # a killed process could not show the cursor again
-
-    def _draw(self) -> None:
-        text = self._text(self._console.width)
-        self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
-
-    def take(self, line: LogLine) -> None:
-        self._console.print(line.whole, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-class LiveScreen(LiveView):
-    """A view that fills the terminal, on its alternate screen: what was there before is there again at the end.
-
-    Until the first drawing, log lines are printed as usual. Then the newest :data:`MAX_KEPT_LINES` of them, and what
-    other code prints, are kept for the drawing, and printed when the screen has ended.
-
-    Args:
-        draw: returns the screen for a width and a height in characters and the kept lines, oldest first; None as long
-            as there is nothing to draw yet. Called in a separate thread.
-        console: by default, one of the present standard output.
-    """
-
-    def __init__(
-        self,
-        draw: Callable[[int, int, Sequence[LogLine]], RenderableType | None],
-        *,
-        console: Console | None = None,
-    ) -> None:
-        console = console or Console(file=sys.stdout, highlight=False)
-        live = Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        super().__init__(console, live)
-        self._make = draw
-        self._kept: deque[LogLine] = deque(maxlen=MAX_KEPT_LINES)
-        self._streams = sys.stdout, sys.stderr
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether standard output is a terminal that can be redrawn and has the characters for it."""
-        return super().is_possible and self._console.encoding.startswith("utf")
-
-    def _begin(self) -> None:
-        """The screen begins with the first drawing."""
-
-    def _draw(self) -> None:
-        width, height = self._console.size
-        drawn = self._make(width, height, list(self._kept))
-        if drawn is None:
-            return
-        if not self.has_begun:
-            self.has_begun = True
-            sys.stdout, sys.stderr = (_Printed(self.take, stream) for stream in self._streams)
-            self._start()
-        self._live.update(drawn, refresh=True)
-
-    def take(self, line: LogLine) -> None:
-        if self.has_begun:
-            self._kept.append(line)
-        else:
-            print(line.whole, file=self._streams[0], flush=True)
-
-    def _end(self) -> None:
-        super()._end()
-        if self.has_begun:
-            self.has_begun = False
-            sys.stdout, sys.stderr = self._streams
-        with suppress(OSError):
-            while self._kept:
-                print(self._kept.popleft().whole, file=self._streams[0], flush=True)
-
-
-def _is_of_terminal(handler: logging.Handler) -> bool:
-    return isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler)
-
-
-class _Handler(logging.Handler):
-    """Gives log lines to a view."""
-
-    def __init__(self, view: LiveView) -> None:
-        super().__init__()
-        self._view = view
-        self.addFilter(lambda record: not (view.has_begun and getattr(record, "is_shown_live", False)))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._view.take(LogLine(record.created, record.levelno, record.getMessage(), self.format(record)))
-        except Exception:  # noqa: BLE001 (as in logging.Handler: a log call never raises)
-            self.handleError(record)
-
-
-class _Printed(io.TextIOBase):
-    """Replaces standard output or error; what is printed becomes lines. Of a line that is overwritten, the last."""
-
-    encoding = "utf-8"
-
-    def __init__(self, take: Callable[[LogLine], None], stream: TextIO) -> None:
-        self._take = take
-        self._stream = stream
-        self._begun = ""  # a line without its end
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        """Of the replaced stream, for child processes: the next drawing overwrites what they print."""
-        return self._stream.fileno()
-
-    def write(self, text: str) -> int:
-        *lines, begun = (self._begun + text).split("\n")
-        self._begun = begun.rpartition("\r")[2][:MAX_LINE_LENGTH]
-        for line in lines:
-            if shown := line.rstrip("\r").rpartition("\r")[2][:MAX_LINE_LENGTH]:
-                self._take(LogLine(time.time(), logging.INFO, shown, shown))
-        return len(text)
+        if is_drawn:
+            self._live.start()

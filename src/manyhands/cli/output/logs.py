@@ -6,8 +6,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +21,7 @@ FORMAT = "%(asctime)s.%(msecs)03d [%(levelname)s] %(message)s"
 ORIGIN = "[%(name)s:%(lineno)d]"
 
 STDERR = 2
+MAX_KEPT_LINES = 1000
 
 STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "is_shown_live"}
 """Attributes of every log record; others were given with ``extra=``."""
@@ -75,6 +78,49 @@ def only_warnings() -> Iterator[None]:
         yield
     finally:
         ours.setLevel(level)
+
+
+@contextmanager
+def logging_to(stream: TextIO) -> Iterator[None]:
+    """Within the block, print log lines to another stream, except those that a live view shows."""
+    handler = _stdout_handler()
+    if handler is None:
+        yield
+        return
+    before = handler.stream
+    handler.setStream(stream)
+    handler.addFilter(_is_not_drawn)
+    try:
+        yield
+    finally:
+        handler.removeFilter(_is_not_drawn)
+        handler.setStream(before)
+
+
+@contextmanager
+def keeping_log_lines() -> Iterator[Collection[logging.LogRecord]]:
+    """Within the block, keep log lines, except those that a live view shows; at its end, print the newest ones."""
+    printing = _stdout_handler()
+    keeping = MemoryHandler(MAX_KEPT_LINES + 1, flushLevel=logging.CRITICAL + 1, target=printing)
+    kept = deque[logging.LogRecord](maxlen=MAX_KEPT_LINES)
+    keeping.buffer = kept  # type: ignore[assignment] # typeshed knows only lists
+    keeping.addFilter(_is_not_drawn)
+    root = logging.getLogger()
+    before = root.handlers
+    root.handlers = [keeping, *(handler for handler in before if handler is not printing)]
+    try:
+        yield kept
+    finally:
+        root.handlers = before
+        keeping.close()
+
+
+def _stdout_handler() -> StdoutHandler | None:
+    return next((one for one in logging.getLogger().handlers if isinstance(one, StdoutHandler)), None)
+
+
+def _is_not_drawn(record: logging.LogRecord) -> bool:
+    return not getattr(record, "is_shown_live", False)
 
 
 class StdoutHandler(logging.StreamHandler[TextIO]):

@@ -16,15 +16,16 @@ from typing import NamedTuple
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.padding import Padding
+from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from manyhands.base.text import amount_of, counted, rough
-from manyhands.cli.output.live_view import LogLine
+from manyhands.cli.output.card import Card
+from manyhands.cli.output.rows import bar_rows, fitted
 from manyhands.monitor.picture import PeerRow, Point, RunEvent, RunPicture
 
 MARGIN = 1
-MAX_BAR, MIN_BAR = 60, 6
 MAX_CHART_ROWS = 10
 MAX_COLUMN_WIDTH = 4
 AXIS_WIDTH = 8
@@ -40,6 +41,8 @@ MAX_LOG_ROWS = 3
 MOST_LOG_ROWS = 9
 """Rows of all of them."""
 LATE_S = 10.0
+MAX_AGO_S = 1e9
+"""Longer times are lies."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEFT_TO_RIGHT = "\N{LEFT-TO-RIGHT MARK}"
@@ -55,7 +58,7 @@ def screen_of(
     height: int,
     now: float,
     *,
-    log: Sequence[LogLine] = (),
+    log: Sequence[logging.LogRecord] = (),
     footer: Sequence[str] = (),
 ) -> RenderableType:
     """The screen, for ``width`` columns and ``height`` rows; it never has more rows.
@@ -63,11 +66,12 @@ def screen_of(
     Args:
         points: the committed global steps that are known, oldest first.
         now: seconds since 1970.
-        log: lines to show, oldest first. Warnings stay until newer ones need their place.
+        log: records to show, oldest first. Warnings stay until newer ones need their place.
         footer: for the bottom.
     """
     inner = max(width - 2 * MARGIN, 1)
-    head, foot = _head(picture, inner, now), _foot(footer, inner)
+    head = [_title(picture), _progress(picture, now), _numbers(picture, inner)]
+    foot = _foot(footer, inner)
     losses = [point.loss for point in points if point.loss is not None and abs(point.loss) < MAX_LOSS]
     num_log_rows = len(_log_rows(log, inner, MOST_LOG_ROWS, now))
     wants = {  # by priority: the last ones are left out first
@@ -85,10 +89,10 @@ def screen_of(
     if rows["peers"]:
         parts += _peers(picture, inner, rows["peers"], now)
     if rows.get("events"):
-        parts.append(_rule("Events", inner))
-        parts += [_event(event, inner, now) for event in picture.events[: rows["events"] - 1]]
+        parts.append(_rule("Events"))
+        parts += [_event(event, now) for event in picture.events[: rows["events"] - 1]]
     if rows.get("log"):
-        parts += [_rule("Log", inner), *_log_rows(log, inner, rows["log"] - 1, now)]
+        parts += [_rule("Log"), *_log_rows(log, inner, rows["log"] - 1, now)]
     if rows.get("foot"):
         parts += [Text("")] * (height - sum(rows.values()))
         parts += foot
@@ -121,34 +125,24 @@ def _allotted(height: int, wants: dict[str, Want]) -> dict[str, int]:
 # the heading
 
 
-def _head(picture: RunPicture, width: int, now: float) -> list[Text]:
-    title = Text("manyhands monitor", style="bold")
-    title.append(f"  run {shown(picture.run_id)}", style="bold cyan")
-    right = "Ctrl-C ends"
-    title.append(" " * max(width - title.cell_len - len(right), 2))
-    title.append(right, style="dim")
-    return [_line(title, width), _progress(picture, width, now), _numbers(picture, width)]
+def _title(picture: RunPicture) -> RenderableType:
+    row = Table.grid(expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(no_wrap=True, justify="right")
+    name = Text.assemble(("manyhands monitor", "bold"), (f"  run {shown(picture.run_id)}  ", "bold cyan"))
+    row.add_row(name, Text("Ctrl-C ends", style="dim"))
+    return row
 
 
-def _progress(picture: RunPicture, width: int, now: float) -> Text:
+def _progress(picture: RunPicture, now: float) -> RenderableType:
     samples, target = picture.samples, picture.target_batch_size
     if picture.eta_s is not None:
         more = max(picture.samples_per_second * (now - picture.time), 0.0)
         samples = max(samples, int(min(samples + more, target)) if math.isfinite(more) else 0)
-    line = Text()
-    line.append(f"Step {picture.step:,}", style="bold")
-    line.append("  next " + _countdown(picture, now))
-    amount = f"{samples:,}/{target:,}" if target else f"{samples:,}"
-    if line.cell_len + len(amount) + len(" samples") + 2 <= width:
-        amount += " samples"
-    bar_width = min(width - line.cell_len - len(amount) - 4, MAX_BAR)
-    if target and bar_width >= MIN_BAR:
-        full = min(bar_width * samples // target, bar_width)
-        line.append("  ")
-        line.append("━" * full, style="bold green")
-        line.append("─" * (bar_width - full), style="dim")
-    line.append("  " + amount)
-    return _line(line, width)
+    step = Text.assemble((f"Step {picture.step:,}", "bold"), "  next ", _countdown(picture, now))
+    if not target:
+        return _row(step.append(f"  {samples:,} samples"))
+    return bar_rows((step, (samples, target), f"{samples:,}/{target:,} samples"))
 
 
 def _countdown(picture: RunPicture, now: float) -> str:
@@ -158,17 +152,8 @@ def _countdown(picture: RunPicture, now: float) -> str:
         return "unknown: no peer computes"
     left_s = picture.time + picture.eta_s - now
     if left_s >= 1:
-        return f"in {clock(left_s)}"
-    return "is due" if left_s > -LATE_S else f"is due since {clock(-left_s)}"
-
-
-def clock(seconds: float) -> str:
-    """A countdown: ``0:05``, ``12:34``, ``1:02:03``, ``3 days``."""
-    if seconds >= 2 * 86400:
-        return f"{min(seconds / 86400, 1e6):,.0f} days"
-    minutes, left = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+        return f"in {ago(left_s)}"
+    return "is due" if left_s > -LATE_S else f"is due since {ago(-left_s)}"
 
 
 def _numbers(picture: RunPicture, width: int) -> Text:
@@ -183,13 +168,13 @@ def _numbers(picture: RunPicture, width: int) -> Text:
         parts.append(f"{amount_of(last.bytes_sent)} sent in the last step")
     if last is not None and last.learning_rate is not None:
         parts.append(f"learning rate {last.learning_rate:.3g}")
-    return _fitted(parts, width)
+    return _row(Text(fitted(parts, width, " · ")))
 
 
 # the loss
 
 
-def _loss(points: Sequence[Point], losses: Sequence[float], width: int, rows: int) -> list[Text]:
+def _loss(points: Sequence[Point], losses: Sequence[float], width: int, rows: int) -> list[RenderableType]:
     heldout = [point for point in points if point.heldout_loss is not None]
     parts = [f"{losses[-1]:.4f}"] if losses else []
     if heldout:
@@ -197,7 +182,9 @@ def _loss(points: Sequence[Point], losses: Sequence[float], width: int, rows: in
         parts.append(f"held-out {newest.heldout_loss:.4f} at step {newest.step:,}")
     if losses:
         parts += [f"lowest {min(losses):.4f}", f"first {losses[0]:.4f}"]
-    lines = [_rule("Loss", width, _fitted(parts or ["none yet: it comes with the next global step"], width - 8).plain)]
+    lines: list[RenderableType] = [
+        _rule("Loss", fitted(parts or ["none yet: it comes with the next global step"], width - len("Loss  "), " · "))
+    ]
     if rows == 1 or not losses:
         return lines
     has_axis = width >= 5 * AXIS_WIDTH and rows > 2
@@ -206,7 +193,7 @@ def _loss(points: Sequence[Point], losses: Sequence[float], width: int, rows: in
     for number, drawn in enumerate(chart_of(values, rows - 1)):
         line = Text(f"{axis.get(number, ''):>{AXIS_WIDTH - 1}} " if has_axis else "", style="dim")
         line.append(drawn, style="not dim green")
-        lines.append(_line(line, width))
+        lines.append(_row(line))
     return lines
 
 
@@ -263,7 +250,7 @@ COLUMNS = [
 
 def _peers(picture: RunPicture, width: int, rows: int, now: float) -> list[RenderableType]:
     if not picture.peers:
-        return [_rule("Peers", width, "" if picture.num_peers else "nobody trains")]
+        return [_rule("Peers", "" if picture.num_peers else "nobody trains")]
     columns = [column for column in COLUMNS if width >= column.least_screen]
     gap = 2 if width >= 100 else 1
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, expand=True, header_style="bold", width=width)
@@ -283,80 +270,64 @@ def _peers(picture: RunPicture, width: int, rows: int, now: float) -> list[Rende
                 cell.stylize(STATE_STYLES.get(peer.state, ""))
         table.add_row(name, *cells, style="dim" if peer.state in ("gone", "left") else None)
     more = len(picture.peers) - len(seen)
-    return [_rule("Peers", width, f"{len(seen):,} shown and {more:,} more" if more else ""), table]
+    return [_rule("Peers", f"{len(seen):,} shown and {more:,} more" if more else ""), table]
 
 
 # events, log and footer
 
 
-def _event(event: RunEvent, width: int, now: float) -> Text:
+def _event(event: RunEvent, now: float) -> Text:
     line = Text(f"{ago(now - event.time):>7}  ", style="dim")
     line.append(shown(event.text), style=f"not dim {EVENT_STYLES.get(event.kind, '')}")
-    return _line(line, width)
+    return _row(line)
 
 
-def _log_rows(log: Sequence[LogLine], width: int, num_rows: int, now: float) -> list[Text]:
+def _log_rows(log: Sequence[logging.LogRecord], width: int, num_rows: int, now: float) -> list[Text]:
     """The newest lines that fit, oldest first: warnings, and others where these leave room."""
-    warnings = [line for line in log if line.level >= logging.WARNING]
-    others = [line for line in log if line.level < logging.WARNING]
+    warnings = [record for record in log if record.levelno >= logging.WARNING]
+    others = [record for record in log if record.levelno < logging.WARNING]
     drawn: list[tuple[float, list[Text]]] = []
-    for line in [*reversed(warnings[-num_rows:]), *reversed(others[-num_rows:])]:
+    for record in [*reversed(warnings[-num_rows:]), *reversed(others[-num_rows:])]:
         if num_rows > 0:
-            rows = _log_line(line, width, min(num_rows, MAX_LOG_ROWS), now)
-            drawn.append((line.time, rows))
+            rows = _log_line(record, width, min(num_rows, MAX_LOG_ROWS), now)
+            drawn.append((record.created, rows))
             num_rows -= len(rows)
     drawn.sort(key=lambda pair: pair[0])
     return [row for _, rows in drawn for row in rows]
 
 
-def _log_line(line: LogLine, width: int, num_rows: int, now: float) -> list[Text]:
-    is_warning = line.level >= logging.WARNING
-    style = "bold red" if line.level >= logging.ERROR else "yellow" if is_warning else ""
-    text = shown(f"{logging.getLevelName(line.level)} {line.text}" if is_warning else line.text)
+def _log_line(record: logging.LogRecord, width: int, num_rows: int, now: float) -> list[Text]:
+    is_warning = record.levelno >= logging.WARNING
+    style = "bold red" if record.levelno >= logging.ERROR else "yellow" if is_warning else ""
+    text = shown(f"{record.levelname} {record.getMessage()}" if is_warning else record.getMessage())
     rows = []
     for number, piece in enumerate(wrap(text, max(width - 9, 10), max_lines=num_rows, placeholder=" …")):
-        row = Text(f"{ago(now - line.time) if number == 0 else '':>7}  ", style="dim")
+        row = Text(f"{ago(now - record.created) if number == 0 else '':>7}  ", style="dim")
         row.append(piece, style=f"not dim {style}")
-        rows.append(_line(row, width))
+        rows.append(_row(row))
     return rows
 
 
-def _foot(footer: Sequence[str], width: int) -> list[Text]:
+def _foot(footer: Sequence[str], width: int) -> list[RenderableType]:
     if not footer:
         return []
     lines = [shown(line) for line in footer]
     if cell_len(one := "   ".join(lines)) <= width:
         lines = [one]
-    return [_rule("", width), *(_line(Text(line), width) for line in lines)]
+    return [_rule(""), *(_row(Text(line)) for line in lines)]
 
 
-def _rule(title: str, width: int, more: str = "") -> Text:
-    line = Text(f"── {title} " if title else "", style="dim")
-    if title:
-        line.stylize("not dim bold", 3, 3 + len(title))
-    if more:
-        line.append(more + " ", style="not dim")
-    line.append("─" * max(width - line.cell_len, 0))
-    return _line(line, width)
+def _rule(title: str, more: str = "") -> Rule:
+    return Rule(Text.assemble((title, "bold"), " " if more else "", more), align="left", style="dim")
 
 
 # texts
 
 
-def _line(text: Text, width: int) -> Text:
-    """One row, cut to ``width`` columns."""
+def _row(text: Text) -> Text:
+    """One row, cut to the width of the terminal."""
     text.no_wrap, text.overflow = True, "ellipsis"
-    if text.cell_len > width:
-        text.truncate(width, overflow="ellipsis")
     return text
-
-
-def _fitted(parts: Sequence[str], width: int) -> Text:
-    """As many of the parts as fit into one row; at least the first one."""
-    fitting = list(parts)
-    while len(fitting) > 1 and cell_len(" · ".join(fitting)) > width:
-        fitting.pop()
-    return _line(Text(" · ".join(fitting)), width)
 
 
 def shown(text: str) -> str:
@@ -379,9 +350,7 @@ def abbreviated(peer_id: str) -> str:
 
 def ago(seconds: float) -> str:
     """Since when: ``now``, ``95 s``, ``12 min``, ``5.5 h``, ``3 days``."""
-    if not 1 <= seconds < math.inf:
-        return "now"
-    return rough(seconds) if seconds < 48 * 3600 else f"{min(seconds / 86400, 99999):.0f} days"
+    return rough(min(seconds, MAX_AGO_S)) if 1 <= seconds < math.inf else "now"
 
 
 def whole(number: int) -> str:
@@ -394,7 +363,7 @@ def speed(number: float) -> str:
     return f"{number:.1f}" if abs(number) < 1e4 else f"{number:,.0f}" if abs(number) < 1e7 else f"{number:.2e}"
 
 
-def card_of(picture: RunPicture, points: Sequence[Point]) -> tuple[str, list[tuple[str, str]]]:
+def card_of(picture: RunPicture, points: Sequence[Point]) -> Card:
     """The summary of a run at the end of a monitor: a heading, and (label, text) lines."""
     lines = [("step", f"{counted(picture.step, 'global step')} of the run")]
     if losses := [point.loss for point in points if point.loss is not None]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import shlex
-from contextlib import nullcontext
+import sys
 from typing import Protocol
 
-from rich.console import Console
+from rich.table import Table
 
 from manyhands.base.text import counted, rough
 from manyhands.cli.failing import CommandFailed
-from manyhands.cli.output.card import print_card
-from manyhands.cli.output.live_view import LiveLine
+from manyhands.cli.output.card import Card, print_card
+from manyhands.cli.output.live_view import console_of, live_line
+from manyhands.cli.output.rows import MIN_BAR, bar_rows, fitted
 from manyhands.recipes.albert.summary import Standing, TrainingSummary
 from manyhands.runtime.exit_delay import delay_exit
 
 SUMMARY_TIMEOUT_S = 4.0
 """Time that a trainer has for its summary after it was told to leave."""
 SAMPLE_TEXT = "The capital of [MASK] is ..."
-MAX_BAR, MIN_BAR = 24, 6
 
 
 class Trainer(Protocol):
@@ -38,28 +38,22 @@ def run_in_view(trainer: Trainer) -> None:
     Raises:
         CommandFailed: it ended, and its model could not be saved.
     """
-    console = Console(highlight=False)
-    live_line = LiveLine(console, lambda width: line_of(trainer.standing(), width))
     try:
-        with live_line if live_line.is_possible else nullcontext():
+        with live_line(console_of(sys.stdout), lambda width: line_of(trainer.standing(), width)):
             trainer.run()
     except KeyboardInterrupt:
         with delay_exit(SUMMARY_TIMEOUT_S):
-            print_card(console, card_of(trainer.summary()))
+            print_card(card_of(trainer.summary()))
         raise
     summary = trainer.summary()
-    print_card(console, card_of(summary))
+    print_card(card_of(summary))
     if summary.folder is not None and summary.saved_step < summary.step:
         raise CommandFailed(f"the model of step {summary.step} was not saved in {summary.folder}; the log says why")
 
 
-def line_of(standing: Standing, width: int) -> str:
-    """The status of a trainer and its run, in one line of less than ``width`` characters.
-
-    In a narrow terminal first the speed is left out, then the bar, then what stands last.
-    """
+def line_of(standing: Standing, width: int) -> Table:
+    """The status of a trainer and its run, in one line; in a narrow terminal without what stands last."""
     samples, target = standing.samples, standing.target_batch_size
-    head = f"Step {standing.step + 1}: {samples}/{target} samples"
     eta = f"ETA {rough(standing.eta_s)}" if math.isfinite(standing.eta_s) else "ETA unknown"
     if samples >= target:
         eta = "step is due"
@@ -70,18 +64,13 @@ def line_of(standing: Standing, width: int) -> str:
     ]
     if standing.loss is not None:
         parts.append(f"loss {standing.loss:.3f}")
-    speed = [f"{standing.samples_per_second:.1f} samples/s"] if standing.samples_per_second > 0 else []
-    for tail in (", ".join([*parts, *speed]), ", ".join(parts)):
-        bar_width = min(width - len(head) - len(tail) - 5, MAX_BAR)  # two brackets, two spaces, last column
-        if bar_width >= MIN_BAR:
-            full = min(bar_width * samples // target, bar_width)
-            return f"{head} [{'#' * full}{'.' * (bar_width - full)}] {tail}"
-    while parts and len(head) + len(", ".join(["", *parts])) >= width:
-        parts.pop()
-    return ", ".join([head, *parts])[: width - 1]
+    if standing.samples_per_second > 0:
+        parts.append(f"{standing.samples_per_second:.1f} samples/s")
+    head = f"Step {standing.step + 1}: {samples}/{target} samples"
+    return bar_rows((head, (samples, target), fitted(parts, width - len(head) - MIN_BAR - 2)))
 
 
-def card_of(summary: TrainingSummary) -> tuple[str, list[tuple[str, str]]]:
+def card_of(summary: TrainingSummary) -> Card:
     """The heading of the summary, and its (label, text) lines."""
     share = summary.samples_used / summary.samples_of_all if summary.samples_of_all else 0.0
     has_state = summary.num_steps > 0 or summary.is_alone  # else the run may be further than this peer

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from manyhands.base.errors import ConfigError
-from manyhands.cli import leaving
 from manyhands.cli.first_peer_command import StandingBy
 from manyhands.cli.output.event_file import EventFollower, EventWriter
 from manyhands.monitor.events import Listening, MonitorEvent
@@ -40,13 +39,13 @@ def test_events_arrive_in_order_and_never_in_halves(tmp_path: Path) -> None:
 def test_each_record_says_when_it_was_written_and_in_which_format(tmp_path: Path) -> None:
     write = EventWriter(tmp_path / "events")
     before = time.time()
-    write(StandingBy(3, 2, 1, None))
+    write(StandingBy(3, 2, 1, 4096))
     write.close()
     record = json.loads((tmp_path / "events").read_text())
     assert before - 0.01 < record.pop("time") < time.time() + 0.01
     assert record == {
         "type": "standing_by", "version": 1,
-        "num_known_peers": 3, "num_connected_peers": 2, "num_records": 1, "memory_bytes": None,
+        "num_known_peers": 3, "num_connected_peers": 2, "num_records": 1, "memory_bytes": 4096,
     }  # fmt: skip
 
 
@@ -78,7 +77,6 @@ def test_a_full_disk_is_said_once_and_drops_events(tmp_path: Path, caplog: pytes
         f"cannot write --events {path}: No space left on device; events are dropped meanwhile"
     ]
     path.unlink()
-    leaving.num_hangups += 1
     write(Listening("B", []))
     assert "is written again; 3 events are missing in it" in caplog.text
     assert [event.peer_id for event in EventFollower(path, MonitorEvent).read_new()] == ["B"]
@@ -120,19 +118,6 @@ def test_a_file_that_was_moved_away_or_removed_is_begun_anew(tmp_path: Path, rem
     write(Listening("B", []))
     write.close()
     assert [event.peer_id for event in EventFollower(path, MonitorEvent).read_new()] == ["B"]
-
-
-def test_a_hangup_opens_the_file_anew(tmp_path: Path) -> None:
-    write = EventWriter(tmp_path / "events")
-    lines: Any = write._file
-    before = lines._file
-    write(Listening("A", []))
-    assert lines._file is before
-    leaving.num_hangups += 1
-    write(Listening("B", []))
-    assert before.closed
-    write.close()
-    assert [event.peer_id for event in EventFollower(tmp_path / "events", MonitorEvent).read_new()] == ["A", "B"]
 
 
 def test_a_file_whose_folder_is_away_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

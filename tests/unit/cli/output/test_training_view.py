@@ -27,32 +27,35 @@ ACCOUNT = TrainingSummary(
 )  # fmt: skip
 
 
-def test_the_line_says_how_far_the_next_step_is() -> None:
-    assert line_of(STANDING, 120) == (
-        "Step 4: 128/256 samples [############............] "
-        "ETA 12 s, 3 peers, your share 33%, loss 7.123, 41.3 samples/s"
-    )
+def shown(standing: Standing, width: int) -> str:
+    """The line as it stands in a terminal without colors."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, soft_wrap=True)
+    console.print(line_of(standing, width))
+    (line,) = file.getvalue().splitlines()
+    return line
 
 
 @pytest.mark.parametrize(
     ("width", "line"),
     [
-        (80, "Step 4: 128/256 samples [###....] ETA 12 s, 3 peers, your share 33%, loss 7.123"),
-        (78, "Step 4: 128/256 samples, ETA 12 s, 3 peers, your share 33%, loss 7.123"),
-        (60, "Step 4: 128/256 samples, ETA 12 s, 3 peers, your share 33%"),
-        (40, "Step 4: 128/256 samples, ETA 12 s"),
-        (20, "Step 4: 128/256 sam"),
+        (
+            120,
+            "Step 4: 128/256 samples ━━━━━━━━━━━━━━━━━                  "
+            "ETA 12 s, 3 peers, your share 33%, loss 7.123, 41.3 samples/s",
+        ),
+        (80, "Step 4: 128/256 samples ━━━━━      ETA 12 s, 3 peers, your share 33%, loss 7.123"),
+        (60, "Step 4: 128/256 samples ━━━━━━━━━          ETA 12 s, 3 peers"),
+        (40, "Step 4: 128/256 samples ━━━╸    ETA 12 s"),
     ],
 )
-def test_a_narrow_terminal_has_whole_words_and_the_bar_if_it_can(width: int, line: str) -> None:
-    assert line_of(STANDING, width) == line
+def test_the_line_says_how_far_the_next_step_is_in_whole_words(width: int, line: str) -> None:
+    assert shown(STANDING, width) == line
 
 
-@pytest.mark.parametrize("width", [20, 60, 80, 90, 100, 200])
+@pytest.mark.parametrize("width", [10, 20, 30, 60, 80, 90, 100, 200])
 def test_the_line_never_wraps(width: int) -> None:
-    line = line_of(STANDING, width)
-    assert len(line) < width
-    assert line.startswith("Step 4: 128/256")
+    assert len(shown(STANDING, width)) <= width
 
 
 @pytest.mark.parametrize(
@@ -60,16 +63,16 @@ def test_the_line_never_wraps(width: int) -> None:
     [
         ({"eta_s": math.inf, "loss": None}, "ETA unknown, 3 peers, your share 33%, 41.3 samples/s"),
         ({"num_peers": 1}, "1 peer, "),
-        ({"eta_s": 0.0, "samples": 256}, "[########################] step is due, 3 peers, "),
-        ({"eta_s": 0.0, "samples": 300, "is_averaging": True}, "[########################] averaging, "),
+        ({"eta_s": 0.0, "samples": 256}, "━━━━ step is due, 3 peers, "),
+        ({"eta_s": 0.0, "samples": 300, "is_averaging": True}, "━━━━ averaging, "),
     ],
 )
 def test_the_line_in_other_moments(changes: dict[str, object], words: str) -> None:
-    assert words in line_of(replace(STANDING, **changes), 120)  # type: ignore[arg-type]
+    assert words in shown(replace(STANDING, **changes), 120)  # type: ignore[arg-type]
 
 
 def test_before_the_first_batch_no_speed_is_shown() -> None:
-    assert line_of(replace(STANDING, loss=None, samples_per_second=0.0), 120).endswith("your share 33%")
+    assert shown(replace(STANDING, loss=None, samples_per_second=0.0), 120).endswith("your share 33%")
 
 
 def test_the_card_of_a_trainer_that_kept_its_model() -> None:
@@ -117,11 +120,9 @@ def test_samples_of_an_unfinished_step_are_told_apart() -> None:
     )
 
 
-def test_the_command_of_the_card_can_be_copied_from_a_narrow_terminal() -> None:
-    console = Console(width=30, file=io.StringIO())
-    print_card(console, card_of(ACCOUNT))
-    assert isinstance(console.file, io.StringIO)
-    assert "  try it         manyhands fill 'my model' \"The capital of [MASK] is ...\"\n" in console.file.getvalue()
+def test_the_command_of_the_card_is_one_line_that_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    print_card(card_of(ACCOUNT))
+    assert "  try it         manyhands fill 'my model' \"The capital of [MASK] is ...\"\n" in capsys.readouterr().out
 
 
 class ATrainer:

@@ -1,15 +1,17 @@
-"""The outcome of a demo, from made-up events."""
+"""The outcome of a demo and what it shows, from made-up events."""
 
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
-from manyhands.cli.demo.command import fits
 from manyhands.cli.demo.tally import Tally, TrainerTally
-from manyhands.cli.demo.view import MIN_WIDTH, LiveDemoView
+from manyhands.cli.demo.view import TABLE_WIDTH, DemoView, card_of
+from manyhands.cli.output.live_view import console_of
 from manyhands.monitor.events import ProgressMade
 from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone
 
@@ -70,19 +72,30 @@ def test_what_ended_the_story_early_is_the_first_problem() -> None:
     ]
 
 
+def a_terminal(width: int = 80, height: int = 24) -> Console:
+    return Console(
+        file=io.StringIO(), width=width, height=height, force_terminal=True, force_interactive=True, soft_wrap=True,
+        color_system=None, legacy_windows=False,
+    )  # fmt: skip
+
+
+def drawn(console: Console) -> list[str]:
+    """The last drawing, row by row."""
+    assert isinstance(console.file, io.StringIO)
+    drawing = re.split(r"\x1b\[2K|\x1b\[\?25l", console.file.getvalue())[-1]
+    return [row.rstrip() for row in re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", drawing).split("\n")]
+
+
 @pytest.mark.parametrize("planned", [0, 1, 2, 6])
 def test_the_bar_never_ends_beyond_its_end(planned: int) -> None:
-    tally = good_run()
+    tally, console = good_run(), a_terminal()
     tally.planned_steps = planned
-    console = Console(width=200, record=True, file=io.StringIO())
-    view = LiveDemoView(console)
-    with view:
-        view.refresh(tally)
-    assert f"2 of {max(planned, 2)}" in console.export_text()
+    with DemoView(console, tally) as view:
+        view.refresh()
+        assert f"2 of {max(planned, 2)}" in drawn(console)[0]
 
 
-@pytest.mark.parametrize("width", [MIN_WIDTH, 80])
-def test_nothing_wraps_and_nothing_is_cut_in_a_terminal_of_80_columns(width: int) -> None:
+def a_run_with_long_numbers() -> Tally:
     tally = good_run()
     for trainer in tally.trainers:
         trainer.joined = Joined("12D3KooWHEYkJt6iFbRLnMGfchM1LSf8ydkrFEAihrVsDKVC8fQL", 0, 9.0)
@@ -91,28 +104,70 @@ def test_nothing_wraps_and_nothing_is_cut_in_a_terminal_of_80_columns(width: int
     tally.planned_steps = 10
     tally.progress = ProgressMade(2, 120, 256, 3, 123.4, 12.3)
     tally.page = "http://127.0.0.1:31337/?" + 80 * "x"
-    console = Console(width=width, height=24, record=True, file=io.StringIO())
-    view = LiveDemoView(console)
-    with view:
-        view.say("trainer 1", "a line")
-        view.refresh(tally)
-    lines = console.export_text().splitlines()
-    assert len(lines) <= 24
+    return tally
+
+
+LINE = "[INFO] " + "a line that is longer than the terminal is wide " * 3
+
+
+@pytest.mark.parametrize("width", [TABLE_WIDTH, 80])
+def test_nothing_wraps_and_nothing_is_cut_in_a_terminal_of_80_columns(width: int) -> None:
+    console = a_terminal(width)
+    with DemoView(console, a_run_with_long_numbers()) as view:
+        view.say("trainer 1", LINE)
+        view.refresh()
+        rows = drawn(console)
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert re.search(rf"trainer 1 \| \[INFO\] [^\n]{{{width - 20}}}…\n", said), "a line that is too long is cut"
+    assert len(rows) == 7
     for shown in (
         "trainer 1", "trainer 2", "newcomer", "joined late", "training", "killed", "2 of 10",
         "120 of 256, ETA 12.3 s, 3 peers, 123 samples/s",
     ):  # fmt: skip
-        assert any(shown in line for line in lines), (shown, lines)
-    assert sum("…" in line for line in lines) == 4, "three short peer ids, and the page"
+        assert any(shown in row for row in rows), (shown, rows)
+    assert max(map(cell_len, rows)) <= width
+    assert sum("…" in row for row in rows) == 4, "three short peer ids, and the page"
+    assert said.endswith("\x1b[2K"), "the drawing is gone at the end"
+
+
+def test_a_narrow_terminal_shows_the_left_part_of_the_table() -> None:
+    console = a_terminal(40)
+    with DemoView(console, a_run_with_long_numbers()) as view:
+        view.refresh()
+        rows = drawn(console)
+    assert max(map(cell_len, rows)) <= 40
+    assert any(row.startswith("trainer 2") and "…VC8fQL" in row for row in rows), rows
+
+
+def test_a_pipe_has_whole_lines_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook
+    pipe = io.StringIO()
+    with DemoView(console_of(pipe), a_run_with_long_numbers()) as view:
+        view.say("trainer 1", LINE)
+        view.refresh()
+        view.say("demo", "[half-way]")
+    assert pipe.getvalue() == f"trainer 1 | {LINE}\n     demo | [half-way]\n"
+
+
+def test_the_summary_says_how_it_went() -> None:
+    heading, lines = card_of(good_run().summary(12.34))
+    assert heading == "The run"
+    assert lines == [
+        ("held-out loss", "9.0000 before, 8.5000 after 2 global steps"),
+        ("samples", "80 computed, 72 used"),
+        ("rounds", "2 committed, 2 aborted attempts"),
+        ("newcomer", "8 of its samples were used"),
+        ("peer …A", "24 samples, 0.0 MB sent, killed on the way"),
+        ("peer …B", "48 samples, 0.0 MB sent, state digest"),
+        ("peer …C", "8 samples, 0.0 MB sent, state digest"),
+        ("wall time", "12.3 s"),
+        ("outcome", "the loss fell, all states are equal, the newcomer contributed"),
+    ]
+    _, lines = card_of(Tally([TrainerTally("trainer 1")]).summary(0.0, "out of memory"))
+    assert ("problem", "out of memory") in lines
+    assert not any(name == "outcome" for name, _ in lines)
 
 
 def test_a_run_in_which_nothing_happened_has_problems_and_no_crash() -> None:
     assert len(Tally([TrainerTally("trainer 1")]).summary(0.0).problems) == 3
-
-
-def test_the_live_view_needs_a_terminal_that_is_wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert fits(Console(force_terminal=True, width=80))
-    assert not fits(Console(force_terminal=True, width=40)), "its columns had one character each"
-    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
-    assert not fits(Console(force_terminal=True, width=80)), "as FORCE_COLOR does in a notebook"
