@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token, convert
 from cyclopts.validators import Number
 
 from manyhands.access import Invitation, Role, SignedCharter
@@ -26,7 +27,16 @@ from manyhands.cli.ticket_command import print_ticket
 from manyhands.peer import Peer
 
 MAX_EXPIRES = timedelta(days=366)
+
 MANAGE_TIMEOUT_S = 60.0
+
+
+def _duration(kind: type[timedelta], tokens: Sequence[Token]) -> timedelta:
+    """What cyclopts reads; one that is too long for a timedelta is a wrong value too."""
+    try:
+        return cast(timedelta, convert(kind, tokens))
+    except OverflowError as error:
+        raise ValueError(str(error)) from None
 
 
 @Parameter(name="*", group="Authority")
@@ -106,7 +116,10 @@ def invite(
         int, Parameter(help="Number of peers that can join with it.", validator=Number(gte=1, lte=MAX_USES))
     ] = 1,
     expires: Annotated[
-        timedelta, Parameter(help="Lifetime of the ticket: 90s, 30m, 12h or 7d.", show_default=lambda _: "7d")
+        timedelta,
+        Parameter(
+            help="Lifetime of the ticket: 90s, 30m, 12h or 7d.", show_default=lambda _: "7d", converter=_duration
+        ),
     ] = timedelta(days=7),
     peer: Annotated[
         str, Parameter(name="--for", help="Peer id of the only peer that may use it; by default any.")
