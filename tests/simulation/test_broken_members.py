@@ -320,25 +320,24 @@ async def only_publishes(stranger: Stranger) -> None:
     await stranger.publish()
 
 
-LEAST_SHARE = {joins_and_answers: 0.5}
-"""The share of the steps that an attack must leave: less than 0.8 for these (docs/dev/known-gaps.md)."""
-
-
 @pytest.mark.parametrize(
-    ("attack", "num_strangers"),
+    ("attack", "num_strangers", "least_share"),
     few_of(
-        [(calls_as_a_member, 1), (joins, 1), (joins, 6), (joins_and_answers, 1), (says_that_it_is_a_step_ahead, 1),
-         (says_that_it_is_ahead, 1), (only_publishes, 1), (only_publishes, 20), (calls, 1)],
-        4,
+        [(calls_as_a_member, 1, 0.8), (joins, 1, 0.9), (joins, 6, 0.85), (joins_and_answers, 1, 0.8),
+         (joins_and_answers, 6, 0.3), (says_that_it_is_a_step_ahead, 1, 0.8), (says_that_it_is_ahead, 1, 0.8),
+         (only_publishes, 1, 0.8), (only_publishes, 20, 0.8), (calls, 1, 0.8)],
+        5,
     ),
-    ids=["a leader that never closes", "joins and is silent", "six join", "joins and answers", "a step ahead",
-         "50 steps ahead", "records", "20 records", "calls"],
+    ids=["a leader that never closes", "joins and is silent", "six join", "joins and answers", "six join and answer",
+         "a step ahead", "50 steps ahead", "records", "20 records", "calls"],
 )  # fmt: skip
 def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
-    attack: Attack, num_strangers: int, caplog: pytest.LogCaptureFixture
+    attack: Attack, num_strangers: int, least_share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """``least_share`` of the steps must be left; docs/dev/known-gaps.md has the low one."""
     before, during, swarm = steps_under(attack, num_strangers)
-    assert LEAST_SHARE.get(attack, 0.8) * before <= during <= 1.2 * before
+    print(f"{during / before:.2f} of the steps are left")
+    assert least_share * before <= during <= 1.2 * before
     for member in swarm.members.values():
         counts = member.optimizer.statistics
         assert (counts.samples_dropped, counts.steps_alone) == (0, 0)

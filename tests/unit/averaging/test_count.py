@@ -386,3 +386,19 @@ def test_the_others_exchange_again_without_guests_that_never_came() -> None:
     for guest in (3, 4, 5):
         count.lose(guest, "it does not answer")
     assert count.decide() == Again(1, [0, 1, 2])
+
+
+@pytest.mark.parametrize("fault", [{"is_violation": True}, {"is_stalled": True}])
+def test_the_word_of_guests_has_no_member_blamed_asked_or_given_up(fault: dict[str, bool]) -> None:
+    count = Count(group_of(5), voters=range(3))
+    for guest in (3, 4):
+        vote = lacking()
+        vote.accusations = [Accusation(2, "it lies", **fault)]
+        count.add(guest, vote)
+    for voter in (0, 1):
+        assert count.suspects() == count.only_stalled() == set()
+        count.add(voter, vote_of(count, b"means"))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is not None
+    assert verdict.blamed == []

@@ -84,13 +84,13 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
         codec: this peer's setting.
     """
     rank = group.rank_of(own.peer_id)
-    here_is = None if rank is None else msgspec.structs.replace(group.members[rank], bandwidth=own.bandwidth)
+    named = None if rank is None else msgspec.structs.replace(group.members[rank], bandwidth=own.bandwidth)
     ids = {member.peer_id for member in group.members}
     if (
         group.leader != leader
         or leader not in ids
         or group.position != here
-        or here_is != own  # but for the bandwidth, by which the leader says who reduces
+        or named != own  # but for the bandwidth, by which the leader says who reduces
         or len(ids) != len(group.members)
         or all(member.is_client for member in group.members)
     ):

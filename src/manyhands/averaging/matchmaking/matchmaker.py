@@ -148,15 +148,16 @@ class Matchmaker:
     def voters(self, group: Sequence[Member]) -> set[int]:
         """The ranks whose votes count in a round: the members of the run; all, if none of them is in the group."""
         roster = self._meeting.roster()
-        ranks = range(len(group))
-        members = {rank for rank in ranks if roster is not None and group[rank].peer_id in roster.members}
-        return members or set(ranks)
+        members = roster.members if roster is not None else frozenset()
+        return {rank for rank, one in enumerate(group) if one.peer_id in members} or set(range(len(group)))
 
     def hurried(self, group: Sequence[Member]) -> set[int]:
         """The ranks for which nobody waits long in a round, and which reduce nothing."""
         roster = self._meeting.roster()
+        if roster is None:
+            return set()
         guests = set(range(len(group))) - self.voters(group)
-        return {rank for rank in guests if roster is not None and roster.is_hurried(group[rank].peer_id)}
+        return {rank for rank in guests if roster.is_hurried(group[rank].peer_id)}
 
     # the machine
 

@@ -105,7 +105,7 @@ class Count:
         return self._live() - self.votes.keys()
 
     def suspects(self) -> set[int]:
-        """Members that others accuse, and that have not voted."""
+        """Members that voters accuse, and that have not voted."""
         return {said.accused for said in self._said()} & self.missing()
 
     def only_stalled(self) -> set[int]:
@@ -140,7 +140,8 @@ class Count:
         return by_result
 
     def _said(self) -> list[Accusation]:
-        return [said for vote in self.votes.values() for said in vote.accusations]
+        """What voters accuse others of."""
+        return [said for rank, vote in self.votes.items() if rank in self.voters for said in vote.accusations]
 
     def _live(self) -> set[int]:
         return set(self.members - self.lost.keys())

@@ -220,10 +220,8 @@ class Drift:
             return False  # in a grid groups differ by more than rounding
         told, num_judges = self._told_at(position)
         sketches = {peer_id: record.sketch for peer_id, record in told.items()}
-        state = PeerId("")
-        return (
-            distances(sketches, num_judges, self.bound, sketch.size, {state: sketch.sums}).get(state, 0.0) > self.bound
-        )
+        apart = distances(sketches, num_judges, self.bound, sketch.size, {self.own_id: sketch.sums})
+        return apart.get(self.own_id, 0.0) > self.bound
 
     def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
         """Order donors: first those that hold the majority's parameters, then the unknown ones."""
