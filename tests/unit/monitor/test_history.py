@@ -39,6 +39,16 @@ def known(peer: bytes, name: str) -> SeenPeer:
     return SeenPeer(peer, f"id of {name}", name, 1000.0, 3, 900.0, 1100.0)
 
 
+def history_in_locked_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[History, sqlite3.Connection]:
+    """A history, and what locks its file until it is rolled back."""
+    monkeypatch.setattr(history_module, "BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 3600.0)
+    history = open_history("run", tmp_path)
+    locking = sqlite3.connect(history_path(tmp_path, "run"))
+    locking.execute("BEGIN IMMEDIATE")
+    return history, locking
+
+
 def test_all_survives_a_restart(tmp_path: Path) -> None:
     history = open_history("run", tmp_path / "state")
     history.add_points([point(1, 3.5), point(2)])
@@ -139,11 +149,7 @@ def test_what_another_monitor_tells_does_not_replace_what_was_seen(tmp_path: Pat
 def test_what_another_monitor_tells_is_lost_while_the_file_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history_module, "BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 3600.0)
-    history = open_history("run", tmp_path)
-    locking = sqlite3.connect(history_path(tmp_path, "run"))
-    locking.execute("BEGIN IMMEDIATE")
+    history, locking = history_in_locked_file(tmp_path, monkeypatch)
     history.add_points([point(2, 2.0)])
     history.add_missing_points([point(1, 9.0), point(2, 9.0)])
     locking.rollback()
@@ -174,11 +180,7 @@ def test_the_file_of_another_run_or_version_or_no_database_is_refused(tmp_path: 
 def test_final_steps_take_no_more_memory_the_longer_a_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history_module, "BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(history_module, "WRITE_PERIOD_S", 3600.0)
-    history = open_history("run", tmp_path)
-    locking = sqlite3.connect(history_path(tmp_path, "run"))
-    locking.execute("BEGIN IMMEDIATE")
+    history, locking = history_in_locked_file(tmp_path, monkeypatch)
     shares = packed({number.to_bytes(8, "big"): 1 for number in range(1000)})
     tracemalloc.start()
     for number in range(1, 201):
