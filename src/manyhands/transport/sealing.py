@@ -1,7 +1,7 @@
 """Encrypted records of a bulk connection, with keys from its TLS session.
 
-TLS authenticates both ends, and both export a secret for each direction from it (RFC 8446, section 7.5). After the
-handshake follow records of up to 256 KiB instead of TLS's 16 KiB, directly from and into the caller's memory:
+TLS authenticates both ends, and the client sends a secret through it. Then follow records of up to 256 KiB instead
+of TLS's 16 KiB, directly from and into the caller's memory:
 
     length of the plaintext (4 bytes, big endian, at least 1) | ciphertext | tag (16 bytes)
 
@@ -9,7 +9,7 @@ Each is sealed with AES-256-GCM, or with ChaCha20-Poly1305 if TLS negotiated it 
 the record, and the length is authenticated data. Records therefore open in order only: none can be altered, omitted,
 repeated or inserted from elsewhere. After 2^14 records (4 GiB at most) the key is replaced.
 
-docs/adr/0006 argues why this is as safe as TLS, and what it saves.
+docs/adr/0006 and 0040 argue why this is as safe as TLS, and what it saves.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class TlsTransport:
         self, sock: socket.socket, session: TlsSession, remote: PeerId, remote_host: str
     ) -> TlsStream | SealedStream:
         """Return the stream for a socket after its handshake."""
-        if session.is_sealed_now:
+        if session.is_bulk:
             tcp.prepare_for_bulk(sock)
             sealer, opener = session.sealing()
             return SealedStream(sock, sealer, opener, remote, remote_host, self._threads, session.rest())
@@ -267,7 +267,7 @@ async def _shake_hands(sock: socket.socket, session: TlsSession, on_data: Callab
             is_over = session.handshake()
         finally:
             data = session.ciphertext()  # on failure, this includes the alert for the other end
-            if data and not (session.is_sealed_now and session.is_server):  # session tickets, which are not used
+            if data:
                 await loop.sock_sendall(sock, data)
         if is_over:
             return

@@ -1,17 +1,16 @@
-"""Mutual TLS 1.3 of one connection as a state machine without I/O.
-
-OpenSSL comes from the ``cryptography`` package, through pyOpenSSL. It is newer than the one of many Python builds, and
-it exports the secrets that bulk connections need.
-"""
+"""Mutual TLS 1.3 of one connection as a state machine without I/O: ``ssl`` of Python over memory buffers."""
 
 from __future__ import annotations
 
-from typing import Any
+import secrets
+import ssl
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import serialization
-from OpenSSL import SSL, crypto
-from OpenSSL.SSL import _ffi, _lib  # type: ignore[attr-defined]
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 from manyhands.base.identity import Identity, PeerId
 from manyhands.transport.certificate import (
@@ -22,9 +21,6 @@ from manyhands.transport.certificate import (
     peer_id_of_certificate,
 )
 from manyhands.transport.sealing import SECRET_BYTES, Opener, Sealer
-
-PARTIAL_WRITE = 0x1
-"""SSL_MODE_ENABLE_PARTIAL_WRITE of openssl/ssl.h, unnamed in pyOpenSSL. Without it one call encrypts everything."""
 
 
 class TlsFailed(Exception):
@@ -43,7 +39,7 @@ class TlsEnded(Exception):
     """The other end has closed its side of the session."""
 
 
-def tls_context(identity: Identity, *, is_server: bool, alpn: str = ALPN) -> SSL.Context:
+def tls_context(identity: Identity, *, is_server: bool, alpn: str = ALPN) -> ssl.SSLContext:
     """Create the TLS settings of one side: version 1.3 only, certificates on both sides, no session resumption.
 
     The remote end is identified by its peer id, so host names are not checked.
@@ -51,28 +47,31 @@ def tls_context(identity: Identity, *, is_server: bool, alpn: str = ALPN) -> SSL
     Args:
         alpn: the protocol that a client offers; a server accepts both.
     """
-    context = SSL.Context(SSL.TLS_METHOD)
-    context.set_min_proto_version(SSL.TLS1_3_VERSION)
-    context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
-    context.set_options(SSL.OP_NO_TICKET)
-    context.clear_mode(PARTIAL_WRITE)
-    context.set_mode(SSL.MODE_RELEASE_BUFFERS)  # about 100 kB for each idle session
-    context.use_privatekey(identity.private_key)
-    context.use_certificate(leaf_certificate(identity))
-    store = context.get_cert_store()
-    assert store is not None
-    store.add_cert(crypto.X509.from_cryptography(issuer_certificate()))
-    context.set_verify(SSL.VERIFY_PEER | SSL.VERIFY_FAIL_IF_NO_PEER_CERT)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=issuer_certificate().public_bytes(Encoding.DER))
     if is_server:
-        context.set_alpn_select_callback(_select_alpn)
-    else:
-        context.set_alpn_protos([alpn.encode()])
+        context.num_tickets = 0
+    context.set_alpn_protocols([ALPN, BULK_ALPN] if is_server else [alpn])
+    _load_identity(context, identity)
     return context
 
 
-def _select_alpn(connection: SSL.Connection, offered: list[bytes]) -> Any:
-    known = [alpn.encode() for alpn in (ALPN, BULK_ALPN)]
-    return next((alpn for alpn in offered if alpn in known), SSL.NO_OVERLAPPING_PROTOCOLS)
+def _load_identity(context: ssl.SSLContext, identity: Identity) -> None:
+    """Give the key and certificate to ``context``, which reads them from files only.
+
+    The key is encrypted in its file, under a password that exists in this function alone.
+    """
+    password = secrets.token_hex(16)
+    encryption = BestAvailableEncryption(password.encode())
+    key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+    certificate = leaf_certificate(identity).public_bytes(Encoding.PEM)
+    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
+        path = Path(folder) / "identity.pem"
+        path.write_bytes(key + certificate)
+        context.load_cert_chain(path, password=password)
 
 
 class TlsSession:
@@ -80,72 +79,79 @@ class TlsSession:
 
     Args:
         context: made by :func:`tls_context` for the same side.
-
-    Attributes:
-        is_sealed_now: the handshake is over, and :meth:`sealing` replaces TLS from here on.
     """
 
-    def __init__(self, context: SSL.Context, *, is_server: bool) -> None:
-        self._connection = SSL.Connection(context, None)
-        self._ssl = self._connection._ssl  # noqa: SLF001
+    def __init__(self, context: ssl.SSLContext, *, is_server: bool) -> None:
+        self._incoming = ssl.MemoryBIO()
+        self._outgoing = ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
+        self._is_shaken = False
+        self._bulk_secret = b""
         self._failure: TlsFailed | TlsEnded | None = None
         self.is_server = is_server
-        self.is_sealed_now = False
-        if is_server:
-            self._connection.set_accept_state()
-        else:
-            self._connection.set_connect_state()
 
     # the handshake
 
     def handshake(self) -> bool:
         """Continue the handshake; return whether it is over. Before and after, send the output of :meth:`ciphertext`.
 
+        On a bulk connection it ends with the secret for :meth:`sealing`, from the client to the server.
+
         Raises:
             TlsFailed: it failed.
         """
+        if not self._is_shaken:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                return False
+            except ssl.SSLError as error:
+                raise _failure(error) from error
+            self._is_shaken = True
+            if self.is_bulk and not self.is_server:
+                self._bulk_secret = secrets.token_bytes(SECRET_BYTES)
+                self.write(memoryview(self._bulk_secret))
+        if self.is_bulk and self.is_server:
+            self._read_bulk_secret()
+        return not self.is_bulk or len(self._bulk_secret) == SECRET_BYTES
+
+    def _read_bulk_secret(self) -> None:
+        received = bytearray(SECRET_BYTES - len(self._bulk_secret))
         try:
-            self._connection.do_handshake()
-        except SSL.WantReadError:
-            return False
-        except SSL.Error as error:
-            raise _failure(error) from error
-        self.is_sealed_now = self.selected_alpn == BULK_ALPN
-        return True
+            num_bytes = self.read_into(memoryview(received))
+        except TlsEnded as error:
+            raise TlsFailed("closed in the handshake") from error
+        self._bulk_secret += received[:num_bytes]
 
     @property
     def selected_alpn(self) -> str:
         """The protocol that both ends negotiated; empty if none."""
-        return self._connection.get_alpn_proto_negotiated().decode(errors="replace")
+        return self._tls.selected_alpn_protocol() or ""
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether :meth:`sealing` replaces TLS once the handshake is over."""
+        return self.selected_alpn == BULK_ALPN
 
     def remote_peer_id(self) -> PeerId | None:
         """Return the peer id in the other end's certificate, or None if it contains none."""
-        try:
-            certificate = self._connection.get_peer_certificate(as_cryptography=True)
-        except ValueError:  # OpenSSL is less strict than the parser
-            return None
-        if not isinstance(certificate, x509.Certificate):
-            return None
-        return peer_id_of_certificate(certificate.public_bytes(serialization.Encoding.DER))
+        certificate = self._tls.getpeercert(binary_form=True)
+        return peer_id_of_certificate(certificate) if certificate is not None else None
 
     # afterwards, on a bulk connection
 
     def sealing(self) -> tuple[Sealer, Opener]:
-        """Return the sealer and opener of this end, keyed from the session (RFC 8446, section 7.5)."""
-        is_chacha = "CHACHA20" in (self._connection.get_cipher_name() or "")
-        labels = [b"EXPERIMENTAL manyhands bulk from server", b"EXPERIMENTAL manyhands bulk from client"]
-        from_server, from_client = (self._connection.export_keying_material(label, SECRET_BYTES) for label in labels)
+        """Return the sealer and opener of this end. Each direction has a key of its own, derived from one secret."""
+        cipher = self._tls.cipher()
+        is_chacha = cipher is not None and "CHACHA20" in cipher[0]
+        from_client = HKDFExpand(SHA256(), SECRET_BYTES, b"manyhands bulk from client").derive(self._bulk_secret)
+        from_server = HKDFExpand(SHA256(), SECRET_BYTES, b"manyhands bulk from server").derive(self._bulk_secret)
         sent, received = (from_server, from_client) if self.is_server else (from_client, from_server)
         return Sealer(sent, is_chacha=is_chacha), Opener(received, is_chacha=is_chacha)
 
     def rest(self) -> bytes:
         """Return the bytes that arrived after the handshake, which are not TLS."""
-        parts = []
-        view = memoryview(bytearray(1 << 16))
-        with _ffi.from_buffer(view, require_writable=True) as start:
-            while (num_bytes := _lib.BIO_read(self._connection._into_ssl, start, len(view))) > 0:  # noqa: SLF001
-                parts.append(bytes(view[:num_bytes]))
-        return b"".join(parts)
+        return self._incoming.read()
 
     # afterwards, on a control connection
 
@@ -156,7 +162,7 @@ class TlsSession:
 
     def received(self, ciphertext: memoryview) -> None:
         """Add bytes received from the network."""
-        self._connection.bio_write(ciphertext)
+        self._incoming.write(ciphertext)
 
     def read_into(self, view: memoryview) -> int:
         """Decrypt received data directly into ``view``, until it is full or more ciphertext is needed.
@@ -167,22 +173,21 @@ class TlsSession:
             TlsEnded: no more data will arrive.
             TlsFailed: the data was altered, or is not TLS.
         """
-        if self._failure is not None:
-            raise self._failure
-        num_bytes, result = 0, 1
-        with _ffi.from_buffer(view, require_writable=True) as start:
-            while num_bytes < len(view) and result > 0:
-                result = _lib.SSL_read(self._ssl, start + num_bytes, len(view) - num_bytes)
-                num_bytes += max(result, 0)
-        if result <= 0 and _lib.SSL_get_error(self._ssl, result) != _lib.SSL_ERROR_WANT_READ:
+        num_bytes = 0
+        while num_bytes < len(view) and self._failure is None:
             try:
-                self._connection._raise_ssl_error(self._ssl, result)  # noqa: SLF001
-            except SSL.ZeroReturnError:
-                self._failure = TlsEnded()
-            except SSL.Error as error:
+                # with a buffer it returns a count; the stubs know only bytes
+                num_read: int = self._tls.read(len(view) - num_bytes, view[num_bytes:])  # type: ignore[assignment]
+            except ssl.SSLWantReadError:
+                return num_bytes
+            except ssl.SSLError as error:
                 self._failure = _failure(error)
-            if num_bytes == 0 and self._failure is not None:
-                raise self._failure
+            else:
+                num_bytes += num_read
+                if num_read == 0:
+                    self._failure = TlsEnded()
+        if num_bytes == 0 and self._failure is not None:
+            raise self._failure
         return num_bytes
 
     def write(self, plaintext: memoryview) -> None:
@@ -193,26 +198,21 @@ class TlsSession:
         """
         try:
             while len(plaintext):
-                plaintext = plaintext[self._connection.send(plaintext) :]
-        except SSL.Error as error:
+                plaintext = plaintext[self._tls.write(plaintext) :]
+        except ssl.SSLError as error:
             raise _failure(error) from error
 
     def end(self) -> None:
         """Close this side of the session."""
-        try:
-            self._connection.shutdown()
-        except SSL.Error:
-            return  # the session is already broken
+        with suppress(ssl.SSLError):  # the other side has not closed yet, or the session is already broken
+            self._tls.unwrap()
 
     def ciphertext(self, max_bytes: int = 1 << 16) -> bytes:
         """Return bytes to send over the network, at most ``max_bytes``; empty when there are none."""
-        try:
-            return self._connection.bio_read(max_bytes)
-        except SSL.WantReadError:
-            return b""
+        return self._outgoing.read(max_bytes)
 
 
-def _failure(error: SSL.Error) -> TlsFailed:
-    reasons = [entry[-1] for entry in (error.args[0] if error.args else []) if isinstance(entry, tuple)]
-    is_stranger = "certificate verify failed" in reasons
-    return TlsFailed("; ".join(reasons) or type(error).__name__, is_stranger=is_stranger)
+def _failure(error: ssl.SSLError) -> TlsFailed:
+    is_stranger = isinstance(error, ssl.SSLCertVerificationError)
+    reason = error.reason or type(error).__name__
+    return TlsFailed(reason.lower().replace("_", " "), is_stranger=is_stranger)
