@@ -7,7 +7,6 @@ their state), moves from position to position, and downloads the state.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -496,7 +495,7 @@ class Collaboration:
                 state = await download_state(
                     self.presence.endpoint, self.manifest, donors, position,
                     is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun,
-                    on_header=functools.partial(self._note_state, donors),
+                    on_header=self._note_state,
                 )  # fmt: skip
             except Unavailable:
                 if doubted:
@@ -515,10 +514,9 @@ class Collaboration:
                        "parameters beside the optimizer may explain it", ", ".join(doubted[0].donors))  # fmt: skip
         return doubted[0]
 
-    def _note_state(self, donors: Sequence[PeerId], header: StateHeader) -> None:
+    def _note_state(self, donor: PeerId, header: StateHeader) -> None:
         if self.tracker.own.position.step == 0 and header.position.step:
-            for donor in donors:
-                self.tracker.branches.note(donor, header.position.step)
+            self.tracker.branches.note(donor, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
         """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""

@@ -27,26 +27,20 @@ async def download_state(
     held: State | None = None,
     num_tensors: int | None = None,
     on_violation: Callable[[PeerId, str], None] = lambda donor, what: None,
-    on_header: Callable[[StateHeader], None] = lambda header: None,
+    on_header: Callable[[PeerId, StateHeader], None] = lambda donor, header: None,
 ) -> State:
     """Download the state of a run, which must fit its manifest.
 
     The arguments are those of :class:`manyhands.averaging.state.server.StateRequest` and
-    :class:`manyhands.averaging.state.download.Download`; ``on_header`` is called with each description that fits.
+    :class:`manyhands.averaging.state.download.Download`.
 
     Raises:
         Unavailable: no donor could send it, or all that hold the chosen one failed; names each with its reason.
     """
-    check_fits = check_of(manifest)
-
-    def check(header: StateHeader) -> None:
-        check_fits(header)
-        on_header(header)
-
     return await Download(
-        endpoint, StateRequest(manifest.run_id, is_late, is_onlooker), donors, wanted, check,
+        endpoint, StateRequest(manifest.run_id, is_late, is_onlooker), donors, wanted, check_of(manifest),
         least_bytes=sum(4 * math.prod(spec.shape) for spec in manifest.tensors),  # more with statistics
-        held=held, num_tensors=num_tensors, on_violation=on_violation,
+        held=held, num_tensors=num_tensors, on_violation=on_violation, on_header=on_header,
     ).run()  # fmt: skip
 
 
