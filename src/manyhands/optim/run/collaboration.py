@@ -22,7 +22,7 @@ from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
 from manyhands.averaging.timing import LATE_ANSWER_S, MINUTE_S, STALL_S
-from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, RunNotFound, Unavailable
+from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import Health, HealthLog
@@ -39,7 +39,7 @@ from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRoun
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
-from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_step
+from manyhands.optim.state.replay import MissedStep, StepKeeper
 from manyhands.peer import Presence
 from manyhands.reach.clocks import clock_offset_s
 from manyhands.runtime import TaskOwner
@@ -146,8 +146,7 @@ class Collaboration:
 
     def __post_init__(self) -> None:
         self._num_vain_loads = 0  # since this peer took part in a step
-        self._state_donors: Sequence[PeerId] = ()  # of the last state
-        self._has_parted = False  # this peer's parameters were once not those of the majority
+        self._state_donors: Sequence[PeerId] = ()  # likewise, of the last state
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
         self._has_begun = False  # no other peer had signed the settings of the run
@@ -204,9 +203,7 @@ class Collaboration:
                     "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
                 ) from error
             parts.push_async_callback(self._server.close)
-            keeper = StepKeeper(
-                presence.endpoint, manifest.run_id, self._server, lambda: self.local.position, self.local.can_replay
-            )
+            keeper = StepKeeper(presence.endpoint, manifest.run_id, self._server, self.local.can_replay)
             parts.callback(keeper.close)
             self.step_rounds = StepRounds(
                 presence.peer_id, self._rounds, assignment, self.tracker, self._drift, self.local,
@@ -363,7 +360,8 @@ class Collaboration:
             for action in actions:
                 match action:
                     case machine.Decide(decision):
-                        self._has_parted = self._has_parted or decision is Decision.RELOAD
+                        if decision is Decision.RELOAD:
+                            self.local.can_replay = False  # something here changes parameters beside the steps
                         return decision
                     case machine.Fail(reason):
                         raise Unavailable(reason)
@@ -404,7 +402,7 @@ class Collaboration:
         self.presence.own_mode.listen_if_possible()
         self._on(machine.Stepped(outcome.members))
         if outcome.members:
-            self._num_vain_loads = 0
+            self._num_vain_loads, self._state_donors = 0, ()
         self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.blamed)
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
@@ -423,7 +421,7 @@ class Collaboration:
 
     def replayed(self, position: Position, lineage_samples: int, sketch: Sketch) -> None:
         """Record that this peer has made steps of the others on its own; its parameters are compared like theirs."""
-        self.tracker.load(position, lineage_samples, self._state_donors[0])
+        self.tracker.load(position, lineage_samples, next(iter(self._state_donors), None))
         self._drift.moved(position, sketch, is_in_grid=False)
 
     def must_be_called_on(self) -> bool:
@@ -519,21 +517,8 @@ class Collaboration:
             self.tracker.branches.note(donor, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
-        """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""
-        if not self._num_vain_loads or self._has_parted or not self.local.can_replay:
+        """The step that the run has made from here, if a peer has kept it; None if this peer must load the state."""
+        if not (self.local.can_replay and self.tracker.should_load_state()):
             return None
-        position, believed = self.local.position, self.tracker.branches.believed.values()
-        last_step = max((record.position.step for record in believed), default=0)  # a donor may know of one more
-        for donor in self._state_donors if position.step <= last_step else ():
-            try:
-                step, is_current = await fetch_step(
-                    self.presence.endpoint, self.run_id, donor, position, self.step_rounds.plan_of_code
-                )
-            except (PeerError, Unavailable) as error:
-                logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
-                if isinstance(error, ProtocolViolation):
-                    self.tracker.shun(donor, str(error))
-                continue
-            if step is not None or (is_current and position.step == last_step):  # else it lies, or lags
-                return step
-        return None
+        donors = dict.fromkeys([*self._state_donors, *self._donors()])  # those of the state keep the steps since
+        return await self.step_rounds.step_towards(self.tracker.leading_branch().position, list(donors))

@@ -28,7 +28,8 @@ any          a step was made                                  computing    a wai
 ``*``: the first of these that holds decides after a batch. Near the target the peer also tells the others what it has.
 
 =======================================================  ==============================================================
-a better branch has a state to load                      ``LOAD_STATE``
+a better branch has a state to load: the run has gone    ``LOAD_STATE``: the step from here, if a peer has kept it;
+on without this peer, say                                else the state
 this peer has learnt nothing, and cannot use the state   it fails, with the reason
 of those that are ahead
 this peer has no state, and has seen a run that has      ``ACCUMULATE``, until a peer has that state
@@ -44,6 +45,10 @@ another peer can come to the round                       ``AVERAGE``; ``ACCUMULA
 others are there, but cannot be reached                  ``ACCUMULATE``; this peer dials them, to find the dead
 no other peer is there                                   alone: it reads the others' records
 =======================================================  ==============================================================
+
+A peer that lacks a step takes it from a peer that has kept it (``StepRounds.step_towards``), and loads the state if
+none has. That holds for a newcomer whose state is some steps old, for a member that missed a round, and, at once, for
+one that lacks the means of a round in which it was.
 """
 
 from __future__ import annotations
@@ -73,7 +78,7 @@ class Decision(enum.Enum):
     ACCUMULATE = "the target is not reached"
     AVERAGE = "the target is reached: average with the others"
     GO_ALONE = "the target is reached, and nobody else is there"
-    LOAD_STATE = "the run is on another branch: load its state"
+    LOAD_STATE = "the run is elsewhere: take its step from here if a peer has kept it, else load its state"
     RELOAD = "most peers at this position hold other parameters: load their state"
 
 

@@ -1,19 +1,18 @@
-"""Hands steps of the run to peers that have missed them, which then make them on their own.
+"""Hands committed steps of the run to peers that lack them, which then make them on their own.
 
-A newcomer misses the steps that the run makes while it downloads the state: from the beginning of a download on, the
-donor keeps the means of each step as they travelled, with what the round has committed. A member may lack the means of
-its own round after another one was lost: all others keep them until the next step. Such a peer asks for the step from
-its position with a :class:`ReplayRequest` on a bulk stream; the other one answers with a :class:`ReplayAnswer`, a
-:class:`KeptStep` and the means. The digest in what was committed covers the means, and the lineage of a position covers
-all that was committed on the way (docs/explanation/state.md).
+A peer that lacks a step takes it from a peer that has kept it, and loads the state if none has. A step is kept, as its
+means travelled and with what its round has committed, while a newcomer downloads the state. If a member may lack the
+means, as another one was lost, the step is kept until the next one.
+
+A peer asks for the step from its position with a :class:`ReplayRequest` on a bulk stream. The other one answers with a
+:class:`ReplayAnswer`, a :class:`KeptStep` and the means. The digest in what was committed covers the means, and the
+lineage of a position covers all that was committed on the way (docs/explanation/state.md).
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,9 +37,9 @@ from manyhands.averaging.state.server import (
     receive_framed,
     send_moving,
 )
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, STALL_S, TWO_ANSWERS_S, TWO_DIALS_S
+from manyhands.averaging.timing import ANSWER_S, STALL_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit, while_moving
-from manyhands.base.errors import PeerError, ProtocolViolation, Unavailable
+from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
@@ -48,11 +47,7 @@ from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
-logger = logging.getLogger(__name__)
-
 STREAM_KIND = "replay/1"
-MAX_HOLDERS = 4
-"""How many others of its round a member asks for means that it lacks."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_CHUNKS = 1 << 15
 
@@ -67,8 +62,7 @@ class ReplayRequest(msgspec.Struct):
 class ReplayAnswer(msgspec.Struct):
     """Sent first, prefixed by its length as each header."""
 
-    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # that follow: 1, or 0 without that step
-    is_current: bool  # it leads to the donor's own position; without a step, the newcomer is there already
+    has_step: bool  # it follows
 
 
 class KeptStep(msgspec.Struct):
@@ -85,11 +79,10 @@ make_ready(ReplayRequest, ReplayAnswer, KeptStep)
 
 
 class Kept(NamedTuple):
-    """A step in this peer's memory, with its means, and the position that it led to."""
+    """A step in this peer's memory, with its means."""
 
     step: KeptStep
     pieces: Sequence[torch.Tensor]
-    end: Position
 
 
 @dataclass(eq=False)
@@ -105,7 +98,6 @@ class StepKeeper:
     endpoint: Endpoint
     run_id: str
     server: StateServer
-    position: Callable[[], Position]
     for_newcomers: bool = True
     _steps: deque[Kept] = field(default_factory=deque, init=False)
     _serving: set[PeerId] = field(default_factory=set, init=False)
@@ -117,7 +109,7 @@ class StepKeeper:
         self.endpoint.refuse_bulk(STREAM_KIND)
         self._steps.clear()
 
-    async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool, end: Position) -> None:
+    async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool) -> None:
         """Keep a step that this peer's round has committed, if anybody may need it.
 
         Steps are kept for ``TWO_DIALS_S`` after the last download has ended, and until the next one: one more may be
@@ -125,7 +117,6 @@ class StepKeeper:
 
         Args:
             may_be_lacking: a member of the round may not have the means.
-            end: the position that the step leads to.
         """
         if not (self.for_newcomers and self.server.followers(TWO_DIALS_S)):
             self._steps.clear()
@@ -139,27 +130,9 @@ class StepKeeper:
             self._steps.clear()
             return
         stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
-        self._steps.append(Kept(KeptStep(manifest, means.codec, stops), lasting.pieces, end))
+        self._steps.append(Kept(KeptStep(manifest, means.codec, stops), lasting.pieces))
         while len(self._steps) > 1 and self._num_bytes() > self.server.state_bytes:
             self._steps.popleft()
-
-    async def fetch(
-        self, manifest: RoundManifest, holders: Sequence[PeerId], plan_of_code: Callable[[int], Plan]
-    ) -> torch.Tensor | None:
-        """The means of a round in which this peer took part and which it lacks; None if no member sends them."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + TWO_ANSWERS_S  # one holder may not answer
-        while loop.time() < until:
-            for holder in holders[:MAX_HOLDERS]:
-                try:
-                    step, _ = await fetch_step(self.endpoint, self.run_id, holder, manifest.position, plan_of_code)
-                except (PeerError, Unavailable) as error:
-                    logger.info("peer %s does not send the means that this one lacks: %s", holder, error)
-                    continue
-                if step is not None and step.manifest == manifest:
-                    return step.mean_N
-            await asyncio.sleep(LOOK_S)  # they are about to keep them
-        return None
 
     def _num_bytes(self) -> int:
         return sum(piece.numel() for kept in self._steps for piece in kept.pieces)
@@ -169,15 +142,14 @@ class StepKeeper:
         if request.run_id != self.run_id:
             return
         if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
-            await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
+            await send_moving(stream, framed(ReplayAnswer(has_step=False)))
             return
-        end, frames = request.position, list[bytes | memoryview]()
+        frames = list[bytes | memoryview]()
         kept = next((kept for kept in self._steps if kept.step.manifest.position == request.position), None)
         if kept is not None:
-            end = kept.end
             frames = [framed(kept.step), *(bytes_of(piece) for piece in kept.pieces if piece.numel())]
         is_last = kept is not None and kept is self._steps[-1]
-        answer = ReplayAnswer(int(bool(frames)), is_current=end == self.position())
+        answer = ReplayAnswer(has_step=kept is not None)
         limit_s = STALL_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
         is_member = kept is not None and remote in kept.step.manifest.members
@@ -200,8 +172,8 @@ class MissedStep(NamedTuple):
 
 async def fetch_step(
     endpoint: Endpoint, run_id: str, donor: PeerId, position: Position, plan_of_code: Callable[[int], Plan]
-) -> tuple[MissedStep | None, bool]:
-    """Fetch the step from a position, if a donor has kept it, and whether there is no further one.
+) -> MissedStep | None:
+    """Fetch the step from a position; None if the donor has not kept it.
 
     Args:
         plan_of_code: the encoding of the vectors of the run with the codec of a code.
@@ -217,8 +189,8 @@ async def fetch_step(
     try:
         async with time_limit(ANSWER_S, f"asking peer {donor} for the step since {position.step}"):
             answer = await receive_framed(receive_into, donor, ReplayAnswer, MAX_HEADER_BYTES, "its steps")
-        if not answer.num_steps:
-            return None, answer.is_current
+        if not answer.has_step:
+            return None
         limit_s = STALL_S + 2 * 4 * plan_of_code(NONE.code).numel / MIN_BYTES_PER_S  # the donor cuts the pieces
         async with time_limit(limit_s, f"the step that peer {donor} keeps"):
             kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
@@ -227,7 +199,7 @@ async def fetch_step(
                 mean_N = await _receive_mean(stream, kept, plan_of_code(kept.codec))
             except BadEncoding as error:
                 raise ProtocolViolation(donor, f"sent an invalid step: {readable(str(error))}") from error
-        return MissedStep(kept.manifest, mean_N), answer.is_current
+        return MissedStep(kept.manifest, mean_N)
     finally:
         endpoint.release(stream)
 
