@@ -30,7 +30,7 @@ from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import different_settings, read_manifests
 from manyhands.optim.metrics import AccountRecord, HeldoutRecord, MetricsRecord, read_metrics
-from manyhands.optim.run.branches import held_by_most
+from manyhands.optim.run.belief import held_by_most
 from manyhands.optim.run.progress import (
     SHOWN_LIVE,
     Progress,

@@ -48,7 +48,7 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
-MAX_DOUBTED = 3  # states to download until one has the sums that the majority published
+MAX_CONTRADICTED = 3  # states to download until one has the sums that the majority published
 
 
 @dataclass(frozen=True)
@@ -487,8 +487,8 @@ class Collaboration:
 
         Else it is the first one: users' own code may change the parameters of all peers after they published.
         """
-        doubted: list[State] = []
-        while not doubted or (donors and len(doubted) < MAX_DOUBTED):
+        contradicted: list[State] = []
+        while not contradicted or (donors and len(contradicted) < MAX_CONTRADICTED):
             try:
                 state = await download_state(
                     self.presence.endpoint, self.manifest, donors, position,
@@ -496,21 +496,21 @@ class Collaboration:
                     on_header=self._note_state,
                 )  # fmt: skip
             except Unavailable:
-                if doubted:
+                if contradicted:
                     break
                 raise
             sketch = await run_to_end(sketch_of_state, state, self.manifest)
             if not self._drift.contradicts(state.header.position, sketch):
-                for liar in {donor for other in doubted for donor in other.donors}:
+                for liar in {donor for other in contradicted for donor in other.donors}:
                     logger.warning("Peer %s sent another state of step %d than the majority has; it is not followed",
                                    liar, position.step)  # fmt: skip
                     self.tracker.shun(liar, f"peer {liar} sent another state than most peers have")
                 return state
-            doubted.append(state)
+            contradicted.append(state)
             donors = [donor for donor in donors if donor not in state.donors]
         logger.warning("The state of peer %s is not what the majority published. It is used: code that changes the "
-                       "parameters beside the optimizer may explain it", ", ".join(doubted[0].donors))  # fmt: skip
-        return doubted[0]
+                       "parameters beside the optimizer may explain it", ", ".join(contradicted[0].donors))  # fmt: skip
+        return contradicted[0]
 
     def _note_state(self, donor: PeerId, header: StateHeader) -> None:
         if self.tracker.own.position.step == 0 and header.position.step:
