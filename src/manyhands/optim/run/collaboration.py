@@ -27,14 +27,14 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import Health, HealthLog
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
-from manyhands.optim.run import machine
+from manyhands.optim.run import run_machine
 from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
-from manyhands.optim.run.machine import Decision, RunMachine
 from manyhands.optim.run.progress import Claim
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
+from manyhands.optim.run.run_machine import Decision, RunMachine
 from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
@@ -53,7 +53,7 @@ MAX_CONTRADICTED = 3  # states to download until one has the sums that the major
 
 @dataclass(frozen=True)
 class _Situation:
-    """What the tracker and the other parts of one peer know; see :class:`manyhands.optim.run.machine.Situation`."""
+    """What the tracker and the other parts of one peer know; see :class:`manyhands.optim.run.run_machine.Situation`."""
 
     tracker: ProgressTracker
     drift: Drift
@@ -340,7 +340,7 @@ class Collaboration:
     ) -> Decision:
         """Report what this peer has accumulated and the seconds for a batch; returns what to do next.
 
-        :mod:`.machine` decides; this carries out what that wants to know first.
+        :mod:`.run_machine` decides; this carries out what that wants to know first.
 
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
@@ -354,34 +354,34 @@ class Collaboration:
         self.presence.check_own(self.run_id)
         self.tracker.report(samples, samples_per_second, batch_s)
         self._contacts.warn_if_stranded()
-        actions = self._on(machine.Batch(samples, batch_s, may_wait))
+        actions = self._on(run_machine.Batch(samples, batch_s, may_wait))
         while True:
             is_there = False
             for action in actions:
                 match action:
-                    case machine.Decide(decision):
+                    case run_machine.Decide(decision):
                         if decision is Decision.RELOAD:
                             self.local.can_replay = False  # something here changes parameters beside the steps
                         return decision
-                    case machine.Fail(reason):
+                    case run_machine.Fail(reason):
                         raise Unavailable(reason)
-                    case machine.Look(timeout_s):
+                    case run_machine.Look(timeout_s):
                         await self.tracker.look(timeout_s)
-                    case machine.WaitUntilDue(timeout_s):
+                    case run_machine.WaitUntilDue(timeout_s):
                         await self.tracker.wait_until_due(timeout_s)
-                    case machine.AskMates():
+                    case run_machine.AskMates():
                         is_there = await self._contacts.anyone_answers()
-                    case machine.AskAnybody():
+                    case run_machine.AskAnyone():
                         is_there = await self.presence.dht.anyone_answers()
-                    case machine.Tell():
+                    case run_machine.Tell():
                         self._contacts.tell(self.tracker.view.expected)
-                    case machine.DialMissing():
+                    case run_machine.DialMissing():
                         self._contacts.look_for_the_dead()
-                    case machine.SayItWaits():
+                    case run_machine.SayItWaits():
                         self._tell_that_it_waits()
-            actions = self._on(machine.Done(is_there))
+            actions = self._on(run_machine.Done(is_there))
 
-    def _on(self, event: machine.Event) -> list[machine.Action]:
+    def _on(self, event: run_machine.Event) -> list[run_machine.Action]:
         return self._machine.on(event, asyncio.get_running_loop().time(), self._situation)
 
     async def rest(self, seconds: float) -> None:
@@ -400,7 +400,7 @@ class Collaboration:
     def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
         """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
         self.presence.own_mode.listen_if_possible()
-        self._on(machine.Stepped(outcome.members))
+        self._on(run_machine.Stepped(outcome.members))
         if outcome.members:
             self._num_vain_loads, self._state_donors = 0, ()
         self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.blamed)
