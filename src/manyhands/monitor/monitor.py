@@ -42,7 +42,7 @@ from manyhands.optim.run.progress import (
     gone_to,
     next_refresh_s,
 )
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner

@@ -33,8 +33,8 @@ from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import Claim
-from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.run_machine import Decision, RunMachine
+from manyhands.optim.run.run_records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
