@@ -21,7 +21,7 @@ from manyhands.averaging.state.server import CHUNK, DIGESTS, FRAME, INDEX, State
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.state.download import download_state
+from manyhands.optim.state.catching_up import download_state
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from tests.integration.test_state_transfer import AT, Donor, assert_whole, behave, download, framed

@@ -22,8 +22,8 @@ from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer, framed
 from manyhands.base.errors import PeerLost, ProtocolViolation, Timeout
 from manyhands.base.parameter_spec import ParameterSpec
-from manyhands.optim.state import replay as replay_module
-from manyhands.optim.state.replay import (
+from manyhands.optim.state import catching_up
+from manyhands.optim.state.catching_up import (
     STREAM_KIND,
     KeptStep,
     MissedStep,
@@ -127,7 +127,7 @@ async def test_nothing_is_kept_for_newcomers_that_cannot_make_steps_on_their_own
 
 
 async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_module, "TWO_DIALS_S", 0.0)
+    monkeypatch.setattr(catching_up, "TWO_DIALS_S", 0.0)
     async with run() as (donors, newcomer):
         donor = donors[0]
         await make_steps(donors, 1)
@@ -226,8 +226,8 @@ async def test_a_donor_that_cuts_a_step_into_many_pieces_gains_no_time(monkeypat
 
         donor.endpoint.refuse_bulk(STREAM_KIND)
         donor.endpoint.accept_bulk(STREAM_KIND, trickle)
-        monkeypatch.setattr(replay_module, "STALL_S", 0.5)
-        monkeypatch.setattr(replay_module, "MIN_BYTES_PER_S", 10**6)
+        monkeypatch.setattr(catching_up, "STALL_S", 0.5)
+        monkeypatch.setattr(catching_up, "MIN_BYTES_PER_S", 10**6)
         with pytest.raises(Timeout):
             await fetched(newcomer, donor, START)
 

@@ -18,7 +18,7 @@ from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.run_machine import Decision
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
-from manyhands.optim.state.replay import MissedStep
+from manyhands.optim.state.catching_up import MissedStep
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import BlockingPeer

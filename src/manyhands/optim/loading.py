@@ -27,7 +27,7 @@ from manyhands.optim.run.belief import believed_by_a_newcomer
 from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader, branch_order
 from manyhands.optim.run.run_records import declare_run
-from manyhands.optim.state.download import download_state
+from manyhands.optim.state.catching_up import download_state
 from manyhands.peer import Peer, check_peer
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable

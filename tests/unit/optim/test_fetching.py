@@ -15,7 +15,7 @@ from manyhands.base.errors import ProtocolViolation, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run import step_rounds
 from manyhands.optim.run.step_rounds import MAX_HOLDERS, StepRounds
-from manyhands.optim.state.replay import MissedStep
+from manyhands.optim.state.catching_up import MissedStep
 
 ANN, BOB, CAROL, DAVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave"))
 HERE = Position(1, b"here")

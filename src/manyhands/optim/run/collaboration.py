@@ -38,8 +38,7 @@ from manyhands.optim.run.run_records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
-from manyhands.optim.state.download import download_state
-from manyhands.optim.state.replay import MissedStep, StepKeeper
+from manyhands.optim.state.catching_up import MissedStep, StepKeeper, download_state
 from manyhands.peer import Presence
 from manyhands.reach.clocks import clock_offset_s
 from manyhands.runtime import TaskOwner

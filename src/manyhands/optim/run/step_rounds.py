@@ -33,7 +33,7 @@ from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.tracker import ProgressTracker
-from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_step
+from manyhands.optim.state.catching_up import MissedStep, StepKeeper, fetch_step
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Hands committed steps of the run to peers that lack them, which then make them on their own.
+"""How a peer gets to where the run is: by the committed step from its position, or else by the state.
 
 A peer that lacks a step takes it from a peer that has kept it, and loads the state if none has. A step is kept, as its
 means travelled and with what its round has committed, while a newcomer downloads the state. If a member may lack the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -27,11 +28,13 @@ from manyhands.averaging.allreduce.means import MAX_PIECES, Means, digest_of
 from manyhands.averaging.codecs import NONE, BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest, digest_of_all, read_header
-from manyhands.averaging.state.content import MAX_CONTRIBUTORS
+from manyhands.averaging.state.content import MAX_CONTRIBUTORS, State, StateHeader
+from manyhands.averaging.state.download import Download
 from manyhands.averaging.state.server import (
     MAX_DOWNLOADS,
     MIN_BYTES_PER_S,
     MIN_STALL_BYTES,
+    StateRequest,
     StateServer,
     framed,
     receive_framed,
@@ -42,6 +45,8 @@ from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
+from manyhands.optim.manifest import RunManifest
+from manyhands.optim.state.check import check_of
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
@@ -50,6 +55,40 @@ from manyhands.transport.api import Stream
 STREAM_KIND = "replay/1"
 MAX_HEADER_BYTES = 1 << 20
 MAX_CHUNKS = 1 << 15
+
+
+# the state
+
+
+async def download_state(
+    endpoint: Endpoint,
+    manifest: RunManifest,
+    donors: Sequence[PeerId],
+    wanted: Position,
+    *,
+    is_late: bool = False,
+    is_onlooker: bool = False,
+    held: State | None = None,
+    num_tensors: int | None = None,
+    on_violation: Callable[[PeerId, str], None] = lambda donor, what: None,
+    on_header: Callable[[PeerId, StateHeader], None] = lambda donor, header: None,
+) -> State:
+    """Download the state of a run, which must fit its manifest.
+
+    The arguments are those of :class:`manyhands.averaging.state.server.StateRequest` and
+    :class:`manyhands.averaging.state.download.Download`.
+
+    Raises:
+        Unavailable: no donor could send it, or all that hold the chosen one failed; names each with its reason.
+    """
+    return await Download(
+        endpoint, StateRequest(manifest.run_id, is_late, is_onlooker), donors, wanted, check_of(manifest),
+        least_bytes=sum(4 * math.prod(spec.shape) for spec in manifest.tensors),  # more with statistics
+        held=held, num_tensors=num_tensors, on_violation=on_violation, on_header=on_header,
+    ).run()  # fmt: skip
+
+
+# a step: what travels
 
 
 class ReplayRequest(msgspec.Struct):
@@ -76,6 +115,9 @@ class KeptStep(msgspec.Struct):
 
 
 make_ready(ReplayRequest, ReplayAnswer, KeptStep)
+
+
+# a step: the donor
 
 
 class Kept(NamedTuple):
@@ -161,6 +203,9 @@ class StepKeeper:
                 finally:
                     self._serving.discard(remote)  # it may ask again before this stream is closed
                 await stream.wait_closed()
+
+
+# a step: the peer that lacks it
 
 
 class MissedStep(NamedTuple):
