@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.roster import Roster, next_place
 from manyhands.base.errors import ProtocolViolation, RoundAborted, Unavailable
@@ -37,6 +39,7 @@ class Lacking:
         self.passed_over: list[PeerId] = []
         self.rounds: Any = StepRounds.__new__(StepRounds)
         self.rounds.own_id, self.rounds.keeper = BOB, SimpleNamespace(endpoint=None, run_id="run")
+        self.rounds.config = AveragingConfig()
         self.rounds.local = SimpleNamespace(position=HERE, roster=Roster())
         self.rounds.tracker = SimpleNamespace(shun=lambda peer_id, _: self.shunned.append(peer_id))
         self.rounds.rounds = SimpleNamespace(matchmaker=SimpleNamespace(pass_over=self.passed_over.append))
@@ -64,6 +67,19 @@ async def test_where_nobody_has_kept_it_a_few_are_asked(monkeypatch: pytest.Monk
     others = [PeerId(f"peer {number}") for number in range(100)]
     assert await bob.rounds.step_towards(END, others) is None
     assert bob.asked == others[:MAX_HOLDERS]
+
+
+async def test_a_peer_that_trickles_the_step_holds_this_one_up_no_longer_than_a_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bob = Lacking(monkeypatch)
+
+    async def trickle(*_: object) -> None:
+        await asyncio.sleep(3600.0)
+
+    monkeypatch.setattr(step_rounds, "fetch_step", trickle)
+    bob.rounds.config = AveragingConfig(matchmaking_time_s=0.01, averaging_timeout_s=0.05)
+    assert await asyncio.wait_for(bob.rounds.step_towards(END, [ANN]), 10.0) is None
 
 
 async def test_a_step_that_leads_elsewhere_than_the_run_is_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

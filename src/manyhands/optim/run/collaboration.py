@@ -519,5 +519,7 @@ class Collaboration:
         """The step that the run has made from here, if a peer has kept it; None if this peer must load the state."""
         if not (self.local.can_replay and self.tracker.should_load_state()):
             return None
-        donors = dict.fromkeys([*self._state_donors, *self._donors()])  # those of the state keep the steps since
+        members = self.local.roster.members  # any stranger may be at that position, and hold this peer up
+        others = sorted(self._donors(), key=lambda donor: donor not in members)
+        donors = dict.fromkeys([*self._state_donors, *others])  # those of the state keep the steps since
         return await self.step_rounds.step_towards(self.tracker.leading_branch().position, list(donors))

@@ -25,7 +25,7 @@ from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
 from manyhands.averaging.timing import LOOK_S, MOMENT_S, TWO_ANSWERS_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import NobodyThere, PeerError, ProtocolViolation, RoundAborted, Unavailable
+from manyhands.base.errors import NobodyThere, PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Contribution
@@ -186,10 +186,18 @@ class StepRounds:
 
         Args:
             goal: where the run is. A step that leads to the same number, and elsewhere, is not one of the run.
-            holders: those to ask, the best ones first, at most ``MAX_HOLDERS``.
+            holders: those to ask, the best ones first, at most ``MAX_HOLDERS``; all together for a round's time.
         """
+        try:
+            async with time_limit(self.config.averaging_timeout_s, "taking a step that this peer lacks"):
+                return await self._first_step_towards(goal, holders[:MAX_HOLDERS])
+        except Timeout as error:
+            logger.info("%s", error)
+            return None
+
+    async def _first_step_towards(self, goal: Position, holders: Sequence[PeerId]) -> MissedStep | None:
         here, roster, keeper = self.local.position, self.local.roster, self.keeper
-        for holder in holders[:MAX_HOLDERS]:
+        for holder in holders:
             try:
                 step = await fetch_step(keeper.endpoint, keeper.run_id, holder, here, self._plan_of_code)
             except (PeerError, Unavailable) as error:
