@@ -10,8 +10,8 @@ from manyhands.optim.loading import leading_donors
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader
-from manyhands.optim.run.records import declare_run
-from manyhands.optim.state.download import download_state
+from manyhands.optim.run.run_records import declare_run
+from manyhands.optim.state.catching_up import download_state
 from manyhands.rpc import RpcConfig
 
 LOOPBACK = "127.0.0.1"

@@ -55,8 +55,8 @@ from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, TellResponse, WhereAreYou
 from manyhands.optim.run.progress import ProgressLog, View, next_refresh_s
-from manyhands.optim.state.download import check_of
-from manyhands.optim.state.replay import check_manifest
+from manyhands.optim.state.catching_up import check_manifest
+from manyhands.optim.state.check import check_of
 from manyhands.optim.state.state import Capture, hyper_parameters_of, restore, specs_of
 from tests.fuzz.target import REMOTE, Target, decoded, finish, stream_of
 from tests.network import identity_of

@@ -59,7 +59,7 @@ from manyhands.dht.records import AgedRecord, Record
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.run.progress import MAX_COUNT
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import declare_run
 from manyhands.optim.state.state import Scalars
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import Peer, Presence

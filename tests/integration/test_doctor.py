@@ -25,7 +25,7 @@ from manyhands.dht import DhtConfig
 from manyhands.doctor import Check, Examination, Report
 from manyhands.doctor.page import lines_of
 from manyhands.optim.manifest import RunManifest, manifest_key
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.reach import EXAMINE
 from manyhands.transport import TlsTransport

@@ -27,7 +27,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.ticket import Ticket
 from manyhands.cli.run_look_up import Scout, look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
-from manyhands.optim.state.download import download_state
+from manyhands.optim.state.catching_up import download_state
 from tests.network import identity_of
 from tests.trainers import LISTEN, Trainer, in_threads, kill, new_model
 from tests.waiting import wait_until

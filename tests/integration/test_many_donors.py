@@ -16,11 +16,12 @@ from manyhands.averaging.roster import Roster, Standing, lineage_of
 from manyhands.averaging.state import content as state_module
 from manyhands.averaging.state import download as download_module
 from manyhands.averaging.state import server as server_module
+from manyhands.averaging.state.content import StateHeader
 from manyhands.averaging.state.server import CHUNK, DIGESTS, FRAME, INDEX, StateAnswer
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.state.download import download_state
+from manyhands.optim.state.catching_up import download_state
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from tests.integration.test_state_transfer import AT, Donor, assert_whole, behave, download, framed
@@ -178,6 +179,21 @@ async def test_a_donor_that_sends_wrong_chunks_is_named_and_the_rest_comes_from_
         assert "does not match the digest of it" in named[liar.peer_id]
         assert f"the state cannot be loaded from peer {liar.peer_id}" in caplog.text
         assert "does not match the digest of it" in caplog.text
+
+
+async def test_each_description_is_told_with_the_donor_that_sent_it_alone() -> None:
+    """What one donor says of a run must not count as the word of all that were asked."""
+    async with endpoints(3) as (one, two, newcomer):
+        silent, donor = Donor(one), slowly(Donor(two))
+
+        async def refuse(stream: Stream) -> None:
+            await stream.send(framed(StateAnswer(reason="it trains no more")))
+
+        behave(silent, refuse)
+        told: dict[PeerId, StateHeader] = {}
+        asked = [silent.peer_id, donor.peer_id]
+        state = await download_state(newcomer, donor.manifest, asked, AT, on_header=told.__setitem__)
+        assert told == {donor.peer_id: state.header}
 
 
 async def test_states_that_differ_by_rounding_are_not_mixed() -> None:

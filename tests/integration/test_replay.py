@@ -22,8 +22,8 @@ from manyhands.averaging.state.content import State, StateHeader, state_of
 from manyhands.averaging.state.server import StateServer, framed
 from manyhands.base.errors import PeerLost, ProtocolViolation, Timeout
 from manyhands.base.parameter_spec import ParameterSpec
-from manyhands.optim.state import replay as replay_module
-from manyhands.optim.state.replay import (
+from manyhands.optim.state import catching_up
+from manyhands.optim.state.catching_up import (
     STREAM_KIND,
     KeptStep,
     MissedStep,
@@ -58,7 +58,7 @@ class Donor:
         self.peer_id = endpoint.peer_id
         self.server = StateServer(endpoint, RUN_ID, self._capture, lambda: roster.at)
         self.server.state_bytes = PLENTY
-        self.keeper = StepKeeper(endpoint, RUN_ID, self.server, lambda: roster.at)
+        self.keeper = StepKeeper(endpoint, RUN_ID, self.server)
         self.made: list[tuple[RoundManifest, torch.Tensor]] = []
 
     def _capture(self) -> State:
@@ -70,11 +70,10 @@ class Donor:
         committed = await self.runner.average(values_N, 1.0, shapes=SHAPES)
         assert committed.averaged_N is not None
         assert committed.means is not None
-        end = next_position(self.roster.at, committed.manifest)
-        await self.keeper.add(committed.manifest, committed.means, may_be_lacking, end)
+        await self.keeper.add(committed.manifest, committed.means, may_be_lacking)
         self.made.append((committed.manifest, committed.averaged_N.clone()))
         committed.averaged_N.zero_()  # as an update changes it
-        self.roster.at = end
+        self.roster.at = next_position(self.roster.at, committed.manifest)
 
 
 @asynccontextmanager
@@ -98,7 +97,7 @@ async def make_steps(donors: list[Donor], num_steps: int, *, may_be_lacking: boo
         await asyncio.gather(*(donor.step(10 * number + rank, may_be_lacking) for rank, donor in enumerate(donors)))
 
 
-async def fetched(newcomer: Endpoint, donor: Donor, position: Position) -> tuple[MissedStep | None, bool]:
+async def fetched(newcomer: Endpoint, donor: Donor, position: Position) -> MissedStep | None:
     return await fetch_step(newcomer, RUN_ID, donor.peer_id, position, plan_of_code)
 
 
@@ -109,12 +108,11 @@ async def test_the_steps_since_a_position_arrive_bit_by_bit(codec: str) -> None:
         with donor.server.following(newcomer.peer_id):
             await make_steps(donors, 3)
         for manifest, mean_N in donor.made[1:]:
-            step, is_current = await fetched(newcomer, donor, manifest.position)
+            step = await fetched(newcomer, donor, manifest.position)
             assert step is not None
             assert step.manifest == manifest
             assert torch.equal(step.mean_N, mean_N)
-            assert is_current == (manifest == donor.made[-1][0])
-        assert await fetched(newcomer, donor, donor.roster.at) == (None, True)
+        assert await fetched(newcomer, donor, donor.roster.at) is None
 
 
 async def test_nothing_is_kept_for_newcomers_that_cannot_make_steps_on_their_own() -> None:
@@ -129,7 +127,7 @@ async def test_nothing_is_kept_for_newcomers_that_cannot_make_steps_on_their_own
 
 
 async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_module, "TWO_DIALS_S", 0.0)
+    monkeypatch.setattr(catching_up, "TWO_DIALS_S", 0.0)
     async with run() as (donors, newcomer):
         donor = donors[0]
         await make_steps(donors, 1)
@@ -139,7 +137,7 @@ async def test_nothing_is_kept_while_nobody_downloads(monkeypatch: pytest.Monkey
             assert len(donor.keeper._steps) == 2
         await make_steps(donors, 1)
         assert not donor.keeper._steps
-        assert await fetched(newcomer, donor, START) == (None, False)
+        assert await fetched(newcomer, donor, START) is None
 
 
 async def test_kept_steps_take_no_more_than_a_state_and_the_newcomer_sees_the_gap() -> None:
@@ -149,9 +147,8 @@ async def test_kept_steps_take_no_more_than_a_state_and_the_newcomer_sees_the_ga
         with donor.server.following(newcomer.peer_id):
             await make_steps(donors, 4)
             assert len(donor.keeper._steps) == 2
-            assert await fetched(newcomer, donor, START) == (None, False)
-            step, _ = await fetched(newcomer, donor, donor.made[2][0].position)
-            assert step is not None
+            assert await fetched(newcomer, donor, START) is None
+            assert await fetched(newcomer, donor, donor.made[2][0].position) is not None
 
 
 def undecodable(kept: KeptStep, pieces: list[bytes]) -> tuple[KeptStep, list[bytes]]:
@@ -199,11 +196,11 @@ async def test_a_donor_that_lies_is_named(reason: str) -> None:
         liar = donors[0]
         with liar.server.following(newcomer.peer_id):
             await make_steps(donors, 1)
-        kept, pieces, _ = liar.keeper._steps[0]
+        kept, pieces = liar.keeper._steps[0]
         told, sent = LIES[reason](kept, [piece.numpy().tobytes() for piece in pieces])
 
         async def lie(remote: object, header: bytes, stream: Stream) -> None:
-            await stream.send(framed(ReplayAnswer(1, is_current=True)), framed(told), *filter(None, sent))
+            await stream.send(framed(ReplayAnswer(has_step=True)), framed(told), *filter(None, sent))
             await stream.wait_closed()
 
         liar.endpoint.refuse_bulk(STREAM_KIND)
@@ -221,7 +218,7 @@ async def test_a_donor_that_cuts_a_step_into_many_pieces_gains_no_time(monkeypat
         kept = msgspec.structs.replace(donor.keeper._steps[0][0], stops=[[NUMEL * i // 60] for i in range(1, 61)])
 
         async def trickle(remote: object, header: bytes, stream: Stream) -> None:
-            await stream.send(framed(ReplayAnswer(1, is_current=True)), framed(kept))
+            await stream.send(framed(ReplayAnswer(has_step=True)), framed(kept))
             for [start], [stop] in itertools.pairwise([[0], *kept.stops]):
                 await asyncio.sleep(0.05)
                 await stream.send(bytes(4 * (stop - start)))
@@ -229,8 +226,8 @@ async def test_a_donor_that_cuts_a_step_into_many_pieces_gains_no_time(monkeypat
 
         donor.endpoint.refuse_bulk(STREAM_KIND)
         donor.endpoint.accept_bulk(STREAM_KIND, trickle)
-        monkeypatch.setattr(replay_module, "STALL_S", 0.5)
-        monkeypatch.setattr(replay_module, "MIN_BYTES_PER_S", 10**6)
+        monkeypatch.setattr(catching_up, "STALL_S", 0.5)
+        monkeypatch.setattr(catching_up, "MIN_BYTES_PER_S", 10**6)
         with pytest.raises(Timeout):
             await fetched(newcomer, donor, START)
 
@@ -240,9 +237,8 @@ async def test_a_step_is_kept_for_a_member_that_may_lack_it_until_the_next_one()
         donor = donors[0]
         await make_steps(donors, 1, may_be_lacking=True)
         (manifest, mean_N) = donor.made[0]
-        step, is_current = await fetched(newcomer, donor, START)
+        step = await fetched(newcomer, donor, START)
         assert step is not None
-        assert is_current
         assert step.manifest == manifest
         assert torch.equal(step.mean_N, mean_N)
 

@@ -9,7 +9,7 @@ import torch
 
 from manyhands import Optimizer, Peer
 from manyhands.base.errors import RunNotFound
-from manyhands.optim.run.records import MAX_RUNS, Run, declare_run, find_runs, look_up_run
+from manyhands.optim.run.run_records import MAX_RUNS, Run, declare_run, find_runs, look_up_run
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 

@@ -30,7 +30,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.manifest import RunManifest
-from manyhands.optim.state.download import download_state
+from manyhands.optim.state.catching_up import download_state
 from manyhands.optim.state.state import Capture, specs_of
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream

@@ -17,8 +17,7 @@ from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
 from manyhands.base.address import Address
 from manyhands.base.ticket import Ticket
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
-from manyhands.optim.run.beginning import Beginning
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import Beginning, declare_run
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
 from tests.process.commands import LOOPBACK, STARTUP_S, Command, address_of, called, running

@@ -16,7 +16,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.manifest import RunManifest
-from manyhands.optim.state.download import download_state
+from manyhands.optim.state.catching_up import download_state
 from manyhands.optim.state.state import Scalars
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World

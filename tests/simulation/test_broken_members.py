@@ -35,7 +35,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.issuing import Issuer
 from manyhands.optim.run.progress import ProgressReader
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
 from manyhands.transport.api import Stream

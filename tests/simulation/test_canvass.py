@@ -16,8 +16,8 @@ from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.timing import DIAL_S, TWO_DIALS_S
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.branches import ENOUGH_VOTES, Records, believed_by_a_newcomer
-from manyhands.optim.run.canvass import AT_ONCE, Canvass
+from manyhands.optim.run.belief import Records, believed_by_a_newcomer
+from manyhands.optim.run.canvass import AT_ONCE, ENOUGH_VOTES, Canvass
 from manyhands.rpc import Endpoint
 from manyhands.rpc.backoff import TooEarly
 from manyhands.testing import Host, World

@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.access.coordinator import Coordinator
 from manyhands.base.errors import ManyhandsError
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
 from tests.simulation.charted import ChartedRun

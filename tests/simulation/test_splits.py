@@ -13,7 +13,7 @@ import manyhands
 from manyhands.base.address import Address
 from manyhands.checkpoints.checkpoint_dir import read_checkpoint_info
 from manyhands.optim.optimizer import FAILURES_UNTIL_ADVICE
-from manyhands.optim.run.branches import FOUNDING_ROUNDS
+from manyhands.optim.run.belief import FOUNDING_ROUNDS
 from manyhands.peer import Presence
 from manyhands.testing import Host, between
 from tests.simulation.swarm_of_trainers import Member, Swarm

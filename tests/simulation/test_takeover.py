@@ -13,7 +13,7 @@ import torch
 from manyhands.access.coordinator import Coordinator
 from manyhands.base.errors import ManyhandsError
 from manyhands.optim.loading import _load
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Peer, Presence
 from manyhands.testing import Host, between
 from manyhands.testing.blocking import SimPeer

@@ -17,7 +17,7 @@ from manyhands.cli.charter_options import with_charter
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data
-from manyhands.optim.run.records import Run
+from manyhands.optim.run.run_records import Run
 from manyhands.recipes.albert.settings import TrainingSettings
 
 

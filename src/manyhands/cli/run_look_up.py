@@ -13,8 +13,7 @@ from manyhands.base.ticket import split_tickets
 from manyhands.cli.output.live_view import waiting
 from manyhands.cli.output.logs import only_warnings
 from manyhands.dht import DhtConfig
-from manyhands.optim.run.beginning import Beginning
-from manyhands.optim.run.records import Run, find_runs, listed, look_up_run, nobody_is_in
+from manyhands.optim.run.run_records import Beginning, Run, find_runs, listed, look_up_run, nobody_is_in
 from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
 from manyhands.reach.clocks import check_clock
 from manyhands.runtime.retrying import until_reached

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S, PATIENCE_S
-from manyhands.optim.run.records import Run, find_runs, listed, nobody_is_in
+from manyhands.optim.run.run_records import Run, find_runs, listed, nobody_is_in
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, adopted
 

@@ -30,7 +30,7 @@ from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.ticket_command import print_tickets
 from manyhands.cli.trainer_curves import TrainerCurves
 from manyhands.cli.web_page import page_beside
-from manyhands.optim.run.records import Run, declare_run
+from manyhands.optim.run.run_records import Run, declare_run
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_recipe
 from manyhands.recipes.albert.config import AlbertRecipe

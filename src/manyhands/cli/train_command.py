@@ -15,7 +15,7 @@ from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data, with_peers_here
 from manyhands.cli.web_page import WebOptions
-from manyhands.optim.run.records import Run
+from manyhands.optim.run.run_records import Run
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.presets import model_settings
 from manyhands.recipes.albert.settings import TrainingSettings

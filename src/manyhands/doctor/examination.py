@@ -19,7 +19,7 @@ from manyhands.dht.reachability import can_find
 from manyhands.doctor import findings
 from manyhands.doctor.checks import Check, Finding, Kind, Report, report_of
 from manyhands.doctor.probe import OnCheck, Probe, Probed
-from manyhands.optim.run.records import find_runs, nobody_is_in
+from manyhands.optim.run.run_records import find_runs, nobody_is_in
 from manyhands.peer import ALL_INTERFACES, Presence
 from manyhands.reach.messages import DIAL_BACK, MAX_DIALLED, DialBackRequest
 from manyhands.rpc.announce import dialable_addresses

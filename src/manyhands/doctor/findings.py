@@ -10,7 +10,7 @@ from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refuse
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.doctor.checks import Finding
-from manyhands.optim.run.records import Run, listed
+from manyhands.optim.run.run_records import Run, listed
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
 from manyhands.rpc.frames import readable
 from manyhands.transport.certificate import ALPN

@@ -30,7 +30,7 @@ from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import different_settings, read_manifests
 from manyhands.optim.metrics import AccountRecord, HeldoutRecord, MetricsRecord, read_metrics
-from manyhands.optim.run.branches import held_by_most
+from manyhands.optim.run.belief import held_by_most
 from manyhands.optim.run.progress import (
     SHOWN_LIVE,
     Progress,
@@ -42,7 +42,7 @@ from manyhands.optim.run.progress import (
     gone_to,
     next_refresh_s,
 )
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import declare_run
 from manyhands.peer import Presence
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner

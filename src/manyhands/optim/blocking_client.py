@@ -14,11 +14,11 @@ from manyhands.averaging.timing import DAY_S, DIAL_S, JOIN_S, LOOK_S, MINUTE_S, 
 from manyhands.base.errors import ConfigError, RunNotFound, Timeout, Unavailable
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.machine import Decision
 from manyhands.optim.run.progress import sum_of_samples
+from manyhands.optim.run.run_machine import Decision
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
-from manyhands.optim.state.replay import MissedStep
+from manyhands.optim.state.catching_up import MissedStep
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import BlockingPeer

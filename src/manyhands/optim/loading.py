@@ -23,11 +23,11 @@ from manyhands.base.text import counted
 from manyhands.optim.flat import are_finite
 from manyhands.optim.manifest import REST_OF_MODEL, RunManifest, read_manifest
 from manyhands.optim.rest_of_model import facts_of_rest
-from manyhands.optim.run.branches import believed_by_a_newcomer
+from manyhands.optim.run.belief import believed_by_a_newcomer
 from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader, branch_order
-from manyhands.optim.run.records import declare_run
-from manyhands.optim.state.download import download_state
+from manyhands.optim.run.run_records import declare_run
+from manyhands.optim.state.catching_up import download_state
 from manyhands.peer import Peer, check_peer
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable

@@ -41,8 +41,8 @@ from manyhands.optim.options import (
 )
 from manyhands.optim.rest_of_model import facts_of_rest, warn_of_rest
 from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.machine import Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
+from manyhands.optim.run.run_machine import Decision
 from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.step.global_step import GlobalStep, SampleCounter

@@ -10,7 +10,7 @@ import manyhands
 from manyhands.base.errors import RunNotFound
 from manyhands.cli import run_to_follow
 from manyhands.cli.run_to_follow import wait_for_run, wait_for_trainers
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import declare_run
 
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 

@@ -9,7 +9,7 @@ import pytest
 from manyhands.averaging.timing import RECORD_S
 from manyhands.base.identity import PeerId
 from manyhands.dht import Reason
-from manyhands.optim.run.beginning import BEGINNING, Beginning, beginning_key, peers_beginning
+from manyhands.optim.run.run_records import BEGINNING, Beginning, beginning_key, peers_beginning
 from tests.unit.dht.examples import open_record, owned_record
 from tests.unit.optim.fake_dht import FakeDht
 

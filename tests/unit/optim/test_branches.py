@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,20 +14,21 @@ from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster, Standing
 from manyhands.averaging.timing import DIAL_S, STALL_S
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.branches import (
-    ENOUGH_VOTES,
+from manyhands.optim.run.belief import (
     FOUNDING_ROUNDS,
     Belief,
-    BranchChoice,
+    Electorate,
+    Known,
     Poll,
     Records,
     believed_by_a_newcomer,
+    electorates,
     held_by_most,
     poll_of_claims,
-    sample,
-    vote_from,
     voter_of,
 )
+from manyhands.optim.run.branches import BranchChoice
+from manyhands.optim.run.canvass import ENOUGH_VOTES, sample, vote_from
 from manyhands.optim.run.progress import Claim
 
 ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave", "eve"))
@@ -45,6 +47,23 @@ HONEST = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
 SYBILS = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(20)}
 
 
+def deciding(**known: Any) -> str:
+    return ", ".join(electorate.value for electorate in electorates(Known(**known)))
+
+
+def test_who_decides_follows_from_what_a_peer_knows() -> None:
+    some = frozenset({ANN})
+    assert deciding(initial_peers=some) == "initial peers"
+    assert deciding() == "networks"
+    stepped = {"has_stepped": True, "initial_peers": some}
+    assert deciding(**stepped, step=LONG, members=some, is_member=True) == "members"
+    assert deciding(**stepped, step=LONG, members=some, is_outvoted=True) == "members, networks"
+    assert deciding(**stepped, step=FOUNDING_ROUNDS, members=some) == "members, networks"
+    assert deciding(**stepped, step=LONG, is_member=True) == "networks"
+    assert deciding(**stepped, step=LONG, met=some) == "peers met, networks"
+    assert all(electorates(Known(step=step))[-1] is Electorate.NETWORKS for step in (0, LONG))
+
+
 def with_roster(*members: PeerId, former: tuple[PeerId, ...] = (), met: tuple[PeerId, ...] = ()) -> Belief:
     """One that was in rounds with all of these, and whose run has these members."""
     belief = member_of(*members, *met, own_id=DAVE)
@@ -56,23 +75,23 @@ def test_whoever_was_in_rounds_but_is_no_member_does_not_decide() -> None:
     """Four identities that have joined a round each say that the run is elsewhere."""
     eves = {PeerId(f"eve {number}"): at(60, b"eve", f"46.{number}.1.1") for number in range(4)}
     others = {ANN: at(LONG), BOB: at(LONG), **eves}
-    assert with_roster(ANN, BOB, met=tuple(eves)).judge(at(LONG), others).doubted == eves.keys()
-    assert member_of(ANN, BOB, *eves, own_id=DAVE).judge(at(LONG), others).doubted == frozenset(), "without a roster"
+    assert with_roster(ANN, BOB, met=tuple(eves)).judge(at(LONG), others).unbelieved == eves.keys()
+    assert member_of(ANN, BOB, *eves, own_id=DAVE).judge(at(LONG), others).unbelieved == frozenset(), "without a roster"
 
 
 def test_members_that_left_in_a_split_still_decide_where_the_run_is() -> None:
     others = {BOB: at(LONG, b"few"), **{one: at(LONG + 2) for one in (ANN, CAROL, EVE)}}
-    assert with_roster(BOB).judge(at(LONG, b"few"), others).doubted == {ANN, CAROL, EVE}
-    assert with_roster(BOB, former=(ANN, CAROL, EVE)).judge(at(LONG, b"few"), others).doubted == frozenset()
+    assert with_roster(BOB).judge(at(LONG, b"few"), others).unbelieved == {ANN, CAROL, EVE}
+    assert with_roster(BOB, former=(ANN, CAROL, EVE)).judge(at(LONG, b"few"), others).unbelieved == frozenset()
 
 
 def test_a_run_that_was_begun_twice_becomes_one_in_its_first_rounds() -> None:
     """No member of one side is known on the other; the smaller side follows, or the lower one of two halves."""
     others = {BOB: at(10, b"few"), ANN: at(12), CAROL: at(12)}
-    assert with_roster(BOB).judge(at(10, b"few"), others).doubted == frozenset()
-    assert with_roster(BOB).judge(at(10, b"few"), {**others, EVE: at(10, b"few")}).doubted == {ANN, CAROL}
+    assert with_roster(BOB).judge(at(10, b"few"), others).unbelieved == frozenset()
+    assert with_roster(BOB).judge(at(10, b"few"), {**others, EVE: at(10, b"few")}).unbelieved == {ANN, CAROL}
     own = at(LONG, b"few")
-    assert with_roster(BOB).judge(own, {BOB: own, ANN: at(30), CAROL: at(30)}).doubted == {ANN, CAROL}, "too late"
+    assert with_roster(BOB).judge(own, {BOB: own, ANN: at(30), CAROL: at(30)}).unbelieved == {ANN, CAROL}, "too late"
 
 
 def test_the_smaller_side_of_a_run_that_was_begun_twice_follows_though_it_gets_on_while_it_makes_sure() -> None:
@@ -101,32 +120,32 @@ def member_of(*met: PeerId, step: int = 10, own_id: PeerId = EVE) -> Belief:
     return belief
 
 
-def test_one_that_is_ahead_alone_is_doubted() -> None:
+def test_one_that_is_ahead_alone_is_not_believed() -> None:
     belief = member_of(ANN, BOB)
     for step in (11, 60):
         others = {ANN: at(10), BOB: at(10), EVE: at(step, b"eve")}
-        assert belief.judge(at(10), others).doubted == {EVE}
-    assert member_of(ANN, BOB, EVE).judge(at(10), {ANN: at(10), BOB: at(10), EVE: at(11, b"eve")}).doubted == {EVE}
+        assert belief.judge(at(10), others).unbelieved == {EVE}
+    assert member_of(ANN, BOB, EVE).judge(at(10), {ANN: at(10), BOB: at(10), EVE: at(11, b"eve")}).unbelieved == {EVE}
 
 
 def test_most_of_those_whom_it_has_met_are_followed() -> None:
     belief = member_of(ANN, BOB)
-    assert belief.judge(at(10), {ANN: at(11), BOB: at(11)}).doubted == frozenset()
-    assert belief.judge(at(10), {ANN: at(11), BOB: at(11), EVE: at(60, b"eve")}).doubted == {EVE}
-    assert belief.judge(at(10), {ANN: at(31), BOB: at(30), EVE: at(32, b"eve")}).doubted == {ANN, EVE}, (
+    assert belief.judge(at(10), {ANN: at(11), BOB: at(11)}).unbelieved == frozenset()
+    assert belief.judge(at(10), {ANN: at(11), BOB: at(11), EVE: at(60, b"eve")}).unbelieved == {EVE}
+    assert belief.judge(at(10), {ANN: at(31), BOB: at(30), EVE: at(32, b"eve")}).unbelieved == {ANN, EVE}, (
         "the lowest at first"
     )
-    assert belief.judge(at(10), {ANN: at(11), BOB: at(10)}).doubted == {ANN}, "the other record is perhaps late"
+    assert belief.judge(at(10), {ANN: at(11), BOB: at(10)}).unbelieved == {ANN}, "the other record is perhaps late"
 
 
 def test_those_who_have_gone_do_not_vote() -> None:
-    assert member_of(ANN, BOB).judge(at(10), {ANN: at(12)}).doubted == frozenset()
+    assert member_of(ANN, BOB).judge(at(10), {ANN: at(12)}).unbelieved == frozenset()
 
 
 def test_a_newcomer_follows_most_of_those_who_have_learnt_something() -> None:
     records = {ANN: at(10), BOB: at(10), CAROL: at(11), DAVE: at(0), EVE: at(60, b"eve")}
     assert believed_by_a_newcomer(records, frozenset(), poll_of_claims).keys() == {ANN, BOB, DAVE}
-    assert Belief(DAVE).judge(at(0), {ANN: at(3), DAVE: at(0)}).doubted == frozenset(), (
+    assert Belief(DAVE).judge(at(0), {ANN: at(3), DAVE: at(0)}).unbelieved == frozenset(), (
         "one that has learnt nothing does not vote"
     )
 
@@ -145,15 +164,15 @@ def test_one_that_watches_believes_what_more_than_half_hold() -> None:
 def test_one_network_has_one_vote() -> None:
     sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"45.1.1.{number}") for number in range(20)}
     honest = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
-    assert Belief(DAVE).judge(at(0), honest | sybils).doubted == sybils.keys()
+    assert Belief(DAVE).judge(at(0), honest | sybils).unbelieved == sybils.keys()
     assert voter_of(EVE, at(1, host="45.1.1.7").addresses) == "45.1.1.0/24"
     assert voter_of(EVE, at(1).addresses) == EVE, "in a private network each is one"
 
 
 def test_peers_without_an_address_vote_only_among_themselves() -> None:
     clients = {PeerId(f"eve {number}"): at(60, b"eve", "") for number in range(20)}
-    assert Belief(DAVE).judge(at(0), {ANN: at(10), **clients}).doubted == clients.keys()
-    assert Belief(DAVE).judge(at(0), clients).doubted == frozenset()
+    assert Belief(DAVE).judge(at(0), {ANN: at(10), **clients}).unbelieved == clients.keys()
+    assert Belief(DAVE).judge(at(0), clients).unbelieved == frozenset()
 
 
 # which peers vote
@@ -248,9 +267,9 @@ def test_what_a_peer_cannot_tell_for_a_moment_does_not_keep_it_from_most_others(
 
 def test_parts_that_have_never_met_come_together_on_the_higher_branch() -> None:
     lower, higher = member_of(BOB), member_of(DAVE)
-    assert lower.judge(at(10), {BOB: at(10), CAROL: at(12, b"other"), DAVE: at(12, b"other")}).doubted == frozenset()
+    assert lower.judge(at(10), {BOB: at(10), CAROL: at(12, b"other"), DAVE: at(12, b"other")}).unbelieved == frozenset()
     others = {ANN: at(10), BOB: at(10), DAVE: at(12, b"other")}
-    assert higher.judge(at(12, b"other"), others).doubted == frozenset()
+    assert higher.judge(at(12, b"other"), others).unbelieved == frozenset()
     assert higher.other_majority(at(12, b"other"), others, 1e9) is None, "half is not most"
 
 
@@ -284,32 +303,32 @@ def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
 
 
 def test_a_newcomer_follows_the_peers_that_it_was_given_and_no_number_of_networks() -> None:
-    assert Belief(DAVE).judge(at(0), HONEST | SYBILS).doubted == HONEST.keys(), "so it is without"
+    assert Belief(DAVE).judge(at(0), HONEST | SYBILS).unbelieved == HONEST.keys(), "so it is without"
     newcomer = Belief(DAVE, lambda: frozenset({ANN, BOB, CAROL}))
-    assert newcomer.judge(at(0), HONEST | SYBILS).doubted == SYBILS.keys()
-    assert newcomer.judge(at(0), HONEST | {BOB: at(0)} | SYBILS).doubted == SYBILS.keys(), "one is enough"
-    assert newcomer.judge(at(0), {BOB: at(0)} | SYBILS).doubted == frozenset(), "none has learnt anything"
-    assert newcomer.judge(at(0), SYBILS).doubted == frozenset(), "none of them is there"
+    assert newcomer.judge(at(0), HONEST | SYBILS).unbelieved == SYBILS.keys()
+    assert newcomer.judge(at(0), HONEST | {BOB: at(0)} | SYBILS).unbelieved == SYBILS.keys(), "one is enough"
+    assert newcomer.judge(at(0), {BOB: at(0)} | SYBILS).unbelieved == frozenset(), "none has learnt anything"
+    assert newcomer.judge(at(0), SYBILS).unbelieved == frozenset(), "none of them is there"
     assert believed_by_a_newcomer(HONEST | SYBILS, frozenset({ANN}), poll_of_claims).keys() == HONEST.keys()
 
 
 def test_where_the_peers_that_it_was_given_are_believes_no_newcomer_others_that_are_ahead() -> None:
     newcomer = Belief(DAVE, lambda: frozenset({ANN, BOB}))
-    assert newcomer.judge(at(10), HONEST | SYBILS).doubted == SYBILS.keys()
+    assert newcomer.judge(at(10), HONEST | SYBILS).unbelieved == SYBILS.keys()
 
 
 def test_of_initial_peers_that_are_apart_the_highest_step_counts_that_more_than_half_have_reached() -> None:
     newcomer = Belief(DAVE, lambda: frozenset({ANN, BOB, CAROL}))
     apart = {ANN: at(10), BOB: at(50, b"other"), CAROL: at(50, b"other")}
-    assert newcomer.judge(at(0), apart).doubted == {ANN}
+    assert newcomer.judge(at(0), apart).unbelieved == {ANN}
     del apart[CAROL]
-    assert newcomer.judge(at(0), apart).doubted == {BOB}
+    assert newcomer.judge(at(0), apart).unbelieved == {BOB}
 
 
 def test_after_its_first_step_a_peer_no_longer_follows_the_peers_that_it_was_given() -> None:
     member = member_of(ANN, BOB)
     member.initial_peers = lambda: frozenset({CAROL})
-    assert member.judge(at(10), {**HONEST, CAROL: at(60, b"other")}).doubted == {CAROL}
+    assert member.judge(at(10), {**HONEST, CAROL: at(60, b"other")}).unbelieved == {CAROL}
 
 
 # what a peer at step 0 has seen of the run

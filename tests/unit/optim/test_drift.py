@@ -11,7 +11,7 @@ import pytest
 from manyhands.averaging.messages import Position
 from manyhands.averaging.sketch import packed
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.branches import Poll
+from manyhands.optim.run.belief import Poll
 from manyhands.optim.run.drift import BOUND, Drift, Sketch
 from tests.unit.optim.test_tracker import BOB, CAROL, DAVE, HERE, NEXT, Run, run_of_one
 

@@ -14,7 +14,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.metrics import RecentSteps, alone_lineage
 from manyhands.optim.run.step_rounds import Averaged
-from manyhands.optim.state.download import check_of
+from manyhands.optim.state.check import check_of
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica, manifest_of
 

@@ -17,9 +17,9 @@ import pytest
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.machine import (
+from manyhands.optim.run.run_machine import (
     Action,
-    AskAnybody,
+    AskAnyone,
     AskMates,
     Batch,
     Decide,
@@ -228,7 +228,7 @@ class Run:
                         other.called = other.called or (other.is_alive and other.position == peer.position)
                 case Decide(Decision.GO_ALONE):
                     self.step(number, [number])
-                case Look() | AskMates() | AskAnybody() | WaitUntilDue():
+                case Look() | AskMates() | AskAnyone() | WaitUntilDue():
                     peer.doing = action
                 case Decide() | DialMissing() | Tell():
                     pass

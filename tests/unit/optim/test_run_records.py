@@ -12,7 +12,7 @@ from manyhands.averaging.peer_records import GOODBYE, PROGRESS_KIND, PeerRecord,
 from manyhands.dht import Reason, Schema
 from manyhands.optim.manifest import manifest_key
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.run_records import declare_run
 from tests.unit.dht.examples import open_record, owned_record
 
 PROGRESS = PeerRecord(Position(3, b"here"), False, ["/ip4/10.0.0.1/tcp/1"], 30.0, samples=10, samples_per_second=2.5)

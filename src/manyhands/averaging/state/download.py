@@ -108,6 +108,7 @@ class Download:
         num_tensors: download no more than the first tensors; the others, and the digest, are left out.
         on_violation: called with each donor that sent what the protocol does not allow, such as a wrong chunk, and what
             it was.
+        on_header: called with each donor that sent a description that fits, and that description.
         kind: of the streams, as of the donors' servers.
     """
 
@@ -121,6 +122,7 @@ class Download:
     held: State | None = None
     num_tensors: int | None = None
     on_violation: Callable[[PeerId, str], None] = lambda donor, what: None
+    on_header: Callable[[PeerId, StateHeader], None] = lambda donor, header: None
     kind: str = STREAM_KIND
 
     def __post_init__(self) -> None:
@@ -256,6 +258,7 @@ class Download:
             async with time_limit(RECORD_S, f"waiting for the header of the state of peer {donor}"):
                 header = await receive_header(stream)
                 check_header(donor, header, self.wanted, self.check)
+                self.on_header(donor, header)
                 source = _Source(stream, header, await _receive_digests(stream, header))
             async with time_limit(longest_s(header), f"the state of peer {donor}"):
                 await self._take_chunks(source)

@@ -1,14 +1,17 @@
 """Dials the peers whose votes decide where a run is: what they say of their addresses proves nothing.
 
 A peer that was reached votes for the network in which it was, so the identities of one machine have one vote, wherever
-they claim to be. :func:`manyhands.optim.run.branches.sample` says which peers are needed.
+they claim to be. :func:`sample` says which peers are needed, the class dials them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import itertools
 import logging
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,15 +21,65 @@ from manyhands.averaging.timing import DIAL_S, SHUN_S, TWO_DIALS_S
 from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.branches import Poll, Records, sample, vote_from
+from manyhands.dht.networks import network_of
+from manyhands.optim.run.belief import Poll, Records, voter_of
 from manyhands.rpc import Endpoint
 from manyhands.rpc.backoff import TooEarly
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+ENOUGH_VOTES = 32
+"""Of more networks, this many decide, chosen at random: in a large run no peer dials all others."""
 AT_ONCE = 64
 """Dials at a time: those of a thousand false identities must end within two minutes."""
+
+
+def sample(
+    records: Records, vote_of: Callable[[PeerId, PeerRecord], str | None], rank: Callable[[PeerId], float]
+) -> tuple[dict[PeerId, str], list[PeerId]]:
+    """The peers that vote on where the run is, each with the name of its vote, and those that must be dialled first.
+
+    Peers that have an address vote if they were reached. Without any of these, peers without an address vote. Of many
+    networks ``ENOUGH_VOTES`` are enough.
+
+    Args:
+        vote_of: the name of the vote of a peer that was reached; empty if it cannot be, None if it was not dialled yet.
+        rank: a random number for each peer, which stays the same. Nobody else knows it.
+    """
+    learnt = {peer_id: record for peer_id, record in records.items() if record.position.step}
+    in_order = [peer_id for peer_id, record in learnt.items() if record.addresses]
+    if len(in_order) > ENOUGH_VOTES:  # one of each network that they claim, then another one of each
+        turns: dict[str, itertools.count[int]] = defaultdict(itertools.count)
+        in_order.sort(key=rank)
+        in_order.sort(key=lambda peer_id: next(turns[voter_of(peer_id, learnt[peer_id].addresses)]))
+    voters: dict[PeerId, str] = {}
+    votes: set[str] = set()
+    undialled: list[PeerId] = []
+    for peer_id in in_order:
+        if (vote := vote_of(peer_id, learnt[peer_id])) is None:
+            undialled.append(peer_id)
+        elif vote:
+            voters[peer_id] = vote
+            votes.add(vote)
+            if len(votes) == ENOUGH_VOTES:
+                break
+    if not voters and not undialled:
+        found = {peer_id: vote_of(peer_id, record) for peer_id, record in learnt.items() if not record.addresses}
+        voters = {peer_id: vote for peer_id, vote in found.items() if vote}
+    return voters, undialled
+
+
+def vote_from(host: str, name: str) -> str:
+    """The name of the vote of a peer that was reached: its network, which peers of one owner share.
+
+    In a local network each machine has a vote; on this machine, each ``name``.
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_loopback:
+        return name
+    return network_of(host) if address.is_global else host
 
 
 class _Failure(NamedTuple):

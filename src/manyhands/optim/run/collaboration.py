@@ -7,7 +7,6 @@ their state), moves from position to position, and downloads the state.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -23,24 +22,23 @@ from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.state.content import State, StateHeader
 from manyhands.averaging.state.server import StateServer
 from manyhands.averaging.timing import LATE_ANSWER_S, MINUTE_S, STALL_S
-from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, RunNotFound, Unavailable
+from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import Health, HealthLog
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
-from manyhands.optim.run import machine
+from manyhands.optim.run import run_machine
 from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of_state
 from manyhands.optim.run.grid_assignment import GridAssignment
-from manyhands.optim.run.machine import Decision, RunMachine
 from manyhands.optim.run.progress import Claim
-from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
+from manyhands.optim.run.run_machine import Decision, RunMachine
+from manyhands.optim.run.run_records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import LEFT, Averaged, LocalState, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
-from manyhands.optim.state.download import download_state
-from manyhands.optim.state.replay import MissedStep, StepKeeper, fetch_step
+from manyhands.optim.state.catching_up import MissedStep, StepKeeper, download_state
 from manyhands.peer import Presence
 from manyhands.reach.clocks import clock_offset_s
 from manyhands.runtime import TaskOwner
@@ -49,12 +47,12 @@ from manyhands.runtime.executor import run_to_end
 logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
-MAX_DOUBTED = 3  # states to download until one has the sums that the majority published
+MAX_CONTRADICTED = 3  # states to download until one has the sums that the majority published
 
 
 @dataclass(frozen=True)
 class _Situation:
-    """What the tracker and the other parts of one peer know; see :class:`manyhands.optim.run.machine.Situation`."""
+    """What the tracker and the other parts of one peer know; see :class:`manyhands.optim.run.run_machine.Situation`."""
 
     tracker: ProgressTracker
     drift: Drift
@@ -147,8 +145,7 @@ class Collaboration:
 
     def __post_init__(self) -> None:
         self._num_vain_loads = 0  # since this peer took part in a step
-        self._state_donors: Sequence[PeerId] = ()  # of the last state
-        self._has_parted = False  # this peer's parameters were once not those of the majority
+        self._state_donors: Sequence[PeerId] = ()  # likewise, of the last state
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
         self._has_begun = False  # no other peer had signed the settings of the run
@@ -205,9 +202,7 @@ class Collaboration:
                     "this peer has an Optimizer already; close() that one first, or give this one a Peer of its own"
                 ) from error
             parts.push_async_callback(self._server.close)
-            keeper = StepKeeper(
-                presence.endpoint, manifest.run_id, self._server, lambda: self.local.position, self.local.can_replay
-            )
+            keeper = StepKeeper(presence.endpoint, manifest.run_id, self._server, self.local.can_replay)
             parts.callback(keeper.close)
             self.step_rounds = StepRounds(
                 presence.peer_id, self._rounds, assignment, self.tracker, self._drift, self.local,
@@ -344,7 +339,7 @@ class Collaboration:
     ) -> Decision:
         """Report what this peer has accumulated and the seconds for a batch; returns what to do next.
 
-        :mod:`.machine` decides; this carries out what that wants to know first.
+        :mod:`.run_machine` decides; this carries out what that wants to know first.
 
         Args:
             may_wait: wait for the others' batches if these reach the target, rather than compute one more.
@@ -358,33 +353,34 @@ class Collaboration:
         self.presence.check_own(self.run_id)
         self.tracker.report(samples, samples_per_second, batch_s)
         self._contacts.warn_if_stranded()
-        actions = self._on(machine.Batch(samples, batch_s, may_wait))
+        actions = self._on(run_machine.Batch(samples, batch_s, may_wait))
         while True:
             is_there = False
             for action in actions:
                 match action:
-                    case machine.Decide(decision):
-                        self._has_parted = self._has_parted or decision is Decision.RELOAD
+                    case run_machine.Decide(decision):
+                        if decision is Decision.RELOAD:
+                            self.local.can_replay = False  # something here changes parameters beside the steps
                         return decision
-                    case machine.Fail(reason):
+                    case run_machine.Fail(reason):
                         raise Unavailable(reason)
-                    case machine.Look(timeout_s):
+                    case run_machine.Look(timeout_s):
                         await self.tracker.look(timeout_s)
-                    case machine.WaitUntilDue(timeout_s):
+                    case run_machine.WaitUntilDue(timeout_s):
                         await self.tracker.wait_until_due(timeout_s)
-                    case machine.AskMates():
+                    case run_machine.AskMates():
                         is_there = await self._contacts.anyone_answers()
-                    case machine.AskAnybody():
+                    case run_machine.AskAnyone():
                         is_there = await self.presence.dht.anyone_answers()
-                    case machine.Tell():
+                    case run_machine.Tell():
                         self._contacts.tell(self.tracker.view.expected)
-                    case machine.DialMissing():
+                    case run_machine.DialMissing():
                         self._contacts.look_for_the_dead()
-                    case machine.SayItWaits():
+                    case run_machine.SayItWaits():
                         self._tell_that_it_waits()
-            actions = self._on(machine.Done(is_there))
+            actions = self._on(run_machine.Done(is_there))
 
-    def _on(self, event: machine.Event) -> list[machine.Action]:
+    def _on(self, event: run_machine.Event) -> list[run_machine.Action]:
         return self._machine.on(event, asyncio.get_running_loop().time(), self._situation)
 
     async def rest(self, seconds: float) -> None:
@@ -403,9 +399,9 @@ class Collaboration:
     def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
         """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
         self.presence.own_mode.listen_if_possible()
-        self._on(machine.Stepped(outcome.members))
+        self._on(run_machine.Stepped(outcome.members))
         if outcome.members:
-            self._num_vain_loads = 0
+            self._num_vain_loads, self._state_donors = 0, ()
         self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.blamed)
         self._drift.moved(position, sketch, is_in_grid=outcome.is_in_grid)
 
@@ -424,7 +420,7 @@ class Collaboration:
 
     def replayed(self, position: Position, lineage_samples: int, sketch: Sketch) -> None:
         """Record that this peer has made steps of the others on its own; its parameters are compared like theirs."""
-        self.tracker.load(position, lineage_samples, self._state_donors[0])
+        self.tracker.load(position, lineage_samples, next(iter(self._state_donors), None))
         self._drift.moved(position, sketch, is_in_grid=False)
 
     def must_be_called_on(self) -> bool:
@@ -490,52 +486,40 @@ class Collaboration:
 
         Else it is the first one: users' own code may change the parameters of all peers after they published.
         """
-        doubted: list[State] = []
-        while not doubted or (donors and len(doubted) < MAX_DOUBTED):
+        contradicted: list[State] = []
+        while not contradicted or (donors and len(contradicted) < MAX_CONTRADICTED):
             try:
                 state = await download_state(
                     self.presence.endpoint, self.manifest, donors, position,
                     is_late=self._num_vain_loads > 0, on_violation=self.tracker.shun,
-                    on_header=functools.partial(self._note_state, donors),
+                    on_header=self._note_state,
                 )  # fmt: skip
             except Unavailable:
-                if doubted:
+                if contradicted:
                     break
                 raise
             sketch = await run_to_end(sketch_of_state, state, self.manifest)
             if not self._drift.contradicts(state.header.position, sketch):
-                for liar in {donor for other in doubted for donor in other.donors}:
+                for liar in {donor for other in contradicted for donor in other.donors}:
                     logger.warning("Peer %s sent another state of step %d than the majority has; it is not followed",
                                    liar, position.step)  # fmt: skip
                     self.tracker.shun(liar, f"peer {liar} sent another state than most peers have")
                 return state
-            doubted.append(state)
+            contradicted.append(state)
             donors = [donor for donor in donors if donor not in state.donors]
         logger.warning("The state of peer %s is not what the majority published. It is used: code that changes the "
-                       "parameters beside the optimizer may explain it", ", ".join(doubted[0].donors))  # fmt: skip
-        return doubted[0]
+                       "parameters beside the optimizer may explain it", ", ".join(contradicted[0].donors))  # fmt: skip
+        return contradicted[0]
 
-    def _note_state(self, donors: Sequence[PeerId], header: StateHeader) -> None:
+    def _note_state(self, donor: PeerId, header: StateHeader) -> None:
         if self.tracker.own.position.step == 0 and header.position.step:
-            for donor in donors:
-                self.tracker.branches.note(donor, header.position.step)
+            self.tracker.branches.note(donor, header.position.step)
 
     async def missed_step(self) -> MissedStep | None:
-        """Fetch the step that the others have made from here since this peer loaded a state, if its donors kept it."""
-        if not self._num_vain_loads or self._has_parted or not self.local.can_replay:
+        """The step that the run has made from here, if a peer has kept it; None if this peer must load the state."""
+        if not (self.local.can_replay and self.tracker.should_load_state()):
             return None
-        position, believed = self.local.position, self.tracker.branches.believed.values()
-        last_step = max((record.position.step for record in believed), default=0)  # a donor may know of one more
-        for donor in self._state_donors if position.step <= last_step else ():
-            try:
-                step, is_current = await fetch_step(
-                    self.presence.endpoint, self.run_id, donor, position, self.step_rounds.plan_of_code
-                )
-            except (PeerError, Unavailable) as error:
-                logger.info("cannot fetch the steps since the state was made from peer %s: %s", donor, error)
-                if isinstance(error, ProtocolViolation):
-                    self.tracker.shun(donor, str(error))
-                continue
-            if step is not None or (is_current and position.step == last_step):  # else it lies, or lags
-                return step
-        return None
+        members = self.local.roster.members  # any stranger may be at that position, and hold this peer up
+        others = sorted(self._donors(), key=lambda donor: donor not in members)
+        donors = dict.fromkeys([*self._state_donors, *others])  # those of the state keep the steps since
+        return await self.step_rounds.step_towards(self.tracker.leading_branch().position, list(donors))

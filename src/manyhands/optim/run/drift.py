@@ -29,7 +29,7 @@ from manyhands.averaging.state.content import State
 from manyhands.base.identity import PeerId
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.manifest import RunManifest
-from manyhands.optim.run.branches import Poll
+from manyhands.optim.run.belief import Poll
 from manyhands.optim.run.progress import ProgressReader
 
 logger = logging.getLogger(__name__)

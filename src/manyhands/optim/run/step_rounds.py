@@ -23,9 +23,9 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.roster import Roster, lineage_of, next_place
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.averaging.state.content import Origin, State
-from manyhands.averaging.timing import MOMENT_S, TWO_DIALS_S
+from manyhands.averaging.timing import LOOK_S, MOMENT_S, TWO_ANSWERS_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import NobodyThere, RoundAborted, Unavailable
+from manyhands.base.errors import NobodyThere, PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.optim.accumulator import Contribution
@@ -33,12 +33,14 @@ from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.tracker import ProgressTracker
-from manyhands.optim.state.replay import StepKeeper
+from manyhands.optim.state.catching_up import MissedStep, StepKeeper, fetch_step
 
 logger = logging.getLogger(__name__)
 
 PARAMETERS_EVERY = 8
 """In a grid the parameters are averaged once in this many global steps, before the step from them."""
+MAX_HOLDERS = 4
+"""Peers that are asked for a step that this one lacks."""
 LEAVING = "this peer leaves the run"
 LEFT = "this peer left the run, as its optimizer or the peer itself was closed; make another optimizer to train on"
 
@@ -99,7 +101,7 @@ class StepRounds:
 
     Args:
         assignment: where, and with whom, the rounds are.
-        keeper: hands steps to peers that lack them, and fetches those that this one lacks.
+        keeper: hands steps to peers that lack them.
     """
 
     own_id: PeerId
@@ -153,10 +155,10 @@ class StepRounds:
                     )
                     place = next_place(position, roster, committed.manifest)
                     if committed.means is not None:
-                        await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking, place[0])
+                        await self.keeper.add(committed.manifest, committed.means, committed.may_be_lacking)
                         mean_N = committed.means.averaged_N
                     else:
-                        mean_N = await self._fetch(committed)
+                        mean_N = await self._lacking_means(committed, place[0])
                     averaged = self._averaged_in_one_group(committed, mean_N, place, weight)
         except BaseException as error:
             self.assignment.end_step()
@@ -175,19 +177,57 @@ class StepRounds:
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
         return averaged
 
-    def plan_of_code(self, code: int) -> Plan:
+    def _plan_of_code(self, code: int) -> Plan:
         """The encoding of the vector of the next step with the codec of a code."""
         return plan_of(self.local.shapes, codec_of_code(code, self.config.codec))
 
-    async def _fetch(self, committed: CommittedRound) -> torch.Tensor:
-        """The means that this peer lacks, from another member of the round."""
+    async def step_towards(self, goal: Position, holders: Sequence[PeerId]) -> MissedStep | None:
+        """The committed step from this peer's position, from a peer that has kept it; None if none of these has.
+
+        Args:
+            goal: where the run is. A step that leads to the same number, and elsewhere, is not one of the run.
+            holders: those to ask, the best ones first, at most ``MAX_HOLDERS``; all together for a round's time.
+        """
+        try:
+            async with time_limit(self.config.averaging_timeout_s, "taking a step that this peer lacks"):
+                return await self._first_step_towards(goal, holders[:MAX_HOLDERS])
+        except Timeout as error:
+            logger.info("%s", error)
+            return None
+
+    async def _first_step_towards(self, goal: Position, holders: Sequence[PeerId]) -> MissedStep | None:
+        here, roster, keeper = self.local.position, self.local.roster, self.keeper
+        for holder in holders:
+            try:
+                step = await fetch_step(keeper.endpoint, keeper.run_id, holder, here, self._plan_of_code)
+            except (PeerError, Unavailable) as error:
+                logger.info("peer %s does not send the step from %d that this peer lacks: %s", holder, here.step, error)
+                if isinstance(error, ProtocolViolation):
+                    self.tracker.shun(holder, str(error))
+                continue
+            if step is not None:
+                end, _, _ = next_place(here, roster, step.manifest)
+                if end == goal or end.step < goal.step:
+                    return step
+        return None
+
+    async def _lacking_means(self, committed: CommittedRound, end: Position) -> torch.Tensor:
+        """The means of a committed round, which this peer lacks, from another member that has kept them.
+
+        Args:
+            end: where the step leads.
+        """
         members = committed.manifest.members
         leader = members[committed.manifest.leader]  # whose word alone does not make a result
         lost, number = {self.own_id, leader, *committed.blamed}, members.index(self.own_id)
         others = [*members[number:], *members[:number]]  # not all members ask the same one first
         holders = [peer_id for peer_id in others if peer_id not in lost]
-        if (mean_N := await self.keeper.fetch(committed.manifest, holders, self.plan_of_code)) is not None:
-            return mean_N
+        loop = asyncio.get_running_loop()
+        until = loop.time() + TWO_ANSWERS_S  # one holder may not answer
+        while loop.time() < until:
+            if (step := await self.step_towards(end, holders)) is not None:
+                return step.mean_N
+            await asyncio.sleep(LOOK_S)  # they are about to keep them
         self.rounds.matchmaker.pass_over(leader)
         why = f": {committed.reason}" if self.own_id in committed.blamed else ""
         raise RoundAborted(f"the group averaged its tensors, but this peer does not have the result{why}")

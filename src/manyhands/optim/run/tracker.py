@@ -20,7 +20,8 @@ from manyhands.base.identity import PeerId
 from manyhands.base.twin import Twin
 from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.run.branches import Branch, BranchChoice, Poll
+from manyhands.optim.run.belief import Poll
+from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
     Claim,
     ProgressLog,

@@ -1,4 +1,4 @@
-"""Checks that a state from another peer, and its schedule, can be trained on, before anything is loaded. Pure.
+"""Checks that a state from another peer fits the run and can be trained on, before anything is loaded. Pure.
 
 A peer with faulty memory or bad intent must not end this process, stop the run's steps, or turn them uphill.
 """
@@ -8,18 +8,20 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from manyhands.averaging.state.content import State
+from manyhands.averaging.roster import Roster, check_roster, lineage_of
+from manyhands.averaging.state.content import State, StateHeader
 from manyhands.base.errors import ConfigError
 from manyhands.base.parameter_spec import ParameterSpec
 from manyhands.optim.flat import are_finite
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.manifest import RunManifest
 from manyhands.optim.serializable import is_number, serializable_part
 from manyhands.optim.state.state import (
     LOCAL_OPTIONS,
@@ -51,6 +53,26 @@ _CHANGED_BY_NONE = frozenset({"lr", "initial_lr", "betas", "eps", "weight_decay"
 """Options of most optimizers that they do not change by themselves."""
 TRIED_GRADIENT = 1e-3
 """The largest value in the gradients of a step that is tried; not zero, as some optimizers divide by their norm."""
+
+
+def check_of(manifest: RunManifest) -> Callable[[StateHeader], None]:
+    """A check whether the description of a state fits a run, before its tensors are received; raises ValueError."""
+
+    def check(header: StateHeader) -> None:
+        _check_place(header)
+        checked_scalars(header, manifest.tensors, len(manifest.hyper_parameters), manifest.extra_tensors)
+
+    return check
+
+
+def _check_place(header: StateHeader) -> None:
+    """Check that the roster is that of the position; raises ``ValueError`` if not."""
+    check_roster(header.roster)
+    if header.position.step == 0:
+        if header.roster != Roster() or header.seal:
+            raise ValueError("it has a roster before the first step")
+    elif lineage_of(header.seal, header.roster) != header.position.lineage:
+        raise ValueError("its roster is not that of its lineage")
 
 
 def fault_of(

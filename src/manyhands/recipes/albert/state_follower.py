@@ -17,8 +17,8 @@ from manyhands.optim.loading import MAX_POSITIONS, askable, leading_donors
 from manyhands.optim.local_steps import LocalReplica
 from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader
-from manyhands.optim.run.records import declare_run
-from manyhands.optim.state.download import download_state
+from manyhands.optim.run.run_records import declare_run
+from manyhands.optim.state.catching_up import download_state
 from manyhands.optim.step.replica import manifest_of
 from manyhands.optim.wrapper import PLACE
 from manyhands.peer import Peer

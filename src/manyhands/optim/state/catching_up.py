@@ -1,19 +1,19 @@
-"""Hands steps of the run to peers that have missed them, which then make them on their own.
+"""How a peer gets to where the run is: by the committed step from its position, or else by the state.
 
-A newcomer misses the steps that the run makes while it downloads the state: from the beginning of a download on, the
-donor keeps the means of each step as they travelled, with what the round has committed. A member may lack the means of
-its own round after another one was lost: all others keep them until the next step. Such a peer asks for the step from
-its position with a :class:`ReplayRequest` on a bulk stream; the other one answers with a :class:`ReplayAnswer`, a
-:class:`KeptStep` and the means. The digest in what was committed covers the means, and the lineage of a position covers
-all that was committed on the way (docs/explanation/state.md).
+A peer that lacks a step takes it from a peer that has kept it, and loads the state if none has. A step is kept, as its
+means travelled and with what its round has committed, while a newcomer downloads the state. If a member may lack the
+means, as another one was lost, the step is kept until the next one.
+
+A peer asks for the step from its position with a :class:`ReplayRequest` on a bulk stream. The other one answers with a
+:class:`ReplayAnswer`, a :class:`KeptStep` and the means. The digest in what was committed covers the means, and the
+lineage of a position covers all that was committed on the way (docs/explanation/state.md).
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
-import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,33 +28,67 @@ from manyhands.averaging.allreduce.means import MAX_PIECES, Means, digest_of
 from manyhands.averaging.codecs import NONE, BadEncoding, Plan
 from manyhands.averaging.memory import bytes_of, empty_vector
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Count, Position, RoundManifest, digest_of_all, read_header
-from manyhands.averaging.state.content import MAX_CONTRIBUTORS
+from manyhands.averaging.state.content import MAX_CONTRIBUTORS, State, StateHeader
+from manyhands.averaging.state.download import Download
 from manyhands.averaging.state.server import (
     MAX_DOWNLOADS,
     MIN_BYTES_PER_S,
     MIN_STALL_BYTES,
+    StateRequest,
     StateServer,
     framed,
     receive_framed,
     send_moving,
 )
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, STALL_S, TWO_ANSWERS_S, TWO_DIALS_S
+from manyhands.averaging.timing import ANSWER_S, STALL_S, TWO_DIALS_S
 from manyhands.base.deadline import time_limit, while_moving
-from manyhands.base.errors import PeerError, ProtocolViolation, Unavailable
+from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
+from manyhands.optim.manifest import RunManifest
+from manyhands.optim.state.check import check_of
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
 
-logger = logging.getLogger(__name__)
-
 STREAM_KIND = "replay/1"
-MAX_HOLDERS = 4
-"""How many others of its round a member asks for means that it lacks."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_CHUNKS = 1 << 15
+
+
+# the state
+
+
+async def download_state(
+    endpoint: Endpoint,
+    manifest: RunManifest,
+    donors: Sequence[PeerId],
+    wanted: Position,
+    *,
+    is_late: bool = False,
+    is_onlooker: bool = False,
+    held: State | None = None,
+    num_tensors: int | None = None,
+    on_violation: Callable[[PeerId, str], None] = lambda donor, what: None,
+    on_header: Callable[[PeerId, StateHeader], None] = lambda donor, header: None,
+) -> State:
+    """Download the state of a run, which must fit its manifest.
+
+    The arguments are those of :class:`manyhands.averaging.state.server.StateRequest` and
+    :class:`manyhands.averaging.state.download.Download`.
+
+    Raises:
+        Unavailable: no donor could send it, or all that hold the chosen one failed; names each with its reason.
+    """
+    return await Download(
+        endpoint, StateRequest(manifest.run_id, is_late, is_onlooker), donors, wanted, check_of(manifest),
+        least_bytes=sum(4 * math.prod(spec.shape) for spec in manifest.tensors),  # more with statistics
+        held=held, num_tensors=num_tensors, on_violation=on_violation, on_header=on_header,
+    ).run()  # fmt: skip
+
+
+# a step: what travels
 
 
 class ReplayRequest(msgspec.Struct):
@@ -67,8 +101,7 @@ class ReplayRequest(msgspec.Struct):
 class ReplayAnswer(msgspec.Struct):
     """Sent first, prefixed by its length as each header."""
 
-    num_steps: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # that follow: 1, or 0 without that step
-    is_current: bool  # it leads to the donor's own position; without a step, the newcomer is there already
+    has_step: bool  # it follows
 
 
 class KeptStep(msgspec.Struct):
@@ -84,12 +117,14 @@ class KeptStep(msgspec.Struct):
 make_ready(ReplayRequest, ReplayAnswer, KeptStep)
 
 
+# a step: the donor
+
+
 class Kept(NamedTuple):
-    """A step in this peer's memory, with its means, and the position that it led to."""
+    """A step in this peer's memory, with its means."""
 
     step: KeptStep
     pieces: Sequence[torch.Tensor]
-    end: Position
 
 
 @dataclass(eq=False)
@@ -105,7 +140,6 @@ class StepKeeper:
     endpoint: Endpoint
     run_id: str
     server: StateServer
-    position: Callable[[], Position]
     for_newcomers: bool = True
     _steps: deque[Kept] = field(default_factory=deque, init=False)
     _serving: set[PeerId] = field(default_factory=set, init=False)
@@ -117,7 +151,7 @@ class StepKeeper:
         self.endpoint.refuse_bulk(STREAM_KIND)
         self._steps.clear()
 
-    async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool, end: Position) -> None:
+    async def add(self, manifest: RoundManifest, means: Means, may_be_lacking: bool) -> None:
         """Keep a step that this peer's round has committed, if anybody may need it.
 
         Steps are kept for ``TWO_DIALS_S`` after the last download has ended, and until the next one: one more may be
@@ -125,7 +159,6 @@ class StepKeeper:
 
         Args:
             may_be_lacking: a member of the round may not have the means.
-            end: the position that the step leads to.
         """
         if not (self.for_newcomers and self.server.followers(TWO_DIALS_S)):
             self._steps.clear()
@@ -139,27 +172,9 @@ class StepKeeper:
             self._steps.clear()
             return
         stops = [[chunk.stop for chunk in chunks] for chunks in means.chunks]
-        self._steps.append(Kept(KeptStep(manifest, means.codec, stops), lasting.pieces, end))
+        self._steps.append(Kept(KeptStep(manifest, means.codec, stops), lasting.pieces))
         while len(self._steps) > 1 and self._num_bytes() > self.server.state_bytes:
             self._steps.popleft()
-
-    async def fetch(
-        self, manifest: RoundManifest, holders: Sequence[PeerId], plan_of_code: Callable[[int], Plan]
-    ) -> torch.Tensor | None:
-        """The means of a round in which this peer took part and which it lacks; None if no member sends them."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + TWO_ANSWERS_S  # one holder may not answer
-        while loop.time() < until:
-            for holder in holders[:MAX_HOLDERS]:
-                try:
-                    step, _ = await fetch_step(self.endpoint, self.run_id, holder, manifest.position, plan_of_code)
-                except (PeerError, Unavailable) as error:
-                    logger.info("peer %s does not send the means that this one lacks: %s", holder, error)
-                    continue
-                if step is not None and step.manifest == manifest:
-                    return step.mean_N
-            await asyncio.sleep(LOOK_S)  # they are about to keep them
-        return None
 
     def _num_bytes(self) -> int:
         return sum(piece.numel() for kept in self._steps for piece in kept.pieces)
@@ -169,15 +184,14 @@ class StepKeeper:
         if request.run_id != self.run_id:
             return
         if remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
-            await send_moving(stream, framed(ReplayAnswer(0, is_current=False)))
+            await send_moving(stream, framed(ReplayAnswer(has_step=False)))
             return
-        end, frames = request.position, list[bytes | memoryview]()
+        frames = list[bytes | memoryview]()
         kept = next((kept for kept in self._steps if kept.step.manifest.position == request.position), None)
         if kept is not None:
-            end = kept.end
             frames = [framed(kept.step), *(bytes_of(piece) for piece in kept.pieces if piece.numel())]
         is_last = kept is not None and kept is self._steps[-1]
-        answer = ReplayAnswer(int(bool(frames)), is_current=end == self.position())
+        answer = ReplayAnswer(has_step=kept is not None)
         limit_s = STALL_S + sum(map(len, frames)) / MIN_BYTES_PER_S
         self._serving.add(remote)
         is_member = kept is not None and remote in kept.step.manifest.members
@@ -191,6 +205,9 @@ class StepKeeper:
                 await stream.wait_closed()
 
 
+# a step: the peer that lacks it
+
+
 class MissedStep(NamedTuple):
     """A step that was made without this peer, with its averaged vector; float32, on the host, shape [N]."""
 
@@ -200,8 +217,8 @@ class MissedStep(NamedTuple):
 
 async def fetch_step(
     endpoint: Endpoint, run_id: str, donor: PeerId, position: Position, plan_of_code: Callable[[int], Plan]
-) -> tuple[MissedStep | None, bool]:
-    """Fetch the step from a position, if a donor has kept it, and whether there is no further one.
+) -> MissedStep | None:
+    """Fetch the step from a position; None if the donor has not kept it.
 
     Args:
         plan_of_code: the encoding of the vectors of the run with the codec of a code.
@@ -217,8 +234,8 @@ async def fetch_step(
     try:
         async with time_limit(ANSWER_S, f"asking peer {donor} for the step since {position.step}"):
             answer = await receive_framed(receive_into, donor, ReplayAnswer, MAX_HEADER_BYTES, "its steps")
-        if not answer.num_steps:
-            return None, answer.is_current
+        if not answer.has_step:
+            return None
         limit_s = STALL_S + 2 * 4 * plan_of_code(NONE.code).numel / MIN_BYTES_PER_S  # the donor cuts the pieces
         async with time_limit(limit_s, f"the step that peer {donor} keeps"):
             kept = await receive_framed(receive_into, donor, KeptStep, MAX_HEADER_BYTES, "a step")
@@ -227,7 +244,7 @@ async def fetch_step(
                 mean_N = await _receive_mean(stream, kept, plan_of_code(kept.codec))
             except BadEncoding as error:
                 raise ProtocolViolation(donor, f"sent an invalid step: {readable(str(error))}") from error
-        return MissedStep(kept.manifest, mean_N), answer.is_current
+        return MissedStep(kept.manifest, mean_N)
     finally:
         endpoint.release(stream)
 

@@ -2,33 +2,33 @@
 
 Events come in with :meth:`RunMachine.on`, actions come out. A :class:`Situation` says what the peer knows just then.
 
-===========  ===============================================  ===========  =============================================
-state        event                                            next         actions
-===========  ===============================================  ===========  =============================================
-any          a batch is done; the target should be reached,   reading      read the others' records
-             though the records do not say so
-any          a batch is done                                  *            as below
-reading      done                                             *            as below
-waiting      done; the others' batches reach the target       *            as below, at the target
-waiting      done; they do not                                rereading    read the others' records
-rereading    done; they do                                    *            as below, at the target
-rereading    done; they do not                                computing    ``ACCUMULATE``; no other wait in this step
-alone        done; another peer is there, or this one has no  computing    ``ACCUMULATE``
-             samples, or newcomers load the state
-alone        done; nobody is there                            asking       ask the peers of earlier rounds
-asking       done; one answers                                computing    ``ACCUMULATE``
-asking       done; this peer has made no step yet, has known  in doubt     ask whoever it knows in the DHT
-             others, and a round's time is not over
-asking       done                                             computing    ``GO_ALONE``
-in doubt     done; somebody answers                           computing    ``GO_ALONE``
-in doubt     done; nobody does                                computing    ``ACCUMULATE``: its link may be down
-any          a step was made                                  computing    a wait that goes on ends in ``ACCUMULATE``
-===========  ===============================================  ===========  =============================================
+=============  =============================================  =============  ===========================================
+state          event                                          next           actions
+=============  =============================================  =============  ===========================================
+any            a batch is done; the target should be          reading        read the others' records
+               reached, though the records do not say so
+any            a batch is done                                *              as below
+reading        done                                           *              as below
+waiting        done; the others' batches reach the target     *              as below, at the target
+waiting        done; they do not                              reading        read the others' records; no other wait in
+                                                                             this step
+alone          done; another peer is there, or this one has   computing      ``ACCUMULATE``
+               no samples, or newcomers load the state
+alone          done; nobody is there                          asking mates   ask the peers of earlier rounds
+asking mates   done; one answers                              computing      ``ACCUMULATE``
+asking mates   done; this peer has made no step yet, has      asking anyone  ask whoever it knows in the DHT
+               known others, and a round's time is not over
+asking mates   done                                           computing      ``GO_ALONE``
+asking anyone  done; somebody answers                         computing      ``GO_ALONE``
+asking anyone  done; nobody does                              computing      ``ACCUMULATE``: its link may be down
+any            a step was made                                computing      a wait that goes on ends in ``ACCUMULATE``
+=============  =============================================  =============  ===========================================
 
 ``*``: the first of these that holds decides after a batch. Near the target the peer also tells the others what it has.
 
 =======================================================  ==============================================================
-a better branch has a state to load                      ``LOAD_STATE``
+a better branch has a state to load: the run has gone    ``LOAD_STATE``: the step from here, if a peer has kept it;
+on without this peer, say                                else the state
 this peer has learnt nothing, and cannot use the state   it fails, with the reason
 of those that are ahead
 this peer has no state, and has seen a run that has      ``ACCUMULATE``, until a peer has that state
@@ -44,6 +44,10 @@ another peer can come to the round                       ``AVERAGE``; ``ACCUMULA
 others are there, but cannot be reached                  ``ACCUMULATE``; this peer dials them, to find the dead
 no other peer is there                                   alone: it reads the others' records
 =======================================================  ==============================================================
+
+A peer that lacks a step takes it from a peer that has kept it (``StepRounds.step_towards``), and loads the state if
+none has. That holds for a newcomer whose state is some steps old, for a member that missed a round, and, at once, for
+one that lacks the means of a round in which it was.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ class Decision(enum.Enum):
     ACCUMULATE = "the target is not reached"
     AVERAGE = "the target is reached: average with the others"
     GO_ALONE = "the target is reached, and nobody else is there"
-    LOAD_STATE = "the run is on another branch: load its state"
+    LOAD_STATE = "the run is elsewhere: take its step from here if a peer has kept it, else load its state"
     RELOAD = "most peers at this position hold other parameters: load their state"
 
 
@@ -83,10 +87,9 @@ class Stage(enum.Enum):
     COMPUTING = "computing"
     READING = "reading"
     WAITING = "waiting"
-    REREADING = "rereading"
     ALONE = "alone"
-    ASKING = "asking"
-    IN_DOUBT = "in doubt"
+    ASKING_MATES = "asking mates"
+    ASKING_ANYONE = "asking anyone"
 
 
 class Situation(Protocol):
@@ -216,7 +219,7 @@ class AskMates:
 
 
 @dataclass(frozen=True)
-class AskAnybody:
+class AskAnyone:
     """Ask whoever was known in the DHT whether it is there."""
 
 
@@ -235,7 +238,7 @@ class SayItWaits:
     """Tell the user that this peer waits for a peer that has the run's state."""
 
 
-Action: TypeAlias = Decide | Fail | Look | WaitUntilDue | AskMates | AskAnybody | Tell | DialMissing | SayItWaits
+Action: TypeAlias = Decide | Fail | Look | WaitUntilDue | AskMates | AskAnyone | Tell | DialMissing | SayItWaits
 
 
 class RunMachine:
@@ -276,18 +279,16 @@ class RunMachine:
         match stage:
             case Stage.READING:
                 return self._choose(now, run)
-            case Stage.WAITING if not run.is_due:
-                return self._first(Stage.REREADING, Look(MOMENT_S))
-            case Stage.REREADING if not run.is_due:
-                self._waited_in_vain_at = run.position
-                return self._not_due(now, run)
-            case Stage.WAITING | Stage.REREADING:
+            case Stage.WAITING if run.is_due:
                 return self._at_target(now, run)
+            case Stage.WAITING:
+                self._waited_in_vain_at = run.position
+                return self._first(Stage.READING, Look(MOMENT_S))
             case Stage.ALONE:
                 return self._still_alone(now, run)
-            case Stage.ASKING if not is_there:
+            case Stage.ASKING_MATES if not is_there:
                 return self._nobody_answered(now, run)
-            case Stage.IN_DOUBT if is_there:
+            case Stage.ASKING_ANYONE if is_there:
                 return [Decide(Decision.GO_ALONE)]
             case _:  # somebody of its rounds answers, or nobody at all does
                 return [Decide(Decision.ACCUMULATE)]
@@ -364,13 +365,13 @@ class RunMachine:
             return [Decide(Decision.ACCUMULATE)]
         if self._waits_for_newcomers(now, run, is_alone=True):
             return [Decide(Decision.ACCUMULATE)]
-        return self._first(Stage.ASKING, AskMates())
+        return self._first(Stage.ASKING_MATES, AskMates())
 
     def _nobody_answered(self, now: float, run: Situation) -> list[Action]:
         has_waited = now - self._due_since >= self._config.averaging_timeout_s
         if self._has_stepped or not run.knew_others or has_waited:
             return [Decide(Decision.GO_ALONE)]
-        return self._first(Stage.IN_DOUBT, AskAnybody())  # else it may begin a branch of its own
+        return self._first(Stage.ASKING_ANYONE, AskAnyone())  # else it may begin a branch of its own
 
     # from position to position
 
