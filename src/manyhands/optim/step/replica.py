@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.roster import Roster
+from manyhands.averaging.roster import Roster, next_place
 from manyhands.averaging.state.ancestry import extended
 from manyhands.averaging.state.content import Origin, State, spec_of
 from manyhands.averaging.tensor_list import overlapping
@@ -34,6 +34,7 @@ from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.serializable import is_serializable, merged, serializable_part
 from manyhands.optim.state.check import ScheduleAtBegin, fault_of
+from manyhands.optim.state.replay import MissedStep
 from manyhands.optim.state.state import (
     Capture,
     digest_of_parameters,
@@ -162,6 +163,14 @@ class Replica:
                 self.position = Position(self.position.step + 1, outcome.lineage)
                 self.options = options_of(self.wrapped.param_groups)
         return reason
+
+    def replay(self, step: MissedStep) -> None:
+        """Make a step of the others as they have made it."""
+        manifest = step.manifest
+        position, roster, seal = next_place(self.position, self.roster, manifest)
+        samples, shares = sum_of_samples(manifest.weights), manifest.contributors()
+        self.advance(step.mean_N, Averaged(None, position.lineage, samples, shares=shares, roster=roster, seal=seal))
+        self.copy_to_model()
 
     def _advance_schedule(self, *, has_stepped: bool) -> None:
         if self.scheduler is None:
