@@ -23,7 +23,7 @@ from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
-from manyhands.optim.health import Health, Statistics
+from manyhands.optim.health import Health
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
 from manyhands.optim.metrics import Failure, RecentSteps
 from manyhands.optim.model_checks import LoopChecks, models_of, warn_of_running_statistics
@@ -44,8 +44,8 @@ from manyhands.optim.run.machine import Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
-from manyhands.optim.step.global_step import GlobalStep, SampleCounter
-from manyhands.optim.step.replica import Replica, manifest_of
+from manyhands.optim.step.global_step import GlobalStep, SampleCounter, Statistics
+from manyhands.optim.step.replica import Replica
 from manyhands.optim.wrapper import PLACE, OptimizerWrapper
 from manyhands.optim.wrapping import Wrapping, undone_if_it_raises
 from manyhands.peer import BlockingPeer, check_peer
@@ -211,7 +211,7 @@ class Optimizer(OptimizerWrapper):
         self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
         self._was_alone = self._has_checked_state = self._has_told_overwritten = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
-        self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
+        self.manifest = manifest = self._replica.manifest(run_id, target_batch_size, averaging, facts)
         """The settings of the run, which all its peers have signed."""
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),

@@ -13,9 +13,8 @@ from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.extra_tensors import ExtraTensors
-from manyhands.optim.health import Statistics
 from manyhands.optim.run.step_rounds import Averaged
-from manyhands.optim.step.global_step import GlobalStep, SampleCounter
+from manyhands.optim.step.global_step import GlobalStep, SampleCounter, Statistics
 from manyhands.optim.step.replica import Replica
 
 ME, OTHER = PeerId("me"), PeerId("other")

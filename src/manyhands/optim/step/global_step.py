@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from manyhands.averaging.messages import Position
@@ -44,7 +44,6 @@ from manyhands.base.identity import PeerId
 from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import Accumulator, Contribution
-from manyhands.optim.health import Statistics
 from manyhands.optim.metrics import alone_seal
 from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.step_rounds import LEFT, Averaged
@@ -154,6 +153,47 @@ class GlobalStep:
             self.announce(collaboration)
         except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
             self.error = clear_tracebacks(error) if isinstance(error, (RoundAborted, Unavailable)) else error
+
+
+@dataclass
+class Statistics:
+    """Counts since an optimizer was made.
+
+    Attributes:
+        samples_computed: passed to ``step`` on this peer.
+        samples_used: of these, in committed global steps.
+        samples_of_all: of all peers, in the steps that this peer made; by weight where that is not samples.
+        samples_dropped: after an overflow, a refused update, or a load of another branch's state.
+        samples_carried: left out of a step that the others made, and moved to the next one.
+        steps_alone: global steps made while no other peer was there.
+        updates_refused: global steps that left the parameters unchanged, since the update was not finite.
+        states_loaded: how often the state was downloaded.
+        parameters_reloaded: of these, because the majority held other parameters at the same position.
+        disagreement: distance between the parameters of this peer and the majority (in a grid, or without one, of all
+            peers) before the last step, as a fraction of their size, by what they published; None if unknown.
+    """
+
+    samples_computed: int = 0
+    samples_used: int = 0
+    samples_of_all: int = 0
+    samples_dropped: int = 0
+    samples_carried: int = 0
+    rounds_committed: int = 0
+    rounds_aborted: int = 0
+    steps_alone: int = 0
+    updates_refused: int = 0
+    states_loaded: int = 0
+    parameters_reloaded: int = 0
+    disagreement: float | None = None
+
+    def summary(self) -> str:
+        """For a log line."""
+        counts = [f"{counted(self.samples_computed, 'sample')} computed here so far"]
+        if self.samples_computed:
+            counts.append(f"{self.samples_used} of them used ({self.samples_used / self.samples_computed:.1%})")
+        if self.samples_dropped:
+            counts.append(f"{self.samples_dropped} dropped")
+        return ", ".join(counts)
 
 
 class SampleCounter:
