@@ -72,6 +72,7 @@ class System:
         return seconds, 0.0
 
     def result(self, codec: str) -> torch.Tensor:
+        vector_N: torch.Tensor
         with self._averagers[codec].get_tensors() as (vector_N,):
             return vector_N
 

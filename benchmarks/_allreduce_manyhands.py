@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from _roster import Everybody
@@ -28,7 +28,7 @@ class System:
     ) -> None:
         prepare_kernels(numel, "auto")
         self._vector_N = torch.zeros(numel)
-        self._again = self._vector_N.clone
+        self._again: Callable[[], torch.Tensor] = self._vector_N.clone
         self._result_N: torch.Tensor | None = None
         self._peers = {codec: Peer(listen=[f"/ip4/{host}/tcp/0"]) for codec in codecs}
         self._rosters: dict[str, Everybody] = {}

@@ -63,7 +63,7 @@ class Plain:
         from manyhands.recipes.albert.optimizer import build_optimizer
 
         torch.set_num_threads(1)
-        recipe = AlbertRecipe(**SMALL)
+        recipe = AlbertRecipe(batch_size=SMALL["batch_size"])
         documents = load_documents(recipe.text)
         tokenizer = train_tokenizer(documents, recipe.vocab_size)
         model = build_model(recipe, len(tokenizer))

@@ -109,7 +109,8 @@ class Side:
         result_N = self._system.result(codec)
         assert result_N.shape == self._base_N.shape
         assert result_N.dtype == torch.float32
-        for result, base in zip(result_N.split(CHECKED_NUMEL), self._base_N.split(CHECKED_NUMEL), strict=True):
+        parts = torch.split(result_N, CHECKED_NUMEL), torch.split(self._base_N, CHECKED_NUMEL)
+        for result, base in zip(*parts, strict=True):
             mean = base * factor
             square += float((result - mean).square().sum(dtype=torch.float64))
             total += float(mean.square().sum(dtype=torch.float64))
@@ -197,7 +198,7 @@ class Group:
 
     def _cpu_now_s(self) -> float:
         times = [process.cpu_times() for worker in self._workers for process in self._processes(worker)]
-        return sum(one.user + one.system for one in times)
+        return float(sum(one.user + one.system for one in times))
 
     def _memory(self, worker: Worker, measure: Callable[[int], int]) -> int:
         return sum(measure(process.pid) for process in self._processes(worker))

@@ -167,7 +167,7 @@ class Swarm:
 
     def _cpu_now_s(self) -> float:
         times = [process.cpu_times() for process in self._processes()]
-        return sum(one.user + one.system for one in times)
+        return float(sum(one.user + one.system for one in times))
 
 
 def measure(systems: list[str], options: argparse.Namespace) -> list[Row]:

@@ -42,7 +42,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from _command_line import Parser, json_path, positive, positive_int, run, write_json
 from _light_endpoint import LightEndpoint, LightNetwork, Watch, watching
@@ -53,6 +53,7 @@ from rich.table import Table
 from manyhands.base.errors import JoinFailed
 from manyhands.base.identity import Identity
 from manyhands.dht import DhtConfig, DhtNode
+from manyhands.rpc import Endpoint
 from manyhands.testing import VirtualLoop
 from manyhands.testing.verdicts import each_signature_once
 
@@ -165,7 +166,8 @@ class Simulation:
     def _add(self) -> Node:
         rng = random.Random(self._rng.random())
         endpoint = self._network.add(Identity.from_seed(rng.randbytes(32)), rng)
-        node = Node(endpoint, DhtNode(endpoint, self._config, rng, self._wall_clock), set())
+        stand_in = cast(Endpoint, endpoint)  # it has all of one that a node uses
+        node = Node(endpoint, DhtNode(stand_in, self._config, rng, self._wall_clock), set())
         self._nodes.append(node)
         return node
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 from manyhands import Peer
 
@@ -29,7 +30,7 @@ PATIENCE_S = 120.0
 def be_a_trainer(address: str, target_batch_size: int, *, is_verbose: bool) -> None:
     """Run one trainer: it reports when it is ready, begins on a signal, and prints its figures."""
     started = time.perf_counter()
-    import manyhands.optim.optimizer as optimizer_module
+    from manyhands.averaging.codecs import prepare_kernels
     from manyhands.recipes.albert.config import AlbertRecipe
     from manyhands.recipes.albert.settings import TrainingSettings
     from manyhands.recipes.albert.training import AlbertTrainer
@@ -39,14 +40,11 @@ def be_a_trainer(address: str, target_batch_size: int, *, is_verbose: bool) -> N
     print("ready", flush=True)
     sys.stdin.readline()
     began = time.perf_counter()
-    prepare = optimizer_module.prepare_kernels
 
     def timed_prepare(num_values: int, codec: str) -> None:
         before = time.perf_counter()
-        prepare(num_values, codec)
+        prepare_kernels(num_values, codec)
         figures["kernels_s"] = time.perf_counter() - before
-
-    optimizer_module.prepare_kernels = timed_prepare
 
     def note(event: object) -> None:
         name = {"Joined": "join_s", "BatchDone": "first_batch_s", "StepDone": "first_step_s"}.get(type(event).__name__)
@@ -55,7 +53,8 @@ def be_a_trainer(address: str, target_batch_size: int, *, is_verbose: bool) -> N
 
     settings = TrainingSettings(max_steps=1, threads=1, device="cpu", linger_s=1.0)
     recipe = AlbertRecipe(target_batch_size=target_batch_size)
-    with Peer([address], listen=[LOOPBACK]) as peer:
+    timed = mock.patch("manyhands.optim.optimizer.prepare_kernels", timed_prepare)
+    with Peer([address], listen=[LOOPBACK]) as peer, timed:
         AlbertTrainer(peer, "first-step", recipe, settings, note, is_batch_size_chosen=False).run()
     print(json.dumps(figures), flush=True)
 

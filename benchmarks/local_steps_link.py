@@ -89,7 +89,8 @@ class Side:
 
     def train(self, num_averages: int, batch_s: float) -> dict[str, float]:
         """Train until so many averages after the first are there."""
-        optimizer, steps_s, began = self._optimizer, [], 0.0
+        optimizer, began = self._optimizer, 0.0
+        steps_s: list[float] = []
         while optimizer.global_step < 1 + num_averages:
             time.sleep(batch_s)
             called = time.perf_counter()

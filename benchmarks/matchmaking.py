@@ -108,7 +108,8 @@ async def with_given_roster(num_peers: int, num_groups: int) -> dict[str, list[f
 
 async def with_dht(num_peers: int, num_groups: int) -> list[float]:
     rng = random.Random(num_peers)
-    presences, members = [], []
+    presences: list[Presence] = []
+    members: list[AveragerLoop] = []
     config = AveragingConfig(codec="none")
     for number in range(num_peers):
         presence = Presence(TlsTransport(Identity.generate()), rng=random.Random(number))

@@ -52,7 +52,8 @@ def changed_chunks() -> float:
             model(torch.randn(4, 150)).square().mean().backward()
             replica.optimizer.step()
             digests.append(sealed(replica.capture()).digests)
-    return sum(one != other for one, other in zip(*digests, strict=True)) / len(digests[0])
+    before, after = digests
+    return sum(one != other for one, other in zip(before, after, strict=True)) / len(before)
 
 
 def numbers(text: str) -> list[float]:

@@ -156,11 +156,13 @@ def train(step: Step, seconds: float) -> Row:
     until = time.perf_counter() + SETTLE_S
     while time.perf_counter() < until:
         step()
-    waited_s, start, num_steps = core_wait_s(), time.perf_counter(), 0
+    waited_before_s, start, num_steps = core_wait_s(), time.perf_counter(), 0
     while (passed_s := time.perf_counter() - start) < seconds:
         step()
         num_steps += 1
-    wait_share = (core_wait_s() - waited_s) / passed_s if waited_s is not None else None
+    waited_s, wait_share = core_wait_s(), None
+    if waited_s is not None and waited_before_s is not None:
+        wait_share = (waited_s - waited_before_s) / passed_s
     return {
         "steps_per_s": num_steps / passed_s,
         "core_wait_s_per_s": wait_share,

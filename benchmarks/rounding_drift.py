@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from _command_line import Parser, json_path, positive_int, progress_of, run, write_json
@@ -23,7 +23,7 @@ from _command_line import Parser, json_path, positive_int, progress_of, run, wri
 from manyhands.optim.lamb import Lamb
 
 Step = Callable[[list[torch.Tensor]], None]
-OptimizerMaker = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+OptimizerMaker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 VOCABULARY, LENGTH, WIDTH = 64, 16, 32
 RATES = {"adamw": 1e-3, "lamb": 2e-3, "sgd": 1e-2}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,7 +39,8 @@ class Model(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        return self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
+        scores: torch.Tensor = self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
+        return scores
 
 
 def batch(generator: torch.Generator, rule: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ def stepping(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], n
     return step
 
 
-def in_double(optimizer_of: OptimizerMaker, parameters: list[torch.Tensor]) -> Step:
+def in_double(optimizer_of: OptimizerMaker, parameters: Sequence[torch.Tensor]) -> Step:
     """Compute the update in double precision, and round its result."""
     doubles = [torch.nn.Parameter(parameter.detach().double()) for parameter in parameters]
     optimizer = optimizer_of(doubles)
@@ -94,7 +95,7 @@ def one_ulp(step: Step, parameters: list[torch.Tensor]) -> Step:
     return moved
 
 
-def variants(name: str, base: list[torch.Tensor], lr: float) -> dict[str, tuple[list[torch.Tensor], Step]]:
+def variants(name: str, base: Sequence[torch.Tensor], lr: float) -> dict[str, tuple[list[torch.Tensor], Step]]:
     """The variants; all others are compared with the first."""
 
     def replica() -> list[torch.Tensor]:
@@ -103,7 +104,7 @@ def variants(name: str, base: list[torch.Tensor], lr: float) -> dict[str, tuple[
     made: dict[str, tuple[list[torch.Tensor], Step]] = {}
     if name == "lamb":
 
-        def lamb(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        def lamb(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
             return Lamb(parameters, lr=lr, weight_decay=0.01)
 
         for label, threads in (("one thread", 1), ("two threads", 2)):
@@ -111,16 +112,20 @@ def variants(name: str, base: list[torch.Tensor], lr: float) -> dict[str, tuple[
             made[label] = (parameters, stepping(lamb(parameters), parameters, threads))
         optimizer_of = lamb
     else:
-        kinds = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+        kinds: dict[str, tuple[bool | None, bool | None]] = {
+            "loop": (False, None), "foreach": (True, None), "fused": (None, True),
+        }  # fmt: skip
 
-        def plain(parameters: list[torch.Tensor], **how: bool) -> torch.optim.Optimizer:
+        def plain(
+            parameters: Sequence[torch.Tensor], foreach: bool | None = None, fused: bool | None = None
+        ) -> torch.optim.Optimizer:
             if name == "sgd":
-                return torch.optim.SGD(parameters, lr=lr, momentum=0.9, **how)
-            return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, **how)
+                return torch.optim.SGD(parameters, lr=lr, momentum=0.9, foreach=foreach, fused=fused)
+            return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, foreach=foreach, fused=fused)
 
-        for label, how in kinds.items():
+        for label, (foreach, fused) in kinds.items():
             parameters = replica()
-            made[label] = (parameters, stepping(plain(parameters, **how), parameters))
+            made[label] = (parameters, stepping(plain(parameters, foreach, fused), parameters))
         optimizer_of = plain
     parameters = replica()
     made["in double"] = (parameters, in_double(optimizer_of, parameters))

@@ -128,7 +128,7 @@ class NewcomerSide:
 
     def __init__(self, system: str, mb: float, contacts: list[str], *place: Any) -> None:
         enter_place(place)
-        self._checksums = [zlib.crc32(tensor.numpy()) for tensor in make_tensors(mb)]
+        self._checksums = [zlib.crc32(tensor.numpy().data) for tensor in make_tensors(mb)]
         self._newcomer = importlib.import_module(f"_state_{system}").Newcomer(make_tensors(mb), contacts, *place[1:])
 
     def load(self) -> float:
@@ -136,7 +136,7 @@ class NewcomerSide:
         begun = time.perf_counter()
         tensors = self._newcomer.load()
         seconds = time.perf_counter() - begun
-        if [zlib.crc32(tensor.numpy()) for tensor in tensors] != self._checksums:
+        if [zlib.crc32(tensor.numpy().data) for tensor in tensors] != self._checksums:
             raise RuntimeError("the newcomer has another state than the donors")
         return seconds
 
@@ -293,8 +293,8 @@ def measure_link(mb: float, num_donors: int, num_rounds: int) -> list[Row]:
                     donor = swarm.enter_context(Worker(DonorSide, "manyhands", mb, contacts, *place))
                     contacts = contacts or donor.call("contacts", timeout_s=START_TIMEOUT_S)
                     donor.call("contacts", timeout_s=START_TIMEOUT_S)
-                place = (names[-1], address_of(num_donors))
-                newcomer = swarm.enter_context(Worker(NewcomerSide, "manyhands", mb, contacts, *place))
+                at = (names[-1], address_of(num_donors))
+                newcomer = swarm.enter_context(Worker(NewcomerSide, "manyhands", mb, contacts, *at))
                 seconds = []
                 for number in range(num_rounds + 1):
                     steps.begin(f"{num_donors} donors, limit {limit}: round {number} of {num_rounds}")

@@ -22,9 +22,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,6 +38,7 @@ from manyhands.base.identity import Identity
 from manyhands.optim import ProgressConfig
 from manyhands.optim.blocking_client import BlockingRunClient
 
+T = TypeVar("T")
 FROM, TO = BlockingRunClient.average.__code__, Butterfly.run.__code__
 """The optimizer's call for a round, and the exchange of values."""
 PACKAGES = ("manyhands/averaging/", "manyhands/optim/")
@@ -112,7 +113,9 @@ class Trace:
         self.num_tasks = 0
         self.frames: list[str] = []
 
-    def make_task(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> Any:
+    def make_task(
+        self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
+    ) -> asyncio.Task[T]:
         """A task factory that records which frames asked for each task."""
         task = asyncio.Task(coro, loop=loop, **options)
         self.num_tasks += 1

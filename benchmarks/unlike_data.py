@@ -111,7 +111,7 @@ def run(case: Case, num_steps: int, seed: int) -> str:
         accused = {one: {leader} for one in out - {leader}}
         roster = roster.after(Attendance(leader, dict.fromkeys((ids[peer] for peer in here), True), out, accused))
         mean = torch.stack([one for rank, one in enumerate(gradients) if rank not in found]).mean(dim=0)
-        for parameter, part in zip(parameters, mean.split([one.numel() for one in parameters]), strict=True):
+        for parameter, part in zip(parameters, torch.split(mean, [one.numel() for one in parameters]), strict=True):
             parameter.grad = part.view_as(parameter)
         optimizer.step()
     liar = f", liar barred {100 * num_liar_barred / num_steps:4.1f}%" if case.has_liar else ""

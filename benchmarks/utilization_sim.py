@@ -132,6 +132,10 @@ def bytes_of(codec: str) -> float:
     return plan_of([(1, numel)], codec_named(codec)).num_bytes(0, numel) / numel
 
 
+def quadratic(model: torch.nn.Module) -> torch.Tensor:
+    return torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+
+
 def measured_overhead_s() -> float:
     """What a round adds to a peer's batches, in virtual time, the median of some after the first."""
     num_peers, num_batches, waits = 4, 20, []
@@ -140,9 +144,9 @@ def measured_overhead_s() -> float:
         together(num_peers, member)
         for number in range(1, MEASURED_ROUNDS + 1):
             for _ in range(num_batches - 1):
-                member.step(sum(parameter.square().sum() for parameter in member.model.parameters()))
+                member.step(quadratic(member.model))
             began = member.peer.time()
-            member.step(sum(parameter.square().sum() for parameter in member.model.parameters()))
+            member.step(quadratic(member.model))
             while member.optimizer.global_step < number:
                 member.peer.sleep(0.01)
                 member.optimizer.step(batch_size=0)

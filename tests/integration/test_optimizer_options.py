@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -174,9 +175,11 @@ def test_a_network_thread_that_is_held_up_in_mid_step_neither_loses_samples_nor_
             raise Timeout(phase, timeout_s)
 
         monkeypatch.setattr(peer, "run", held_up)
-        with pytest.raises(Timeout):
+        is_raised = delay is not None  # else the step is made, and the loop goes on with a warning
+        with pytest.raises(Timeout) if is_raised else nullcontext():
             train()
         counts = optimizer.statistics
+        assert optimizer.global_step == (not is_raised)
         assert counts.samples_used + optimizer.samples_accumulated == counts.samples_computed == 4
         monkeypatch.setattr(peer, "run", run)
         for _ in range(3):

@@ -37,7 +37,7 @@ class Member:
     def step(self, loss: torch.Tensor, batch_s: float = BATCH_S, **options: Any) -> None:
         """One micro-batch, which takes some virtual seconds."""
         self.peer.sleep(batch_s)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step(**options)
         self.optimizer.zero_grad()
 
@@ -155,9 +155,11 @@ def together(num_peers: int, member: Member) -> None:
 def assert_equal_parameters(ours: torch.nn.Module, plain: torch.nn.Module, tolerance: float = 1e-5) -> None:
     """All parameters are those of the other model."""
     for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+
+        def named(text: str, name: str = name) -> str:
+            return f"{name}: {text}"
+
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=named)
 
 
 def cut(data: Batch, sizes: Sequence[int]) -> list[Batch]:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.base.errors import Timeout
+from manyhands.optim.step.global_step import GlobalStep
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,3 +118,36 @@ def test_a_schedule_that_raises_does_so_when_the_step_is_made(delay: str | None)
         counts = member.optimizer.statistics
         assert (counts.rounds_committed, counts.samples_dropped, counts.states_loaded) == (NUM_STEPS, 0, 0), counts
     assert len({member.optimizer.state_digest() for member in swarm.members.values()}) == 1
+
+
+@pytest.mark.parametrize("delay", [None, "gradients"])
+def test_a_step_goes_on_if_the_network_thread_cannot_be_told_of_it(
+    delay: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was blocked, say. Then this peer looks as if it had missed the step, and loads the state."""
+    original: Any = GlobalStep.announce
+    num_blocked = 0
+
+    def blocked_once(step: GlobalStep, collaboration: Any) -> None:
+        nonlocal num_blocked
+        if step.left_from.step == BAD_STEP and not num_blocked:
+            num_blocked += 1
+            raise Timeout("moving on", 60.0)
+        original(step, collaboration)
+
+    def train(member: Member) -> None:
+        together(2, member)
+        while member.optimizer.global_step < NUM_STEPS:
+            member.step(loss_of(member.model))
+            member.check_samples()
+        member.optimizer.settle()
+        member.wait_for(max(other.optimizer.global_step for other in swarm.members.values()))
+
+    monkeypatch.setattr(GlobalStep, "announce", blocked_once)
+    swarm = Swarm(seed=3)
+    for name in ("p0", "p1"):
+        swarm.start(name, new_model, sgd, train, target_batch_size=8, batch_size_per_step=4, delay=delay)
+    swarm.run()
+    assert num_blocked == 1
+    assert sum(member.optimizer.statistics.states_loaded for member in swarm.members.values()) == (delay is None)
+    assert sum(member.optimizer.statistics.steps_alone for member in swarm.members.values()) == 0

@@ -200,7 +200,8 @@ def test_an_error_of_the_wrapped_optimizer_reaches_the_training_loop_and_spoils_
         assert quadratic(member.model) < 0.8 * quadratic(new_model())
         member.check_samples()
 
-    swarm, raised = Swarm(), []
+    swarm = Swarm()
+    raised: list[str] = []
     for name in ("p0", "p1"):
         swarm.start(
             name, new_model, lambda model: Fragile(model.parameters(), lr=0.2), train,

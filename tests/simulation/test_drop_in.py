@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -142,7 +143,7 @@ def test_a_closure_computes_the_loss() -> None:
             return loss
 
         for number in range(4):
-            loss = optimizer.step(lambda number=number: closure(number))
+            loss = optimizer.step(functools.partial(closure, number))
             assert loss.item() > 0
 
     assert_equal_parameters(alone(train).model, plain_steps([0, 1, 2, 3]))

@@ -19,7 +19,7 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round.machine import Round
-from manyhands.optim.health import Statistics
+from manyhands.optim.step.global_step import Statistics
 from manyhands.testing import Fault, at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.sweeps import few_of

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from manyhands.optim.health import Statistics
+from manyhands.optim.step.global_step import Statistics
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm
 from tests.simulation.test_delay import quadratic, sgd

@@ -13,6 +13,7 @@ import torch
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.address import Address
 from manyhands.base.errors import JoinFailed
+from manyhands.base.identity import PeerId
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence
@@ -116,7 +117,7 @@ class Ledger:
         if accounted != done.samples_computed:
             self.faults.append(f"{peer_id} accounts for {accounted} samples: {done}")
 
-    def commit(self, peer_id: str, manifest: RoundManifest, contribution: int, parameter: torch.Tensor) -> None:
+    def commit(self, peer_id: PeerId, manifest: RoundManifest, contribution: int, parameter: torch.Tensor) -> None:
         """A member has applied the result of a round."""
         group_id, fingerprint = manifest.group_id, manifest.fingerprint()
         if self.manifests.setdefault(group_id, fingerprint) != fingerprint:

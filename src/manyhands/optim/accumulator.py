@@ -104,14 +104,9 @@ class GradientAccumulator(Accumulator):
             if not are_finite([gradient for gradient in gradients if gradient is not None]):
                 return False
             self._add_in(self._buffer(), gradients, grad_scale, weight / (self.weight + weight))
-        self._count_weighted(samples, weight, at_step)
-        return True
-
-    def _count_weighted(self, samples: int, weight: float, since_step: int) -> None:
-        if self.weight == 0 and weight > 0:
-            self.since_step = since_step  # samples without weight brought no gradient
-        self._count(samples, since_step)
+        self._count(samples, at_step)
         self.weight += weight
+        return True
 
     def _add_in(
         self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float
@@ -159,7 +154,8 @@ class GradientAccumulator(Accumulator):
             mean_N.copy_(given_N) if self.weight == 0 else mean_N.lerp_(given_N, share)
             self._spare_N = contribution.mean_N
         if contribution.samples:
-            self._count_weighted(contribution.samples, weight, contribution.since_step)
+            self._count(contribution.samples, contribution.since_step)
+            self.weight += weight
             self.was_out = True
 
     def release(self, contribution: Contribution, *, is_free: bool) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from manyhands.averaging.roster import next_place
 from manyhands.averaging.state.content import State
 from manyhands.averaging.timing import DAY_S, DIAL_S, JOIN_S, LOOK_S, MINUTE_S, MOMENT_S, RECORD_S, STALL_S
-from manyhands.base.errors import ConfigError, RunNotFound, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, RoundAborted, RunNotFound, Timeout, Unavailable
+from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.health import Health
+from manyhands.optim.options import Options
 from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.run_machine import Decision
-from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
+from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state.catching_up import MissedStep
 from manyhands.optim.step.global_step import GlobalStep
@@ -45,15 +45,11 @@ class BlockingRunClient:
         """Whether this peer is not in client mode."""
         return not self._collaboration.presence.endpoint.client_mode
 
-    def join(self, check_peers: Callable[[int], None]) -> bool:
-        """Join the run with its state; returns whether that had to be loaded. Raises what the optimizer does.
-
-        Args:
-            check_peers: raises if so many peers cannot train together; called before the state is loaded.
-        """
+    def join(self, options: Options) -> bool:
+        """Join the run with its state; returns whether that had to be loaded. Raises what the optimizer does."""
         self._run(self._collaboration.start(), "joining the run", RECORD_S)
         try:
-            check_peers(self._call("joining the run", self._collaboration.tracker.num_peers))
+            options.check_peers(self._call("joining the run", self._collaboration.tracker.num_peers))
             has_loaded = self._catch_up()
             if not has_loaded:
                 self.moved_elsewhere()
@@ -74,11 +70,14 @@ class BlockingRunClient:
                 self._run(collaboration.choose_branch(), phase, DAY_S)
                 if self._call(phase, collaboration.may_go_on_from_here):
                     break
-                self.load(self.download())
+                state = self.download()
+                with self.checking(state), uninterrupted():
+                    self._replica.restore(state)
+                self.moved_elsewhere(state)
                 has_loaded = True
                 self._run(tracker.look(), phase)
                 for step in self.missed_steps():
-                    self.replay(step)
+                    self._replica.replay(step)
             except Unavailable as error:
                 if first_failure is None:
                     first_failure = error
@@ -184,10 +183,14 @@ class BlockingRunClient:
 
     # a step
 
-    def average(self, step: GlobalStep) -> Averaged:
-        """Make one attempt to average; ``RoundAborted`` or ``Unavailable`` if it failed, and nothing has changed."""
+    def average(self, step: GlobalStep) -> None:
+        """Make one attempt to average; the step then has an outcome, or the error that others have caused."""
         timeout_s = longest_attempt_s(self._averaging) + DIAL_S  # later the network thread is blocked
-        return self._peer.run(self._collaboration.step_rounds.average(step.contribution), timeout_s, "averaging")
+        rounds = self._collaboration.step_rounds
+        try:
+            step.outcome = self._run(rounds.average(step.contribution), "averaging", timeout_s)
+        except (RoundAborted, Unavailable) as error:
+            step.error = clear_tracebacks(error)
 
     def leave_to_background(self, step: GlobalStep) -> None:
         """Have the network thread make a step."""
@@ -195,8 +198,9 @@ class BlockingRunClient:
         self._call("beginning a step", step.begin_in_background, self._collaboration, timeout_s=MINUTE_S)
 
     def moved(self, step: GlobalStep) -> None:
-        """Tell the network thread the result of a step."""
-        self._call("moving on", step.announce, self._collaboration, timeout_s=MINUTE_S)
+        """Tell the network thread the result of a step, unless the peer was closed meanwhile."""
+        with self._going_on(), suppress(ConfigError):
+            self._call("moving on", step.announce, self._collaboration, timeout_s=MINUTE_S)
 
     def moved_elsewhere(self, state: State | None = None) -> None:
         """Tell the network thread where this peer is, when it begins or has loaded a state."""
@@ -212,18 +216,20 @@ class BlockingRunClient:
         logger.info("Received the state of step %d in %.2f s", state.header.position.step, self._peer.time() - started)
         return state
 
-    def load(self, state: State, count: Callable[[], object] = bool) -> None:
-        """Load a state, and call ``count`` before an interrupt; raises ``Unavailable`` if the state does not fit."""
+    @contextmanager
+    def checking(self, state: State) -> Iterator[None]:
+        """Within the block a state is loaded; if it does not fit, its donors are not asked for a while.
+
+        Raises:
+            Unavailable: instead of the ``ValueError`` of :meth:`manyhands.optim.step.replica.Replica.restore`.
+        """
         try:
-            with uninterrupted():
-                self._replica.restore(state)
-                count()
+            yield
         except ValueError as error:
             reason = f"the state of peer {', '.join(state.donors)} cannot be used: {readable(str(error))}"
             for donor in state.donors:
                 self._call("shunning a donor", self._collaboration.tracker.shun, donor, reason)
             raise Unavailable(f"{reason}; it is not asked again for a while") from error
-        self.moved_elsewhere(state)
 
     def missed_steps(self) -> Iterator[MissedStep]:
         """The steps that the others have made since this peer loaded a state, as far as its donors have kept them."""
@@ -235,14 +241,6 @@ class BlockingRunClient:
             self._call("moving on", collaboration.replayed, *place, timeout_s=MINUTE_S)
             logger.info("Caught up on a step that the others made meanwhile: step %d", replica.position.step)
             self._run(collaboration.tracker.look(), phase)
-
-    def replay(self, step: MissedStep) -> None:
-        """Make a step of the others as they have made it."""
-        replica, manifest = self._replica, step.manifest
-        position, roster, seal = next_place(replica.position, replica.roster, manifest)
-        samples, shares = sum_of_samples(manifest.weights), manifest.contributors()
-        replica.advance(step.mean_N, Averaged(None, position.lineage, samples, shares=shares, roster=roster, seal=seal))
-        replica.copy_to_model()
 
     def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = STALL_S) -> T:
         """Call a function on the network thread."""

@@ -1,60 +1,17 @@
-"""The health of one peer of a run: its counts, whether others can read its records, and its clock."""
+"""The health of one peer of a run: whether others can read its records, and its clock."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import msgspec
 
 from manyhands.averaging.timing import RECORD_S, TWO_MINUTES_S
-from manyhands.base.text import counted
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 """Consecutive failures to publish; one or two happen on any link."""
-
-
-@dataclass
-class Statistics:
-    """Counts since an optimizer was made.
-
-    Attributes:
-        samples_computed: passed to ``step`` on this peer.
-        samples_used: of these, in committed global steps.
-        samples_of_all: of all peers, in the steps that this peer made; by weight where that is not samples.
-        samples_dropped: after an overflow, a refused update, or a load of another branch's state.
-        samples_carried: left out of a step that the others made, and moved to the next one.
-        steps_alone: global steps made while no other peer was there.
-        updates_refused: global steps that left the parameters unchanged, since the update was not finite.
-        states_loaded: how often the state was downloaded.
-        parameters_reloaded: of these, because the majority held other parameters at the same position.
-        disagreement: distance between the parameters of this peer and the majority (in a grid, or without one, of all
-            peers) before the last step, as a fraction of their size, by what they published; None if unknown.
-    """
-
-    samples_computed: int = 0
-    samples_used: int = 0
-    samples_of_all: int = 0
-    samples_dropped: int = 0
-    samples_carried: int = 0
-    rounds_committed: int = 0
-    rounds_aborted: int = 0
-    steps_alone: int = 0
-    updates_refused: int = 0
-    states_loaded: int = 0
-    parameters_reloaded: int = 0
-    disagreement: float | None = None
-
-    def summary(self) -> str:
-        """For a log line."""
-        counts = [f"{counted(self.samples_computed, 'sample')} computed here so far"]
-        if self.samples_computed:
-            counts.append(f"{self.samples_used} of them used ({self.samples_used / self.samples_computed:.1%})")
-        if self.samples_dropped:
-            counts.append(f"{self.samples_dropped} dropped")
-        return ", ".join(counts)
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

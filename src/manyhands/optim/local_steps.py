@@ -35,8 +35,8 @@ from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.options import options_of
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, restore, specs_of, split_inner, take_options
-from manyhands.optim.step.replica import HostCopy, Replica, Writes, copy_on_host, take_over, trained_of
-from manyhands.optim.step.update import global_norm
+from manyhands.optim.step.host_copy import HostCopy, Writes, copy_on_host, take_over
+from manyhands.optim.step.replica import Replica, global_norm, trained_of
 
 logger = logging.getLogger(__name__)
 

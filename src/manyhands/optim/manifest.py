@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+PROTOCOL = "manyhands/1"
 MANIFEST_KIND = "manifest"  # of the DHT keys
 MAX_BYTES = 256 << 10  # before compression: room for some thousands of tensors
 MAX_HYPER_PARAMETERS_BYTES = 64 << 10
@@ -66,6 +67,25 @@ class RunManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 make_ready(RunManifest)
+
+
+def described_schedule(scheduler: Any) -> str:
+    """A torch scheduler's class and constants, with those of nested schedulers; empty for None.
+
+    Functions, as in ``LambdaLR``, have no constants and cannot be compared.
+    """
+    if scheduler is None:
+        return ""
+    state, parts = scheduler.state_dict(), []
+    for name in sorted(state):
+        value = sorted(state[name].elements()) if isinstance(state[name], Counter) else state[name]
+        # what changes, or is in the hyper-parameters already, is left out
+        if not name.startswith("_") and name not in ("last_epoch", "base_lrs") and is_serializable(value):
+            parts.append(f"{name}={value}")
+    if "_milestones" in state:
+        parts.append(f"milestones={state['_milestones']}")
+    parts += [described_schedule(inner) for inner in getattr(scheduler, "_schedulers", [])]
+    return f"{type(scheduler).__name__}({', '.join(parts)})"
 
 
 def differences(own: RunManifest, run: RunManifest) -> list[str]:

@@ -159,7 +159,7 @@ class AccountRecord(msgspec.Struct, frozen=True, kw_only=True):
         unit: of its weights in ``steps``; None before its first batch.
         steps: the last ones, in order.
 
-    The counts are those of :class:`manyhands.optim.health.Statistics`.
+    The counts are those of :class:`manyhands.optim.step.global_step.Statistics`.
     """
 
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +19,11 @@ from manyhands.base.arguments import check_flags, made_by
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, TooSlow, Unavailable
 from manyhands.base.from_hivemind import with_advice
 from manyhands.base.text import counted
-from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.extra_tensors import extra_tensors_of
-from manyhands.optim.health import Health, Statistics
+from manyhands.optim.health import Health
 from manyhands.optim.local_steps import InnerSteps, LocalReplica, LocalSteps
 from manyhands.optim.metrics import Failure, RecentSteps
 from manyhands.optim.model_checks import LoopChecks, models_of, warn_of_running_statistics
@@ -45,8 +44,8 @@ from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.run.run_machine import Decision
 from manyhands.optim.run.step_rounds import longest_attempt_s
 from manyhands.optim.speed import Advice, SpeedMeter
-from manyhands.optim.step.global_step import GlobalStep, SampleCounter
-from manyhands.optim.step.replica import Replica, manifest_of
+from manyhands.optim.step.global_step import GlobalStep, SampleCounter, Statistics
+from manyhands.optim.step.replica import Replica
 from manyhands.optim.wrapper import PLACE, OptimizerWrapper
 from manyhands.optim.wrapping import Wrapping, undone_if_it_raises
 from manyhands.peer import BlockingPeer, check_peer
@@ -202,6 +201,8 @@ class Optimizer(OptimizerWrapper):
         self.peer = peer
         accumulator = self._local or GradientAccumulator(self._replica.model_parameters, extra)
         self._samples = SampleCounter(peer.peer_id, self._replica, accumulator)
+        self.statistics: Statistics = self._samples.statistics
+        """Counts of this peer so far."""
         self._averages_in_background = options.delay == "gradients" or split.overlap_steps > 0
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
@@ -210,14 +211,14 @@ class Optimizer(OptimizerWrapper):
         self._num_failures, self._failing_since, self._told_failure_at = 0, 0.0, 0.0  # attempts at a step in a row
         self._was_alone = self._has_checked_state = self._has_told_overwritten = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
-        self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
+        self.manifest = manifest = self._replica.manifest(run_id, target_batch_size, averaging, facts)
         """The settings of the run, which all its peers have signed."""
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
         )  # fmt: skip
         self._client = BlockingRunClient(peer, self._collaboration, self._replica)
-        self.statistics.states_loaded += self._client.join(options.check_peers)
+        self.statistics.states_loaded += self._client.join(options)
         self._checks = LoopChecks(self._replica.model_parameters)
         self._collaboration.on_leaving = functools.partial(_give_back, self._checks, replica, self._wrapping)
         self._wrapping.begin()
@@ -228,11 +229,6 @@ class Optimizer(OptimizerWrapper):
     def global_step(self) -> int:
         """Optimizer steps of the run that the model here has followed."""
         return self._shown_step
-
-    @property
-    def statistics(self) -> Statistics:
-        """Counts of this peer so far."""
-        return self._samples.statistics
 
     @property
     def makes_local_steps(self) -> bool:
@@ -450,91 +446,72 @@ class Optimizer(OptimizerWrapper):
         if decision in (Decision.LOAD_STATE, Decision.RELOAD):
             self._load_state(is_reload=decision is Decision.RELOAD)
         elif decision is Decision.AVERAGE:
-            if self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
-                self._step_alone()
-            else:
-                self._average()
+            has_had_enough = self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE
+            self._make_step(is_alone=has_had_enough and self._samples.waiting > 0)
         elif decision is Decision.GO_ALONE:
-            self._step_alone()
+            self._make_step(is_alone=True)
 
-    def _average(self) -> None:
-        logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
-        with self._attempt() as step:
-            if self._averages_in_background:
-                self._client.leave_to_background(step)
-                return
-            try:
-                step.outcome = self._client.average(step)
-            except (RoundAborted, Unavailable) as error:
-                step.error = clear_tracebacks(error)
-                self._conclude(step)
-            else:
-                self._apply(step)
-
-    def _step_alone(self) -> None:
-        if not self._was_alone:
+    def _make_step(self, *, is_alone: bool) -> None:
+        """Make a global step, or begin it in the background; after an error or an interrupt it is concluded, too."""
+        if not is_alone:
+            logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
+        elif not self._was_alone:
             logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step + 1)
-        self._was_alone = True
-        with self._attempt() as step:
-            step.use_own_gradient(self.peer.peer_id, can_lead=self._client.can_be_dialled)
-            self._apply(step)
-
-    @contextmanager
-    def _attempt(self) -> Iterator[GlobalStep]:
-        """Begin a step. After an error or an interrupt it was made, or its samples count in the next one."""
         step = None
         try:
             with uninterrupted():
                 step = self._current = GlobalStep(self._replica, self._samples.freeze())
-            yield step
+            if is_alone:
+                step.use_own_gradient(self.peer.peer_id, can_lead=self._client.can_be_dialled)
+            elif not self._averages_in_background:
+                self._client.average(step)
+            if step.error is None and (step.outcome is None or self._options.delay is not None):
+                self._client.leave_to_background(step)
+                return
+            if step.error is None:
+                with uninterrupted():  # parameters, statistics and position move together
+                    step.advance()
+            self._conclude(step)
         except BaseException:
             if step is not None and self._current is step and not step.is_in_background:
-                if step.has_moved:
-                    try:
-                        self._client.moved(step)
-                    finally:  # it was made, whether or not the network thread knows
-                        self._conclude(step)
-                else:
-                    self._give_up(step)
+                self._conclude(step)
             raise
 
-    def _give_up(self, step: GlobalStep) -> None:
-        self._samples.give_up(step)
-        self._current = None
-
-    def _apply(self, step: GlobalStep) -> None:
-        """Make the update of a step whose average is there."""
-        if self._options.delay is not None:
-            self._client.leave_to_background(step)
-            return
-        with uninterrupted():  # parameters, statistics and position move together
-            step.advance()
-        self._client.moved(step)
-        self._conclude(step)
-
-    @uninterrupted()
     def _conclude(self, step: GlobalStep, *, keeps_model: bool = False) -> None:
-        """Count the outcome of a step, and have the model use its parameters.
+        """Tell the network thread of a step that has ended, and count it.
 
         Args:
             keeps_model: unless something else has written to the model since the step began, a checkpoint perhaps.
         """
-        error = step.error
+        try:
+            if step.has_moved and not step.is_announced:
+                self._client.moved(step)
+        finally:
+            self._count(step, keeps_model=keeps_model)
+
+    @uninterrupted()
+    def _count(self, step: GlobalStep, *, keeps_model: bool) -> None:
+        """Count a step that has ended, and have the model use its parameters; raises the error of the background."""
+        self._current = None
+        self._samples.end(step)
         if not step.has_moved:
-            self._give_up(step)
-            if error is not None:
-                self._note_failure(error)
+            if step.error is not None:
+                self._note_failure(step.error)
             return
-        self._current, self._num_failures = None, 0
-        self._samples.count(step)
-        outcome, number = step.outcome, step.left_from.step + 1
+        self._num_failures = 0
+        outcome, number, counts = step.outcome, step.left_from.step + 1, self.statistics
         assert outcome is not None
+        self._was_alone = outcome.manifest is None
+        counts.rounds_committed += not self._was_alone
+        counts.steps_alone += self._was_alone
+        counts.updates_refused += bool(step.refusal)
+        counts.disagreement = outcome.disagreement
+        counts.samples_of_all += outcome.samples
         shares = {} if step.refusal else outcome.shares
-        roster = b"" if outcome.manifest is not None else outcome.roster.digest()
+        roster = outcome.roster.digest() if self._was_alone else b""
         self.recent_steps.add(step.left_from, self._replica.position, shares, is_grid=outcome.is_in_grid, roster=roster)
         if outcome.is_left_out or step.refusal:
             self.last_failure = Failure(number, step.refusal or "the group made the step without its samples")
-        self._was_alone = outcome.manifest is None
         if keeps_model and self._replica.is_overwritten:
             self._replica.take_over()
         else:
@@ -542,17 +519,14 @@ class Optimizer(OptimizerWrapper):
         self._show()
         self.last_round = outcome.manifest
         self.last_contribution = 0 if outcome.is_left_out else step.contribution.samples
-        logger.info("Optimizer step: done! Step %d, %s", self.global_step, self.statistics.summary())
-        if outcome.manifest is not None:
+        logger.info("Optimizer step: done! Step %d, %s", self.global_step, counts.summary())
+        if not self._was_alone:
             speed = self._collaboration.tracker.progress.samples_per_second
             of_local = self._local.advice() if self._local is not None else ""
             for advice in filter(None, (self._advice.after_step(speed, outcome.averaging_s), of_local)):
                 logger.warning("%s", advice)
-        if error is not None:  # after the update in the background
-            with suppress(Timeout, ConfigError):  # the peer was closed, say
-                self._client.moved(step)
-            if not isinstance(error, ManyhandsError):
-                raise error
+        if step.error is not None and not isinstance(step.error, ManyhandsError):  # of the update in the background
+            raise step.error
         if not self._has_checked_state:
             self._has_checked_state = True
             self._replica.check_state()
@@ -595,18 +569,21 @@ class Optimizer(OptimizerWrapper):
     def _load_state(self, *, is_reload: bool) -> None:
         """Load the state of the leading branch, if it is to be had and fits."""
         before = self._replica.position
-
-        def count() -> None:
-            self.statistics.states_loaded += 1
-            self._samples.reload() if is_reload else self._samples.load(before)
-            if is_reload:
-                number = self._replica.position.step
-                self.last_failure = Failure(number, "its parameters were not those of the majority")
-            self._moved_elsewhere()
-
         logger.info("This peer is not in step with the run: downloading the state")
         try:
-            self._client.load(self._client.download(), count)
+            state = self._client.download()
+            with self._client.checking(state), uninterrupted():
+                self._replica.restore(state)
+                self.statistics.states_loaded += 1
+                if is_reload:
+                    self.statistics.parameters_reloaded += 1
+                    number = self._replica.position.step
+                    self.last_failure = Failure(number, "its parameters were not those of the majority")
+                    self._samples.drop_waiting("they were computed on parameters that are not those of the run")
+                else:
+                    self._samples.load(before)
+                self._moved_elsewhere()
+            self._client.moved_elsewhere(state)
         except Unavailable as error:
             logger.warning("%s; trying again after the next batch", error)
 
@@ -616,7 +593,7 @@ class Optimizer(OptimizerWrapper):
         for step in self._client.missed_steps():
             with uninterrupted():
                 before = self._replica.position
-                self._client.replay(step)
+                self._replica.replay(step)
                 self._samples.load(before)
                 self._moved_elsewhere()
         return self._replica.position != position

@@ -22,11 +22,11 @@ from manyhands.averaging.timing import RANK_S
 from manyhands.base.errors import ConfigError, RankLost, Unavailable
 from manyhands.base.from_hivemind import with_advice
 from manyhands.base.parameter_spec import ParameterSpec
-from manyhands.optim.health import Statistics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.options import OptimizerMaker, checked_parameters, made_optimizer
 from manyhands.optim.serializable import merged
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, specs_of
+from manyhands.optim.step.global_step import Statistics
 from manyhands.optim.step.replica import MODES
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer

@@ -216,8 +216,6 @@ def test_it_knows_how_old_the_oldest_is_and_what_was_out_before() -> None:
     accumulator.drop()
     accumulator.add(1, 0.0, at_step=7)
     assert age_of(accumulator) == (1, 7, False)
-    accumulator.add(1, at_step=8)
-    assert age_of(accumulator) == (2, 8, False), "what brought no gradient makes none older"
 
 
 def test_what_comes_back_is_added_to_what_was_added_meanwhile() -> None:

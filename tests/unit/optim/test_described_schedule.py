@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from manyhands.optim.step.replica import described_schedule
+from manyhands.optim.manifest import described_schedule
 
 
 def optimizer() -> torch.optim.Optimizer:

@@ -113,7 +113,7 @@ def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) 
     step.advance()
     assert step.refusal
     assert step._sketch == step._replica.sketch(), "it is told all the same"
-    samples.count(step)
+    samples.end(step)
     assert (samples.waiting, samples.statistics.samples_dropped) == ((8, 0) if is_left_out else (0, 8))
     assert parameter.tolist() == [1.0, 1.0]
 

@@ -7,7 +7,8 @@ import torch
 
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.state.tree import tensors_in
-from manyhands.optim.step.replica import HostCopy, Replica
+from manyhands.optim.step.host_copy import HostCopy
+from manyhands.optim.step.replica import Replica
 from manyhands.optim.wrapping import Wrapping
 
 

@@ -79,7 +79,7 @@ class Trainer:
         shares, lineage = manifest.contributors(), bytes([step.left_from.step])
         step.outcome = Averaged(mean_N, lineage, 8, manifest, shares=shares, is_left_out=is_left_out)
         step.advance()
-        self.samples.count(step)
+        self.samples.end(step)
 
     @property
     def agreed(self) -> list[float]:
@@ -247,7 +247,7 @@ def test_a_failed_round_changes_nothing_and_all_counts_in_the_next_attempt() -> 
     trainer = Trainer()
     trainer.batch(1.0)
     step = trainer.begin()
-    trainer.samples.give_up(step)
+    trainer.samples.end(step)
     assert trainer.own == [0.5, 0.5]
     trainer.batch(0.5)
     assert trainer.own == [0.25, 0.25]
@@ -308,7 +308,7 @@ def test_an_outer_step_that_raises_drops_the_inner_steps_of_its_own_fragment_onl
     step = trainer.begin()
     with pytest.raises(RuntimeError, match="not today"):
         trainer.make(step)
-    trainer.samples.give_up(step)
+    trainer.samples.end(step)
     trainer.check_samples()
     assert trainer.own == [1.0, 0.5]
     trainer.make(trainer.begin())
@@ -473,7 +473,7 @@ def test_a_failed_round_does_not_make_the_overlap_look_too_long(caplog: pytest.L
         trainer.make(trainer.begin())
     for _ in range(5):
         trainer.batch(0.1)
-    trainer.samples.give_up(trainer.begin())
+    trainer.samples.end(trainer.begin())
     trainer.batch(0.1)
     trainer.begin()
     assert not caplog.records
@@ -644,7 +644,7 @@ def test_a_checkpoint_in_mid_period_goes_on_from_the_agreed_parameters(dtype: to
     assert two.replica.position == one.replica.position
     assert two.own == pytest.approx(one.agreed, rel=1e-2 if dtype == torch.bfloat16 else 0)
     assert two.begin().contribution.weight == 0
-    two.samples.give_up(two.begin())
+    two.samples.end(two.begin())
     assert two.replica.inner.state_dict()["state"][0]["step"] == 2
     one.samples.drop_waiting("the same")
     for trainer in (one, two):

@@ -10,7 +10,8 @@ import torch
 import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.optim.options import check_frozen, checked_parameters
-from manyhands.optim.step.replica import HostCopy, Replica
+from manyhands.optim.step.host_copy import HostCopy
+from manyhands.optim.step.replica import Replica
 from tests.trainers import LISTEN
 
 Parameter = torch.nn.Parameter

@@ -16,7 +16,7 @@ from manyhands.optim.metrics import RecentSteps, alone_lineage
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.state.check import check_of
 from manyhands.optim.step.global_step import GlobalStep
-from manyhands.optim.step.replica import Replica, manifest_of
+from manyhands.optim.step.replica import Replica
 
 ME, OTHER = PeerId("me"), PeerId("other")
 
@@ -41,7 +41,7 @@ def step_together(replica: Replica) -> None:
 
 
 def check(replica: Replica, header: StateHeader) -> None:
-    check_of(manifest_of(replica, "run", 8, AveragingConfig(), {}))(header)
+    check_of(replica.manifest("run", 8, AveragingConfig(), {}))(header)
 
 
 def test_each_step_leads_to_a_roster_that_the_lineage_covers() -> None:

@@ -10,8 +10,8 @@ import torch
 
 import manyhands
 from manyhands.base.errors import ConfigError
-from manyhands.optim.health import Statistics
 from manyhands.optim.process_group import CallOutcome, StepArguments, added_up, unequal
+from manyhands.optim.step.global_step import Statistics
 
 
 def test_the_batches_of_all_ranks_are_one() -> None:

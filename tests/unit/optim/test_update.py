@@ -7,7 +7,7 @@ import torch
 
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.lamb import Lamb
-from manyhands.optim.step.update import LARGE, _is_surely_finite, global_norm, guarded_step
+from manyhands.optim.step.replica import LARGE, _is_surely_finite, global_norm, guarded_step
 
 
 class Spoiler(torch.optim.SGD):

@@ -1,14 +1,15 @@
-"""One peer's copy of the trained state: parameters, optimizer, schedule, position in the run, and manifest."""
+"""One peer's trained state: parameters, optimizer, schedule and position in the run; and how a step changes it."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import logging
+import math
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,20 +20,19 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.roster import Roster
+from manyhands.averaging.roster import Roster, next_place
 from manyhands.averaging.state.ancestry import extended
 from manyhands.averaging.state.content import Origin, State, spec_of
-from manyhands.averaging.tensor_list import overlapping
 from manyhands.averaging.timing import YIELD_S
-from manyhands.base.errors import ConfigError
 from manyhands.optim.extra_tensors import ExtraTensors
-from manyhands.optim.flat import GradientLayout, assign_flat, flattened, num_writes
-from manyhands.optim.manifest import RunManifest
+from manyhands.optim.flat import GradientLayout, are_finite, assign_flat, flattened
+from manyhands.optim.manifest import PROTOCOL, RunManifest, described_schedule
 from manyhands.optim.options import check_unchanged, options_of
-from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
+from manyhands.optim.run.drift import KNOWN_OPTIMIZERS, Sketch, bound_of, sketch_of
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged
-from manyhands.optim.serializable import is_serializable, merged, serializable_part
+from manyhands.optim.serializable import merged, serializable_part
+from manyhands.optim.state.catching_up import MissedStep
 from manyhands.optim.state.check import ScheduleAtBegin, fault_of
 from manyhands.optim.state.state import (
     Capture,
@@ -44,18 +44,21 @@ from manyhands.optim.state.state import (
     restore,
     specs_of,
 )
-from manyhands.optim.state.tree import with_tensors
-from manyhands.optim.step.update import guarded_step, move_statistics
+from manyhands.optim.state.tree import tensors_in, with_tensors
+from manyhands.optim.step.host_copy import HostCopy, InTrainMode, Writes
 
 logger = logging.getLogger(__name__)
 
-HOST = torch.device("cpu")
-PROTOCOL = "manyhands/1"
 MAX_COPIES = 3
 MODES = ("train", "eval")
 """Methods that exchange the parameters in the model, as those of schedule-free optimizers do."""
 DTYPES = "dtypes"
 """Key of the dtypes of the optimizer's parameters in a checkpoint."""
+LARGE = 1e7
+"""Known optimizers multiply at most five numbers: SGD the learning rate, momentum, dampening, weight decay and a value.
+If each is below this, the product is finite in float32."""
+SMALLEST_EPS = 1e-20
+"""A value below ``LARGE``, divided by this and multiplied by such a learning rate, is finite, too."""
 
 
 class Replica:
@@ -162,6 +165,14 @@ class Replica:
                 self.position = Position(self.position.step + 1, outcome.lineage)
                 self.options = options_of(self.wrapped.param_groups)
         return reason
+
+    def replay(self, step: MissedStep) -> None:
+        """Make a step of the others as they have made it."""
+        manifest = step.manifest
+        position, roster, seal = next_place(self.position, self.roster, manifest)
+        samples, shares = sum_of_samples(manifest.weights), manifest.contributors()
+        self.advance(step.mean_N, Averaged(None, position.lineage, samples, shares=shares, roster=roster, seal=seal))
+        self.copy_to_model()
 
     def _advance_schedule(self, *, has_stepped: bool) -> None:
         if self.scheduler is None:
@@ -353,6 +364,30 @@ class Replica:
         """Within the block, the model has the parameters that all peers agree on, as it has anyway."""
         yield
 
+    def manifest(
+        self, run_id: str, target_batch_size: int, averaging: AveragingConfig, facts: dict[str, str]
+    ) -> RunManifest:
+        """The settings of this peer, which must be equal on all peers of the run."""
+        if averaging.max_group_size != AveragingConfig.max_group_size:
+            facts = facts | {"max_group_size": str(averaging.max_group_size)}
+        groups = hyper_parameters_of(self.wrapped.param_groups)
+        for group in groups:
+            group["lr"] = group.pop("initial_lr", group["lr"])
+        named = list(zip(names_of(self.wrapped), parameters_of(self.optimizer), strict=True))
+        return RunManifest(
+            protocol=PROTOCOL,
+            run_id=run_id,
+            target_batch_size=target_batch_size,
+            tensors=[spec_of(name, parameter) for name, parameter in named],
+            frozen=[name for name, parameter in named if not parameter.requires_grad],
+            optimizer=type(self.wrapped).__name__,
+            hyper_parameters=groups,
+            scheduler=described_schedule(self.scheduler),
+            codec=averaging.codec,
+            extra=facts,
+            extra_tensors=self.extra_specs,
+        )
+
     # checkpoints
 
     def place(self) -> dict[str, Any]:
@@ -424,221 +459,84 @@ class Replica:
             self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))
 
 
-class Writes:
-    """Tells whether something has written to parameters since :meth:`note`, except through ``.data``."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self.note()
-
-    def note(self) -> None:
-        """All writes so far are known."""
-        self._counts = [num_writes(parameter) for parameter in self._parameters]
-
-    @property
-    def are_foreign(self) -> bool:
-        """Whether there were others."""
-        return any(num_writes(one) != count for one, count in zip(self._parameters, self._counts, strict=True))
-
-
-class InTrainMode:
-    """Parameters and options of an optimizer in train mode, which stand for it in a state while it is in eval mode."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.param_groups = [
-            {**group, "params": [parameter.detach().to(HOST, copy=True) for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-
-    @property
-    def state(self) -> dict[Any, Any]:
-        """That of the optimizer: its statistics are the same in both modes."""
-        return self._optimizer.state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Likewise."""
-        return self._optimizer.state_dict()
-
-    def differs(self) -> bool:
-        """Whether the optimizer has others now."""
-        pairs = zip(self._kept(), parameters_of(self._optimizer), strict=True)
-        is_same = all(torch.equal(kept, now.detach().to(HOST)) for kept, now in pairs)
-        return not is_same or options_of(self.param_groups) != options_of(self._optimizer.param_groups)
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Write the parameters to the optimizer's."""
-        for kept, parameter in zip(self._kept(), parameters_of(self._optimizer), strict=True):
-            parameter.copy_(kept)
-
-    def _kept(self) -> list[torch.Tensor]:
-        return [kept for group in self.param_groups for kept in group["params"]]
-
-
 def trained_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters that are not frozen, in the order of the groups."""
     return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
 
 
-class HostCopy:
-    """Makes an optimizer work on copies of its parameters, on the host and in float32 or wider.
+def guarded_step(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor],
+    layout: GradientLayout,
+    averaged_N: torch.Tensor,
+    max_grad_norm: float | None = None,
+) -> str:
+    """Clip the averaged gradient and make a step with it; if the result is not finite, undo it and return the reason.
 
-    The model's own parameters may have less precision and be on any device; :meth:`copy_to_model` updates them.
-
-    Attributes:
-        shown_groups: the parameter groups, with the model's parameters instead of the copies.
-        shown_options: the options in these.
-    Raises:
-        ConfigError: two parameters share memory, so one copy would overwrite updates of the other.
+    All peers have the same vector, parameters and statistics, so all refuse the same steps. The norm that is bounded is
+    that of all gradients together.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._model_parameters = parameters_of(optimizer)
-        if pair := overlapping(self._model_parameters):
-            one, other = (names_of(optimizer)[number] for number in pair)
-            raise ConfigError(
-                f"{one} and {other} share memory, or are interleaved in it, and cannot both have a copy on the "
-                "host; tie them by giving the modules one and the same Parameter, or use neither offload nor delay"
-            )
-        self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
-        self.show_options()
-        copies = {parameter: copy_on_host(parameter) for parameter in self._model_parameters}
-        for owner, statistics in list(optimizer.state.items()):
-            del optimizer.state[owner]
-            move = functools.partial(_statistic_on_host, owner)
-            optimizer.state[copies.get(owner, owner)] = with_tensors(statistics, move)
-        for group in optimizer.param_groups:
-            group["params"] = [copies[parameter] for parameter in group["params"]]
-        self._copies = [copies[parameter] for parameter in self._model_parameters]
-
-    @torch.no_grad()
-    def copy_to_model(self) -> None:
-        """Copy the optimizer's parameters to the model, and its options to the shown groups."""
-        for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
-            parameter.copy_(copy)
-        self.show_options()
-
-    def finer(self) -> dict[str, torch.Tensor]:
-        """The optimizer's parameters that have more precision than those of the model, by position."""
-        pairs = zip(self._model_parameters, self._copies, strict=True)
-        return {f"{index}": copy for index, (parameter, copy) in enumerate(pairs) if copy.dtype != parameter.dtype}
-
-    @torch.no_grad()
-    def take_over(self, finer: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Copy the model's parameters to the optimizer, after a checkpoint was loaded, and those of :meth:`finer`."""
-        for index, (parameter, copy) in enumerate(zip(self._model_parameters, self._copies, strict=True)):
-            if finer is not None and f"{index}" in finer:
-                copy.copy_(finer[f"{index}"])
-            take_over(parameter, copy)
-
-    def remove(self) -> None:
-        """Have the optimizer work on the model's parameters again, with its statistics beside them."""
-        originals = dict(zip(self._copies, self._model_parameters, strict=True))
-        state, device, on_device = self._optimizer.state, self._model_parameters[0].device, set[torch.Tensor]()
-        for group in self._optimizer.param_groups:
-            if group.get("capturable") or group.get("fused"):
-                on_device.update(group["params"])
-            group["params"] = [originals[copy] for copy in group["params"]]
-        for owner, statistics in list(state.items()):
-            del state[owner]
-            if owner in originals:
-                moved = _beside(originals[owner], owner, statistics, has_steps_there=owner in on_device)
-                state[originals[owner]] = moved
-            else:  # of all parameters, under a text
-                state[owner] = with_tensors(statistics, lambda value: value.to(device) if value.dim() else value)
-
-    def show_options(self) -> None:
-        """Copy the optimizer's options to the shown groups."""
-        for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
-            options = {name: value for name, value in group.items() if name != "params"}
-            shown.update(  # a rate may be a tensor that a background update writes
-                {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-            )
-        self.shown_options = options_of(self.shown_groups)
+    values_N = averaged_N[: layout.num_values]
+    norm = global_norm([values_N])  # finite only if all of them are
+    if not math.isfinite(norm) or not are_finite([averaged_N[layout.num_values :]]):
+        return "the averaged gradient is not finite, or its square is not"
+    if max_grad_norm is not None and norm > max_grad_norm:
+        values_N.mul_(max_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
+        norm = max_grad_norm
+    trained = set(map(id, parameters))
+    frozen = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in trained]
+    is_finite = _is_surely_finite(optimizer, parameters, norm)
+    values = [] if is_finite else [parameter.detach().clone() for parameter in parameters]
+    memo: dict[int, Any] = {}  # one tensor may be a statistic of several parameters
+    statistics = {} if is_finite else {of: copy.deepcopy(those, memo) for of, those in optimizer.state.items()}
+    try:
+        with layout.installed(parameters, averaged_N, frozen):
+            optimizer.step()
+        is_finite = is_finite or are_finite([*parameters, *_statistics_of(optimizer)])
+    finally:
+        if not is_finite:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, values, strict=True):
+                    parameter.copy_(value)
+            optimizer.state.clear()
+            optimizer.state.update(statistics)
+    return "" if is_finite else "with it, the parameters or the optimizer's statistics would not be finite"
 
 
-@torch.no_grad()
-def take_over(parameter: torch.Tensor, copy: torch.Tensor) -> None:
-    """Copy the values of a parameter that a copy does not have already, with more precision perhaps."""
-    has_them = copy.to(parameter) == parameter
-    if not bool(has_them.all()):
-        copy.copy_(torch.where(has_them.to(copy.device), copy, parameter.to(copy)))
+def move_statistics(optimizer: torch.optim.Optimizer) -> None:
+    """Move each parameter's statistics to its device: the model may move to a GPU after they were created."""
+
+    def beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.to(parameter.device) if value.dim() > 0 and value.shape == parameter.shape else value
+
+    for parameter, statistics in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor):
+            optimizer.state[parameter] = with_tensors(statistics, functools.partial(beside, parameter))
 
 
-def copy_on_host(parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of a parameter on the host, at least in float32."""
-    return torch.nn.Parameter(_on_host(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+def global_norm(tensors: Sequence[torch.Tensor]) -> float:
+    """The Euclidean norm of all values together, in float32."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
 
 
-def _statistic_on_host(owner: Any, value: torch.Tensor) -> torch.Tensor:
-    """A statistic on the host; as precise as the copy of its parameter, if it was as precise as the parameter."""
-    is_alike = isinstance(owner, torch.Tensor) and value.dtype == owner.dtype
-    return _on_host(value) if is_alike else value.to(HOST)
+def _is_surely_finite(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradient_norm: float
+) -> bool:
+    """Whether the optimizer's formula guarantees a finite update, as all its inputs are moderate."""
+    groups = optimizer.param_groups
+    options = [value for group in groups for value in group.values() if isinstance(value, float | int | torch.Tensor)]
+    if type(optimizer) not in KNOWN_OPTIMIZERS or any(parameter.dtype == torch.float16 for parameter in parameters):
+        return False  # the largest value of float16 is 65504
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in (*parameters, *_statistics_of(optimizer)):
+        if tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    # a kernel for a kind, and one wait; NaN if there is one
+    norms = [torch.stack(torch._foreach_norm(kind)).float().max().item() for kind in by_kind.values()]  # noqa: SLF001
+    sizes = (gradient_norm, *map(float, options), *norms)
+    return all(abs(size) < LARGE for size in sizes) and all(group.get("eps", 1.0) >= SMALLEST_EPS for group in groups)
 
 
-def _beside(parameter: torch.Tensor, copy: torch.Tensor, statistics: Any, *, has_steps_there: bool) -> Any:
-    """The statistics of a copy, on the device of its parameter; as precise as that, if they were as the copy.
-
-    Args:
-        has_steps_there: also the number of steps, which is as precise as it was.
-    """
-
-    def moved(value: torch.Tensor) -> torch.Tensor:
-        return value.to(parameter.device, parameter.dtype if value.dtype == copy.dtype else value.dtype)
-
-    beside = with_tensors(statistics, moved)
-    if isinstance(statistics, dict) and isinstance(step := statistics.get("step"), torch.Tensor):
-        beside["step"] = step.to(parameter.device) if has_steps_there else step
-    return beside
-
-
-def _on_host(value: torch.Tensor) -> torch.Tensor:
-    is_float = value.is_floating_point()  # float32 cannot hold large integers
-    return value.to(HOST, torch.promote_types(value.dtype, torch.float32) if is_float else value.dtype)
-
-
-def manifest_of(
-    replica: Replica, run_id: str, target_batch_size: int, averaging: AveragingConfig, extra: dict[str, str]
-) -> RunManifest:
-    """The settings of this peer, which must be equal on all peers of the run."""
-    if averaging.max_group_size != AveragingConfig.max_group_size:
-        extra = extra | {"max_group_size": str(averaging.max_group_size)}
-    optimizer = replica.wrapped
-    groups = hyper_parameters_of(optimizer.param_groups)
-    for group in groups:
-        group["lr"] = group.pop("initial_lr", group["lr"])
-    named = list(zip(names_of(optimizer), parameters_of(replica.optimizer), strict=True))
-    return RunManifest(
-        protocol=PROTOCOL,
-        run_id=run_id,
-        target_batch_size=target_batch_size,
-        tensors=[spec_of(name, parameter) for name, parameter in named],
-        frozen=[name for name, parameter in named if not parameter.requires_grad],
-        optimizer=type(optimizer).__name__,
-        hyper_parameters=groups,
-        scheduler=described_schedule(replica.scheduler),
-        codec=averaging.codec,
-        extra=extra,
-        extra_tensors=replica.extra_specs,
-    )
-
-
-def described_schedule(scheduler: Any) -> str:
-    """A torch scheduler's class and constants, with those of nested schedulers; empty for None.
-
-    Functions, as in ``LambdaLR``, have no constants and cannot be compared.
-    """
-    if scheduler is None:
-        return ""
-    state, parts = scheduler.state_dict(), []
-    for name in sorted(state):
-        value = sorted(state[name].elements()) if isinstance(state[name], Counter) else state[name]
-        # what changes, or is in the hyper-parameters already, is left out
-        if not name.startswith("_") and name not in ("last_epoch", "base_lrs") and is_serializable(value):
-            parts.append(f"{name}={value}")
-    if "_milestones" in state:
-        parts.append(f"milestones={state['_milestones']}")
-    parts += [described_schedule(inner) for inner in getattr(scheduler, "_schedulers", [])]
-    return f"{type(scheduler).__name__}({', '.join(parts)})"
+def _statistics_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for value in tensors_in(dict(optimizer.state)) if value.is_floating_point()]

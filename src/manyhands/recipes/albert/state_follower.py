@@ -19,7 +19,6 @@ from manyhands.optim.run.canvass import Canvass
 from manyhands.optim.run.progress import ProgressReader
 from manyhands.optim.run.run_records import declare_run
 from manyhands.optim.state.catching_up import download_state
-from manyhands.optim.step.replica import manifest_of
 from manyhands.optim.wrapper import PLACE
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe
@@ -62,7 +61,7 @@ class StateFollower:
         self.model = compute.on_device(build_model(run.recipe, run.vocab_size))
         self._optimizer = build_optimizer(self.model, run.recipe)
         self._replica, facts = build_replica(self._optimizer, run)
-        self.manifest = manifest_of(self._replica, run_id, run.recipe.target_batch_size, AveragingConfig(), facts)
+        self.manifest = self._replica.manifest(run_id, run.recipe.target_batch_size, AveragingConfig(), facts)
         self._step: int | None = None  # of the last loaded state
         self._tell_at = peer.time() + TELL_PERIOD_S
         self._run_coroutine(self._start(), "beginning to watch the run")

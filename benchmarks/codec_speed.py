@@ -1,6 +1,6 @@
 """Speed of the all-reduce codecs on one core, their bits per value, and their accuracy.
 
-    python benchmarks/codecs.py [--numel 10000000] [--slice 884736] [--repeats 5] [--json FILE]
+    python benchmarks/codec_speed.py [--numel 10000000] [--slice 884736] [--repeats 5] [--json FILE]
 
 The values are N(0,1) in float32, encoded and decoded in slices, as in averaging. By default a slice has 3.4 MiB, a
 multiple of all rows and blocks; with much smaller ones, the overhead of torch's calls is as large as the work. One
@@ -39,11 +39,11 @@ class Subject:
 
     def __init__(self, codec: Codec | None, values_N: torch.Tensor, slice_numel: int) -> None:
         self._codec = codec
-        self._values = values_N.split(slice_numel)
+        self._values = torch.split(values_N, slice_numel)
         self._decoded_N = torch.empty_like(values_N)
-        self._decoded = self._decoded_N.split(slice_numel)
+        self._decoded = torch.split(self._decoded_N, slice_numel)
         sizes = [codec.num_bytes(part.numel()) if codec else 4 * part.numel() for part in self._values]
-        self._encoded = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
+        self._encoded = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)
         self._values_N = values_N
 
     def encode(self) -> None:
@@ -67,7 +67,7 @@ class Subject:
 
     def mean_squared_error(self) -> float:
         squares = sum(
-            (decoded - values).double().square().sum().item()
+            float((decoded - values).double().square().sum())
             for decoded, values in zip(self._decoded, self._values, strict=True)
         )
         return squares / self._values_N.numel()

@@ -1,0 +1,188 @@
+"""Copies of an optimizer's parameters: those on the host that it steps with, and those that it has in train mode."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from manyhands.averaging.tensor_list import overlapping
+from manyhands.base.errors import ConfigError
+from manyhands.optim.flat import num_writes
+from manyhands.optim.options import options_of
+from manyhands.optim.state.state import names_of, parameters_of
+from manyhands.optim.state.tree import with_tensors
+
+HOST = torch.device("cpu")
+
+
+class HostCopy:
+    """Makes an optimizer work on copies of its parameters, on the host and in float32 or wider.
+
+    The model's own parameters may have less precision and be on any device; :meth:`copy_to_model` updates them.
+
+    Attributes:
+        shown_groups: the parameter groups, with the model's parameters instead of the copies.
+        shown_options: the options in these.
+    Raises:
+        ConfigError: two parameters share memory, so one copy would overwrite updates of the other.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._model_parameters = parameters_of(optimizer)
+        if pair := overlapping(self._model_parameters):
+            one, other = (names_of(optimizer)[number] for number in pair)
+            raise ConfigError(
+                f"{one} and {other} share memory, or are interleaved in it, and cannot both have a copy on the "
+                "host; tie them by giving the modules one and the same Parameter, or use neither offload nor delay"
+            )
+        self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
+        self.show_options()
+        copies = {parameter: copy_on_host(parameter) for parameter in self._model_parameters}
+        for owner, statistics in list(optimizer.state.items()):
+            del optimizer.state[owner]
+            move = functools.partial(_statistic_on_host, owner)
+            optimizer.state[copies.get(owner, owner)] = with_tensors(statistics, move)
+        for group in optimizer.param_groups:
+            group["params"] = [copies[parameter] for parameter in group["params"]]
+        self._copies = [copies[parameter] for parameter in self._model_parameters]
+
+    @torch.no_grad()
+    def copy_to_model(self) -> None:
+        """Copy the optimizer's parameters to the model, and its options to the shown groups."""
+        for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
+            parameter.copy_(copy)
+        self.show_options()
+
+    def finer(self) -> dict[str, torch.Tensor]:
+        """The optimizer's parameters that have more precision than those of the model, by position."""
+        pairs = zip(self._model_parameters, self._copies, strict=True)
+        return {f"{index}": copy for index, (parameter, copy) in enumerate(pairs) if copy.dtype != parameter.dtype}
+
+    @torch.no_grad()
+    def take_over(self, finer: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Copy the model's parameters to the optimizer, after a checkpoint was loaded, and those of :meth:`finer`."""
+        for index, (parameter, copy) in enumerate(zip(self._model_parameters, self._copies, strict=True)):
+            if finer is not None and f"{index}" in finer:
+                copy.copy_(finer[f"{index}"])
+            take_over(parameter, copy)
+
+    def remove(self) -> None:
+        """Have the optimizer work on the model's parameters again, with its statistics beside them."""
+        originals = dict(zip(self._copies, self._model_parameters, strict=True))
+        state, device, on_device = self._optimizer.state, self._model_parameters[0].device, set[torch.Tensor]()
+        for group in self._optimizer.param_groups:
+            if group.get("capturable") or group.get("fused"):
+                on_device.update(group["params"])
+            group["params"] = [originals[copy] for copy in group["params"]]
+        for owner, statistics in list(state.items()):
+            del state[owner]
+            if owner in originals:
+                moved = _beside(originals[owner], owner, statistics, has_steps_there=owner in on_device)
+                state[originals[owner]] = moved
+            else:  # of all parameters, under a text
+                state[owner] = with_tensors(statistics, lambda value: value.to(device) if value.dim() else value)
+
+    def show_options(self) -> None:
+        """Copy the optimizer's options to the shown groups."""
+        for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
+            options = {name: value for name, value in group.items() if name != "params"}
+            shown.update(  # a rate may be a tensor that a background update writes
+                {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+            )
+        self.shown_options = options_of(self.shown_groups)
+
+
+@torch.no_grad()
+def take_over(parameter: torch.Tensor, copy: torch.Tensor) -> None:
+    """Copy the values of a parameter that a copy does not have already, with more precision perhaps."""
+    has_them = copy.to(parameter) == parameter
+    if not bool(has_them.all()):
+        copy.copy_(torch.where(has_them.to(copy.device), copy, parameter.to(copy)))
+
+
+def copy_on_host(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of a parameter on the host, at least in float32."""
+    return torch.nn.Parameter(_on_host(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+
+
+def _statistic_on_host(owner: Any, value: torch.Tensor) -> torch.Tensor:
+    """A statistic on the host; as precise as the copy of its parameter, if it was as precise as the parameter."""
+    is_alike = isinstance(owner, torch.Tensor) and value.dtype == owner.dtype
+    return _on_host(value) if is_alike else value.to(HOST)
+
+
+def _beside(parameter: torch.Tensor, copy: torch.Tensor, statistics: Any, *, has_steps_there: bool) -> Any:
+    """The statistics of a copy, on the device of its parameter; as precise as that, if they were as the copy.
+
+    Args:
+        has_steps_there: also the number of steps, which is as precise as it was.
+    """
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        return value.to(parameter.device, parameter.dtype if value.dtype == copy.dtype else value.dtype)
+
+    beside = with_tensors(statistics, moved)
+    if isinstance(statistics, dict) and isinstance(step := statistics.get("step"), torch.Tensor):
+        beside["step"] = step.to(parameter.device) if has_steps_there else step
+    return beside
+
+
+def _on_host(value: torch.Tensor) -> torch.Tensor:
+    is_float = value.is_floating_point()  # float32 cannot hold large integers
+    return value.to(HOST, torch.promote_types(value.dtype, torch.float32) if is_float else value.dtype)
+
+
+class Writes:
+    """Tells whether something has written to parameters since :meth:`note`, except through ``.data``."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self.note()
+
+    def note(self) -> None:
+        """All writes so far are known."""
+        self._counts = [num_writes(parameter) for parameter in self._parameters]
+
+    @property
+    def are_foreign(self) -> bool:
+        """Whether there were others."""
+        return any(num_writes(one) != count for one, count in zip(self._parameters, self._counts, strict=True))
+
+
+class InTrainMode:
+    """Parameters and options of an optimizer in train mode, which stand for it in a state while it is in eval mode."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.param_groups = [
+            {**group, "params": [parameter.detach().to(HOST, copy=True) for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """That of the optimizer: its statistics are the same in both modes."""
+        return self._optimizer.state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Likewise."""
+        return self._optimizer.state_dict()
+
+    def differs(self) -> bool:
+        """Whether the optimizer has others now."""
+        pairs = zip(self._kept(), parameters_of(self._optimizer), strict=True)
+        is_same = all(torch.equal(kept, now.detach().to(HOST)) for kept, now in pairs)
+        return not is_same or options_of(self.param_groups) != options_of(self._optimizer.param_groups)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Write the parameters to the optimizer's."""
+        for kept, parameter in zip(self._kept(), parameters_of(self._optimizer), strict=True):
+            parameter.copy_(kept)
+
+    def _kept(self) -> list[torch.Tensor]:
+        return [kept for group in self.param_groups for kept in group["params"]]
