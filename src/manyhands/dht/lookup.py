@@ -163,7 +163,8 @@ class Lookup:
         return distance
 
     def _learn(self, contacts: Iterable[Contact], named_by: int | None) -> None:
-        states, target = self._states, self._target
+        states = self._states
+        target = self._target
         named = list(contacts)
         if len(named) > self._k:
             named = heapq.nsmallest(self._k, named, key=lambda contact: node_id(contact.peer_id) ^ target)
@@ -192,19 +193,21 @@ class Lookup:
 
     def _first(self, nearest: list[int]) -> list[int]:
         """Return the first ``num`` of these distances, limited per network if that matters."""
-        return (
-            spread(nearest, self._num, self._networks.__getitem__) if self._num_networks > 1 else nearest[: self._num]
-        )
+        if self._num_networks <= 1:
+            return nearest[: self._num]
+        return spread(nearest, self._num, self._networks.__getitem__)
 
     def _locate(self, contact: Contact) -> None:
         if self._network_of is not None:
             network = self._network_of(contact)
-            self._num_networks += network not in self._networks.values()
+            if network not in self._networks.values():
+                self._num_networks += 1
             self._networks[node_id(contact.peer_id) ^ self._target] = network
 
     def _trusted(self) -> list[int]:
         """Return contacts that did not fail, without those named only by suspects if there are enough others."""
-        states, namers = self._states, self._namers
+        states = self._states
+        namers = self._namers
         num_bad = Counter[int | None]()  # by the peer that named them
         num_good = Counter[int | None]()  # likewise
         for one, named_by in namers.items():
