@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol, TypeGuard
 
 from manyhands.base.address import Address
@@ -35,6 +35,20 @@ class Delivery(NamedTuple):
             self.resent - before.resent,
             self.busy_s - before.busy_s,
         )
+
+
+def total_of(deliveries: Iterable[Delivery]) -> Delivery:
+    """Return the sums of the counters of several streams."""
+    delivered = 0
+    sent = 0
+    resent = 0
+    busy_s = 0.0
+    for one in deliveries:
+        delivered += one.delivered
+        sent += one.sent
+        resent += one.resent
+        busy_s += one.busy_s
+    return Delivery(delivered, sent, resent, busy_s)
 
 
 class Stream(Protocol):
