@@ -213,7 +213,9 @@ class Coordinator:
                 await self._publish()
                 for peer_id in to_tell[0].keys() - told[0].keys():
                     logger.warning("Peer %s is banned from run %s", peer_id, self._charter.run_id)
-                told, published_at, has_failed = to_tell, loop.time(), False
+                told = to_tell
+                published_at = loop.time()
+                has_failed = False
             except ManyhandsError as error:
                 if not has_failed:
                     logger.warning("the charter and the bans were not published: %s; trying again", error)

@@ -161,7 +161,8 @@ class Ledger:
 
     def members(self) -> list[MemberEntry]:
         """All peers to which this coordinator has given a lease, or which it has banned."""
-        held, banned = self.accounts.members, self.bans.banned_at
+        held = self.accounts.members
+        banned = self.bans.banned_at
         return [
             MemberEntry(peer_id, held[peer_id].role, held[peer_id].expires_at, peer_id in banned)
             if peer_id in held

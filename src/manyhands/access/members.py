@@ -105,7 +105,8 @@ class Members:
 
     async def watch(self) -> None:
         """Become the gate of the run; reads the bans first."""
-        run_id, gates = self.charter.run_id, self._endpoint.gates
+        run_id = self.charter.run_id
+        gates = self._endpoint.gates
         if run_id in gates:
             raise ConfigError(f"this peer is in run {run_id!r} with a charter already; close that one first")
         gates[run_id] = self
@@ -373,14 +374,18 @@ class Members:
 
     async def _publish(self) -> None:
         if self._own is not None:
-            value, ttl_s = self._own.signed.encoded(), LEASE_RECORD_TTL_S
+            value = self._own.signed.encoded()
+            ttl_s = LEASE_RECORD_TTL_S
             await self._dht.store(leases_key(self.charter.run_id), value, ttl_s, subkey=self._endpoint.peer_id)
 
     # background task
 
     async def _keep_up(self) -> None:
-        loop, config = asyncio.get_running_loop(), self._config
-        published, published_at, tried_at = self._own, loop.time(), -math.inf
+        loop = asyncio.get_running_loop()
+        config = self._config
+        published = self._own
+        published_at = loop.time()
+        tried_at = -math.inf
         while True:
             await asyncio.sleep(config.look_period_s)
             try:
@@ -394,13 +399,15 @@ class Members:
                     await self._renew_again()
                 if published is not self._own or loop.time() >= published_at + LEASE_RECORD_TTL_S / 3:
                     await self._publish()
-                    published, published_at = self._own, loop.time()
+                    published = self._own
+                    published_at = loop.time()
             except ManyhandsError as error:
                 logger.warning("cannot update the members of run %s: %s; trying again", self.charter.run_id, error)
 
     async def _look(self, *, quickly: bool = False) -> None:
         """Read what the coordinators publish: their addresses and bans."""
-        run_id, coordinators = self.charter.run_id, self.charter.coordinators
+        run_id = self.charter.run_id
+        coordinators = self.charter.coordinators
         for entry in await read_charters(self._dht, run_id, publishers=coordinators, quickly=quickly):
             if entry.charter.digest == self.charter.digest:
                 self._note(entry)

@@ -109,7 +109,8 @@ class CharterRecord(msgspec.Struct, frozen=True):
     began_at: float = 0.0
 
 
-CHARTER_KIND, LEASES_KIND = "charter", "leases"
+CHARTER_KIND = "charter"
+LEASES_KIND = "leases"
 CHARTER_RECORDS = Schema(CharterRecord, is_owned=True, max_ttl_s=RECORD_TTL_S)
 LEASE_RECORDS = Schema(SignedBytes, is_owned=True, max_ttl_s=LEASE_RECORD_TTL_S)
 

@@ -155,7 +155,9 @@ def _parse_multiaddr(text: str) -> Address:
     parts = text.rstrip("/").split("/")[1:]
     if len(parts) not in (4, 6) or parts[2] != "tcp" or (len(parts) == 6 and parts[4] != "p2p"):
         raise ConfigError(f"cannot read address {text!r}; write it like {_EXAMPLE}")
-    protocol, host, port = parts[0], parts[1], _checked_port(text, parts[3])
+    protocol = parts[0]
+    host = parts[1]
+    port = _checked_port(text, parts[3])
     if protocol in ("ip4", "ip6"):
         try:
             ip = ipaddress.IPv4Address(host) if protocol == "ip4" else ipaddress.IPv6Address(host)

@@ -49,7 +49,9 @@ class Twin:
         is_own = began_at in (0.0, self._began_at)
         if is_own or issued < self._began + EARLIER_LIFE_S or began_at == self._other_began_at:
             return
-        self._other_began_at, self._noticed, self.is_older = began_at, now, began_at < self._began_at
+        self._other_began_at = began_at
+        self._noticed = now
+        self.is_older = began_at < self._began_at
         logger.error("%s", self._described())
 
     def check(self, now: float) -> None:

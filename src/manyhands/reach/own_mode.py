@@ -104,21 +104,24 @@ class OwnMode:
 
     async def _decide(self) -> tuple[bool, int]:
         """Whether nobody can dial this peer, and how many have tried."""
-        loop, endpoint = asyncio.get_running_loop(), self._endpoint
+        loop = asyncio.get_running_loop()
+        endpoint = self._endpoint
         until = ask_at = math.inf
         num_asked = 0
         while loop.time() < until:
             if endpoint.was_reached:
                 return False, 0
             if until == math.inf and endpoint.num_connected_peers:
-                until, ask_at = loop.time() + DECIDED_WITHIN_S, loop.time() + DIALLED_SOON_S
+                until = loop.time() + DECIDED_WITHIN_S
+                ask_at = loop.time() + DIALLED_SOON_S
             if loop.time() >= ask_at:
                 outcomes = await self._ask(self._dialers())
                 if any(outcomes):
                     return False, 0
                 if len(outcomes) > 1:  # one might have a firewall of its own
                     return True, len(outcomes)
-                ask_at, num_asked = loop.time() + ASK_PERIOD_S, max(num_asked, len(outcomes))
+                ask_at = loop.time() + ASK_PERIOD_S
+                num_asked = max(num_asked, len(outcomes))
             await asyncio.sleep(LOOK_PERIOD_S)
         return True, num_asked
 

@@ -59,7 +59,7 @@ class Stream(Protocol):
 
     @property
     def is_bulk(self) -> bool:
-        """Whether it was dialled for bulk data, and is no :class:`ControlStream`."""
+        """Whether it was dialled for bulk data; if not, it is a :class:`ControlStream`."""
 
     @property
     def remote(self) -> PeerId:
@@ -112,7 +112,7 @@ class Stream(Protocol):
         """Flush what was sent, then close; abort when that takes longer than ``timeout_s`` seconds."""
 
     async def wait_closed(self) -> None:
-        """Wait until either end closes the stream. Has no timeout: put one around it."""
+        """Wait until either end closes the stream, without a timeout."""
 
     def abort(self) -> None:
         """Close at once; waiting calls on both ends raise ``PeerLost``. May be called twice."""
@@ -123,7 +123,7 @@ class ControlStream(Stream, Protocol):
 
     @property
     def rtt_s(self) -> float:
-        """The shortest round trip that the system has measured, in seconds; infinite if it does not tell."""
+        """The shortest round trip that the system has measured, in seconds; infinite if unknown."""
 
     async def send_message(self, message: bytes) -> None:
         """Send one message once the backlog is within its limit; if cancelled, it is sent whole or not at all."""

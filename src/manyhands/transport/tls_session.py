@@ -24,7 +24,7 @@ from manyhands.transport.certificate import (
 from manyhands.transport.sealing import SECRET_BYTES, Opener, Sealer
 
 PARTIAL_WRITE = 0x1
-"""SSL_MODE_ENABLE_PARTIAL_WRITE of openssl/ssl.h, unnamed in pyOpenSSL. Without it one call encrypts everything."""
+"""SSL_MODE_ENABLE_PARTIAL_WRITE of openssl/ssl.h, unnamed in pyOpenSSL. It is turned off, so one call encrypts all."""
 
 
 class TlsFailed(Exception):
@@ -56,7 +56,7 @@ def tls_context(identity: Identity, *, is_server: bool, alpn: str = ALPN) -> SSL
     context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
     context.set_options(SSL.OP_NO_TICKET)
     context.clear_mode(PARTIAL_WRITE)
-    context.set_mode(SSL.MODE_RELEASE_BUFFERS)  # about 100 kB for each idle session
+    context.set_mode(SSL.MODE_RELEASE_BUFFERS)  # frees about 100 kB of each idle session
     context.use_privatekey(identity.private_key)
     context.use_certificate(leaf_certificate(identity))
     store = context.get_cert_store()
@@ -169,7 +169,8 @@ class TlsSession:
         """
         if self._failure is not None:
             raise self._failure
-        num_bytes, result = 0, 1
+        num_bytes = 0
+        result = 1
         with _ffi.from_buffer(view, require_writable=True) as start:
             while num_bytes < len(view) and result > 0:
                 result = _lib.SSL_read(self._ssl, start + num_bytes, len(view) - num_bytes)

@@ -86,7 +86,8 @@ class NgrokTunnel:
         return await asyncio.shield(self._dropped)
 
     async def close(self) -> None:
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             with suppress(ValueError):  # it is closed already
                 await session.close()
