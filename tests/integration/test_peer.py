@@ -389,7 +389,7 @@ def test_a_forked_child_says_that_the_peer_is_not_its_own_and_ends_quietly() -> 
     process = run_script(FORKED)
     out, err = process.communicate(timeout=120)
     err = "\n".join(line for line in err.splitlines() if "multi-threaded" not in line and "os.fork()" not in line)
-    said = "the peer is closed; make another one, in each process one of its own"
+    said = "the peer is closed; make another one. A forked process has to make one of its own"
     assert (process.returncode, out, err) == (0, f"{said}\nthe end\n", "")
 
 
@@ -429,13 +429,13 @@ def test_a_peer_that_is_closed_is_lost_to_the_others_at_once() -> None:
 @pytest.mark.parametrize(
     ("named", "says"),
     [
-        ({"initial_peers": None}, "a list of addresses is needed, and None was given; leave the argument out for none"),
-        ({"initial_peers": [None]}, "an address is None, of type NoneType; give a text, like"),
-        ({"initial_peers": [b"127.0.0.1:1"]}, "of type bytes; give a text, like"),
+        ({"initial_peers": None}, "None is not a list of addresses; give a list, or leave the argument out"),
+        ({"initial_peers": [None]}, "address None is of type NoneType; it must be a text, like"),
+        ({"initial_peers": [b"127.0.0.1:1"]}, "of type bytes; it must be a text, like"),
         ({"listen": 31337}, r"'31337' is one address where a list of them is needed; write \['31337'\]"),
-        ({"listen": [31337]}, "an address is 31337, of type int; give a text"),
+        ({"listen": [31337]}, "address 31337 is of type int; it must be a text"),
         ({"listen": []}, "listen is empty; leave it out"),
-        ({"announce": None}, "a list of addresses is needed"),
+        ({"announce": None}, "None is not a list of addresses"),
         ({"client_mode": "no"}, "client_mode='no' must be True, False or None"),
         ({"client_mode": True, "announce": ["127.0.0.1:2"]}, "announce=.* and client_mode=True that they cannot"),
         ({"client_mode": True, "listen": ["31337"]}, "port 31337 is given to listen on, .* only dials out; leave one"),

@@ -52,7 +52,7 @@ class BlockingThreads:
             worker.jobs.put(None)
 
     def rest(self, worker: _Worker) -> bool:
-        """Add a worker to the idle ones; return whether it should wait for another job."""
+        """Add a worker to the idle ones; return whether it has to wait for another job."""
         with self._lock:
             if not self._is_closed:
                 self._idle.append(worker)
