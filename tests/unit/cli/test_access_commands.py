@@ -299,7 +299,7 @@ def test_a_wrong_clock_is_told_where_no_run_seems_to_be_there(ahead_s: float, wo
         scout._peer.presence.wall_clock = lambda: time.time() + ahead_s
         for name in ("ours", None):
             with pytest.raises(
-                ConfigError, match=f"the clock of this machine is about {words} those of the peers here"
+                ConfigError, match=f"the clock of this machine is about {words} the clocks of the other peers"
             ):
                 scout.choose(name)
 
