@@ -51,6 +51,6 @@ async def manage(
                 members[member.peer_id] = member
     if not num_answers:
         raise Unavailable(
-            f"no coordinator of run {charter.run_id!r} answers: {'; '.join(failures) or 'it has no other'}"
+            f"no coordinator of run {charter.run_id!r} answers: {'; '.join(failures) or 'this peer is the only one'}"
         )
     return sorted(members.values(), key=lambda member: member.peer_id)

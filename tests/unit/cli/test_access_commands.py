@@ -202,7 +202,9 @@ def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys
         host_port = f"127.0.0.1:{first.endpoint.addresses[0].port}"
         for place in (address, host_port):
             said = complaint(["train", "--run-id", "ours", "--initial-peers", place], capsys)
-            assert "run 'ours' is by invitation; ask its owner for a ticket, and use it in place of the address" in said
+            assert (
+                "run 'ours' is by invitation; ask its owner for a ticket, and give that instead of the address" in said
+            )
             options = NetworkOptions(initial_peers=(place,))
             with pytest.raises(ConfigError, match="run 'ours' is by invitation; ask its owner for a ticket"):
                 look_for(options, None, start_new=False)
