@@ -219,7 +219,9 @@ async def test_a_peer_that_the_charter_does_not_name_publishes_it_and_signs_noth
 async def test_a_state_dir_is_of_one_charter(tmp_path: Path) -> None:
     async with new_world() as world:
         Ledger(tmp_path).keep_charter(CHARTER)
-        with pytest.raises(ConfigError, match="belongs to a coordinator of run 'ours' with another charter; name another"):
+        with pytest.raises(
+            ConfigError, match="belongs to a coordinator of run 'ours' with another charter; name another"
+        ):
             await (await world.peer(2, folder=tmp_path)).serve_charter(charter_of(created_at=2.0))
 
 
