@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AccessConfig:
-    """How long leases are valid, and how often peers check and renew them.
+    """Settings of leases: how long they are valid, and how often peers check and renew them.
 
     Attributes:
         lease_s: lifetime of a lease. Each peer asks for a new one after half of it.

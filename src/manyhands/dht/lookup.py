@@ -11,7 +11,7 @@ nearest is slow. If most are slow, the cause is this peer or its link, and the l
 Malicious peers may name peers that do not exist, nearer to the point than all others. So contacts that only *suspects*
 named are asked only if there are too few others. A suspect has named at least ``NUM_BAD`` contacts that were slow or
 failed, and fewer that answered. Contacts that this peer knew itself do not count as bad. Contacts that others than
-suspects named do not count as good: anybody can name what everybody knows.
+suspects named do not count as good: any peer can name contacts that all peers know.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.3.
 """

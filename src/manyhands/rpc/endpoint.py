@@ -172,7 +172,7 @@ class Endpoint:
 
     @property
     def bound_addresses(self) -> list[Address]:
-        """Where this peer listens, with the ports that it got; empty in client mode."""
+        """The addresses that this peer listens on, with the ports that it got; empty in client mode."""
         return [address for listener in self._listeners for address in listener.addresses]
 
     def announce(self, addresses: Sequence[Address] = (), *, with_local: bool = False) -> None:

@@ -29,7 +29,7 @@ StreamHandler = Callable[[PeerId, Any], AsyncIterator[msgspec.Struct]]
 
 
 Guard = Callable[[PeerId], None]
-"""Raises ``Refused`` if a peer may not call."""
+"""A function that raises ``Refused`` if a peer may not call."""
 
 
 class Served(NamedTuple):

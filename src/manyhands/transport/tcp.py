@@ -59,7 +59,7 @@ INFO_BYTES = 216
 """Size of ``struct tcp_info`` up to these fields, which Linux has since 4.19."""
 
 SO_MAX_PACING_RATE = 47
-"""From asm-generic/socket.h of Linux: bytes per second, in 4 bytes."""
+"""A socket option of Linux (asm-generic/socket.h); its value is in bytes per second, in 4 bytes."""
 
 MAX_PACING_RATE = 2**32 - 2  # bytes per second
 NO_PACING = 2**32 - 1  # the value that removes the limit
