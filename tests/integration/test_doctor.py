@@ -170,7 +170,7 @@ async def test_a_tls_server_of_something_else(tmp_path: Path) -> None:
     async with server_of(hang_up, context_of_another_issuer(tmp_path, ssl.PROTOCOL_TLS_SERVER)) as address:
         report = await examined(address)
     assert failed(report) == ["tls"]
-    assert "a TLS server of something else" in the(report, "tls").detail
+    assert "the TLS server of another program" in the(report, "tls").detail
 
 
 async def test_a_port_that_says_nothing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

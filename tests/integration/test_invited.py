@@ -89,7 +89,9 @@ def test_invited_peers_train_together_and_no_more_of_them_than_the_invitation_sa
             in_threads([lambda t=trainer: t.train_until(2) for trainer in trainers])
             assert all(trainer.optimizer.statistics.steps_alone == 0 for trainer in trainers)
             assert len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
-            with pytest.raises(ConfigError, match="the invitation is used up, it was for 2; ask for another ticket"):
+            with pytest.raises(
+                ConfigError, match="the invitation was for 2 peers and is used up; ask for another ticket"
+            ):
                 member(run, ticket)
 
 

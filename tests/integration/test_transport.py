@@ -458,7 +458,7 @@ async def test_a_tls_server_of_something_else(tmp_path: Path) -> None:
     async with server_of(hang_up, context_of_another_issuer(tmp_path)) as address:
         failure = await failure_of(address)
     assert failure.reason is DialReason.NOT_MANYHANDS
-    assert "a TLS server of something else" in str(failure)
+    assert "the TLS server of another program" in str(failure)
 
 
 async def test_an_older_tls() -> None:

@@ -87,6 +87,6 @@ def test_a_client_averages_with_a_peer_behind_a_tunnel_that_comes_back_elsewhere
             assert time.monotonic() < began + FOUND_WITHIN_S
         assert tunnel.num_opened == 2
         assert hidden.addresses != [address]
-        assert "Connected peers are told the new address." in caplog.text
+        assert "Connected peers learn the new address at once." in caplog.text
         with manyhands.Peer(hidden.addresses, client_mode=True) as newcomer:
             assert newcomer.dht.num_known_peers

@@ -156,7 +156,10 @@ def test_an_address_where_no_peer_answers_is_one_line_in_time(
         port, why = {
             "nobody": (1, "connection refused: nothing listens on that port"),
             "a web server": (web.server_port, "not a manyhands peer"),
-            "a port that says nothing": (listening.getsockname()[1], "another program, or a peer that hangs"),
+            "a port that says nothing": (
+                listening.getsockname()[1],
+                "another program listens there, or the peer hangs",
+            ),
         }[there]
         started = time.monotonic()
         code, output = called("monitor", "--run-id", "r", "--initial-peers", f"127.0.0.1:{port}")

@@ -71,7 +71,7 @@ def test_a_run_by_invitation(tmp_path: Path) -> None:
             listed = ended(tmp_path, "members", "--state-dir", "state")
             assert f"{peer_id}  trainer, lease for 12.0 h more" in listed
             used_up = ended(tmp_path, "join", invitation, *COMMON, "--text", str(text), code=2)
-            assert "the invitation is used up, it was for 2" in used_up
+            assert "the invitation was for 2 peers and is used up" in used_up
         by_owner = ["--key", "ours.key", "--charter", "ours.charter", "--initial-peers", address]
         assert "is banned from run ours" in ended(tmp_path, "ban", peer_id, *by_owner)
         first.wait_for(f"Peer {peer_id} is banned")

@@ -23,7 +23,7 @@ def test_a_trainer_is_refused_at_its_start_from_the_difference_on_from_which_its
     machines.world.run(60.0)
     ended_at, why = machines.ended["late"]
     assert ended_at < 10.0
-    assert f"the clock of this machine is about {words} those of the peers here, and 60 s are allowed" in why
+    assert f"the clock of this machine is about {words} the clocks of the other peers, and 60 s are allowed" in why
     assert "timedatectl set-ntp true" in why
     assert machines.optimizers["other"].global_step > 0
 

@@ -184,7 +184,7 @@ def test_a_peer_behind_a_firewall_warns_its_user_once(caplog: pytest.LogCaptureF
     swarm = Swarm(seed=5, is_idle=True)
     swarm.start(["p0", "p1", "p2"], ["p3"])
     swarm.world.run(60.0)
-    warnings = [record.getMessage() for record in caplog.records if "No peer could dial" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "No other peer could dial" in record.getMessage()]
     assert len(warnings) == 1
     assert f"at /ip4/{swarm.world.host('p3').ip}/tcp/{PORT}" in warnings[0]
 

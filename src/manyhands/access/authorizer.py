@@ -11,6 +11,7 @@ from manyhands.access.lease import Role
 from manyhands.access.ledger import Ledger
 from manyhands.base.errors import PeerError, Refused
 from manyhands.base.identity import PeerId
+from manyhands.base.text import counted
 
 NOT_INVITED = "not_invited"
 """Code of a permanent refusal: another attempt gets the same answer."""
@@ -23,10 +24,10 @@ class Authorizer(Protocol):
     """
 
     async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
-        """The role for which a peer gets a lease.
+        """Return the role for which a peer gets a lease.
 
         Args:
-            peer_id: of the peer, which has proved that it has the key.
+            peer_id: the peer, which has proved that it has the key of this id.
             credential: what the peer sent, at most 4 KiB: the token of its ticket by default.
         Raises:
             Refused: the peer gets no lease; the message tells its user what to do.
@@ -38,7 +39,7 @@ class Open:
     """Gives every peer a trainer's lease."""
 
     async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
-        """Always a trainer."""
+        """Return the role of a trainer."""
         return "trainer"
 
 
@@ -46,8 +47,8 @@ class Invited:
     """Gives leases to peers with an invitation that is not used up.
 
     Args:
-        own_id: of the coordinator. It redeems only invitations that name it, so that none is used more often than
-            allowed.
+        own_id: the peer id of the coordinator. It redeems only invitations that name it, so that none is used more
+            often than allowed.
     """
 
     def __init__(self, charter: SignedCharter, own_id: PeerId, ledger: Ledger, wall_clock: Callable[[], float]) -> None:
@@ -57,13 +58,13 @@ class Invited:
         self._wall_clock = wall_clock
 
     async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
-        """The role of the invitation, which is counted as used."""
+        """Return the role of the invitation, which is counted as used."""
         if not credential:
             raise Refused(
                 peer_id,
                 NOT_INVITED,
-                f"run {self._charter.run_id!r} is by invitation, and there is none in this ticket; ask for one, which "
-                "its coordinator makes with: manyhands invite",
+                f"run {self._charter.run_id!r} is by invitation, and this ticket contains none; ask its coordinator "
+                "for one (manyhands invite)",
             )
         try:
             invitation = SignedInvitation.from_bytes(credential, self._charter, peer_id).invitation
@@ -82,7 +83,9 @@ class Invited:
             raise Refused(peer_id, NOT_INVITED, "the invitation has expired; ask for another ticket")
         if self._ledger.num_uses(invitation.id, peer_id) >= invitation.uses:
             raise Refused(
-                peer_id, NOT_INVITED, f"the invitation is used up, it was for {invitation.uses}; ask for another ticket"
+                peer_id,
+                NOT_INVITED,
+                f"the invitation was for {counted(invitation.uses, 'peer')} and is used up; ask for another ticket",
             )
         self._ledger.use(invitation.id, invitation.expires_at, peer_id)
         return invitation.role

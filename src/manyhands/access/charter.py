@@ -61,7 +61,7 @@ class Charter(msgspec.Struct, frozen=True):
         access: ``open`` to all except banned peers, or ``invite``: only for peers with a lease.
         coordinators: peer ids that may sign leases and bans in the owner's place.
         manifest: fingerprint of the run manifest; empty as long as it is not known.
-        limits: of each member.
+        limits: the limits of each member.
         created_at: seconds since 1970.
     """
 
@@ -80,7 +80,7 @@ class Charter(msgspec.Struct, frozen=True):
         if len(self.manifest) not in (0, 32):
             raise ValueError("the fingerprint of a manifest has 32 bytes")
         if not math.isfinite(self.created_at):
-            raise ValueError("a time is finite")
+            raise ValueError(f"created_at is {self.created_at}; it must be finite")
 
 
 make_ready(Charter)
@@ -100,7 +100,7 @@ class SignedCharter:
     @classmethod
     def sign(cls, owner: Identity, charter: Charter) -> SignedCharter:
         """Sign a charter with the key of its owner."""
-        assert charter.owner == owner.peer_id, "a charter names the key that signs it"
+        assert charter.owner == owner.peer_id, "the owner in a charter is the key that signs it"
         return cls(charter, signed_by(owner, DOMAIN, charter))
 
     @classmethod
@@ -154,7 +154,7 @@ class SignedCharter:
             raise ConfigError(f"charter {path}: {error.strerror}; name a file that can be written") from error
 
     def described(self) -> dict[str, object]:
-        """The content in plain values; fingerprint and digest in hexadecimal."""
+        """Return the content as plain values; fingerprint and digest in hexadecimal."""
         return {
             **msgspec.to_builtins(self.charter, builtin_types=(bytes,)),
             "manifest": self.charter.manifest.hex(),

@@ -29,29 +29,29 @@ class Published(NamedTuple):
 
 
 MAX_RUNS = 64
-"""Runs whose charters are read, if no name is given."""
+"""Most runs that :func:`charted_runs` returns."""
 
 
 async def charted_runs(dht: DhtNode) -> list[str]:
-    """Names of runs with charters, as some peers know them."""
+    """Return the names of runs with charters, as known to some peers."""
     return sorted(filter(is_run_id, await dht.topics(CHARTER_KIND)))[:MAX_RUNS]
 
 
 async def has_charter_records(dht: DhtNode, run_id: str) -> bool:
-    """Whether a peer has published anything as a charter of this run; it may be a stranger, and not a charter."""
+    """Whether any peer has published a record under the charter key of this run, whether it is a charter or not."""
     return bool(await _read(dht, run_id))
 
 
 async def read_charters(
     dht: DhtNode, run_id: str, *, publishers: Container[str] = (), digest: bytes = b"", quickly: bool = False
 ) -> list[Published]:
-    """The charters of a run that some peers publish, or those with one digest.
+    """Return the charters of a run that certain peers publish, or those with a certain digest.
 
-    Strangers can publish thousands of others, valid or not: no signature of these is verified.
+    All others are skipped before their signatures are verified: strangers can publish thousands of them.
 
     Args:
-        publishers: peer ids.
-        digest: of a charter, whoever publishes it.
+        publishers: the ids of these peers.
+        digest: the digest; any peer may publish the charter.
     Raises:
         Unavailable: the DHT does not answer.
     """
@@ -66,7 +66,7 @@ async def read_charters(
                 continue
             charter = SignedCharter.from_bytes(record.charter, subkey)
         except (msgspec.DecodeError, PeerError) as error:
-            logger.debug("the charter that peer %s publishes does not count: %s", subkey, error)
+            logger.debug("ignored the charter that peer %s publishes: %s", subkey, error)
             continue
         if charter.run_id == run_id:
             published.append(Published(PeerId(subkey), charter, record))

@@ -39,10 +39,13 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 PUBLISH_PERIOD_S = 300.0
+"""Seconds after which this peer's record is published again although it has not changed."""
+
 BANS_PERIOD_S = 2.0
-"""Between two reads of the file of ``manyhands ban``."""
+"""Seconds between two reads of the file that ``manyhands ban`` writes."""
+
 TWIN_PERIOD_S = 5.0
-"""Between two reads of this peer's own record, which shows whether another process has replaced it."""
+"""Seconds between two reads of this peer's own record, which shows whether another process has replaced it."""
 
 OWN_ROLE: Role = "trainer"
 
@@ -51,11 +54,11 @@ class Coordinator:
     """Serves the charter of a run on one endpoint, and gives leases if the charter names this peer.
 
     Args:
-        authorizer: decides on leases; by default by the charter and invitations.
+        authorizer: decides on leases; by default, the charter and invitations do.
         ledger: state that survives a restart.
         began_at: when this process began, by the wall clock.
     Raises:
-        ConfigError: the state dir is that of another charter.
+        ConfigError: the state dir belongs to another charter.
     """
 
     def __init__(
@@ -104,11 +107,11 @@ class Coordinator:
         await self._tasks.close()
 
     def check(self) -> None:
-        """Raises ``ConfigError`` if a copy of this coordinator began earlier; may be called from any thread."""
+        """Raise ``ConfigError`` if a copy of this coordinator began earlier; may be called from any thread."""
         self._twin.check(self._loop.time())
 
     def own_lease(self) -> SignedLease:
-        """A lease for the coordinator itself, signed by itself."""
+        """Return a lease for the coordinator itself, signed by itself."""
         return self._signed(self._endpoint.peer_id, OWN_ROLE)
 
     # leases
@@ -117,11 +120,11 @@ class Coordinator:
         self._check_caller(remote, request)
         role = self._renewed_role(remote, request) or await self._authorizer.authorize(remote, request.credential)
         signed = self._signed(remote, role)
-        if self._charter.is_open:  # everybody gets one, so leases are not counted
+        if self._charter.is_open:  # every peer gets one, so leases are not counted
             return LeaseResponse(signed.signed.encoded())
         self._ledger.enter(signed.lease)
         await self._save()
-        logger.info("Peer %s has a lease as %s for %g h", remote, role, self._config.lease_s / 3600)
+        logger.info("Peer %s got a lease as %s for %g h", remote, role, self._config.lease_s / 3600)
         return LeaseResponse(signed.signed.encoded())
 
     def _check_caller(self, remote: PeerId, request: LeaseRequest) -> None:
@@ -144,7 +147,7 @@ class Coordinator:
             raise Refused(remote, BANNED, f"this peer was banned from run {self._charter.run_id!r}; ask its owner")
 
     def _renewed_role(self, remote: PeerId, request: LeaseRequest) -> Role | None:
-        """The role of the lease that a peer already has, if it is still valid, whichever coordinator signed it."""
+        """Return the role of the valid lease that a peer already has, from any coordinator; None if it has none."""
         if not request.lease:
             return None
         try:
@@ -167,7 +170,7 @@ class Coordinator:
                 write = self._ledger.to_save(self._wall_clock())
                 await asyncio.get_running_loop().run_in_executor(None, write)
             except OSError as error:
-                logger.warning("cannot write the coordinator's files: %s; it gives no lease until that works", error)
+                logger.warning("Cannot write the coordinator's files: %s. It gives no leases until that works", error)
                 raise Unavailable(f"the coordinator cannot write its files: {error.strerror}") from error
 
     # calls of the owner
@@ -186,7 +189,7 @@ class Coordinator:
                     self._ledger.ban(PeerId(text), self._wall_clock())
                 except ConfigError as error:
                     raise Refused(remote, "too_many_bans", str(error)) from error
-                logger.warning("Peer %s is banned, as %s asked", text, remote)
+                logger.warning("Peer %s is banned at the request of %s", text, remote)
             await self._publish()
         return ManageResponse(self._ledger.members())
 
@@ -195,7 +198,8 @@ class Coordinator:
     async def _publish_forever(self) -> None:
         loop = self._loop
         told = self._to_tell()
-        published_at = looked_at = loop.time()
+        published_at = loop.time()
+        looked_at = published_at
         has_failed = False
         while True:
             await asyncio.sleep(BANS_PERIOD_S)
@@ -213,22 +217,24 @@ class Coordinator:
                 await self._publish()
                 for peer_id in to_tell[0].keys() - told[0].keys():
                     logger.warning("Peer %s is banned from run %s", peer_id, self._charter.run_id)
-                told, published_at, has_failed = to_tell, loop.time(), False
+                told = to_tell
+                published_at = loop.time()
+                has_failed = False
             except ManyhandsError as error:
                 if not has_failed:
-                    logger.warning("the charter and the bans were not published: %s; trying again", error)
+                    logger.warning("The charter and the bans were not published: %s; trying again", error)
                 has_failed = True
 
     def _to_tell(self) -> tuple[dict[str, float], list[Address]]:
-        """What the record is about: bans and addresses."""
+        """Return the parts of the record that may change: bans and addresses."""
         return dict(self._ledger.bans.banned_at), self._endpoint.addresses
 
     async def _is_replaced(self) -> bool:
-        """Whether the record under this peer's id is of another process: a copy, or an earlier life."""
+        """Whether the record under this peer's id is of another process: a copy, or this peer before its restart."""
         try:
             stored = (await self._dht.get(charter_key(self._charter.run_id))).get(self._endpoint.peer_id)
         except ManyhandsError as error:
-            logger.debug("the charter's records cannot be read: %s", error)
+            logger.debug("the records of the charter were not read: %s", error)
             return False
         if stored is None:
             return False
@@ -253,4 +259,4 @@ class Coordinator:
         try:
             self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
         except OSError as error:
-            logger.warning("cannot write the coordinator's files: %s; trying again", error)
+            logger.warning("Cannot write the coordinator's files: %s; trying again", error)

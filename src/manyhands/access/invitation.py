@@ -30,7 +30,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True):
         uses: number of peers that get a lease for it; a peer that comes again is not counted again.
         expires_at: seconds since 1970.
         coordinator: the peer that redeems it, so that its uses are counted in one place.
-        role: of the leases.
+        role: the role of the leases.
         peer_id: the only peer that may use it; empty for any.
     """
 
@@ -44,7 +44,7 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.expires_at):
-            raise ValueError("a time is finite")
+            raise ValueError(f"expires_at is {self.expires_at}; it must be finite")
 
 
 make_ready(Invitation)

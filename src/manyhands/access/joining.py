@@ -1,4 +1,4 @@
-"""How a peer joins a run with a charter: by a ticket, or as a peer that serves the charter."""
+"""Joins a run with a charter: by a ticket, or as a peer that serves the charter."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LOOK_PERIOD_S = 1.0
 
 
 class JoiningPeer(NamedTuple):
-    """What the access code needs of the joining peer.
+    """The parts of a joining peer that its access to the run uses.
 
     Attributes:
         folder: for its lease and the accounts of a coordinator; None to keep nothing.
-        began_at: when this process began, in seconds since 1970; tells it from a copy.
+        began_at: when this process began, in seconds since 1970; distinguishes it from a copy.
     """
 
     endpoint: Endpoint
@@ -74,7 +74,7 @@ async def follow_open(charter: SignedCharter, peer: JoiningPeer) -> Members:
     """
     if not charter.is_open:
         raise ConfigError(
-            f"run {charter.run_id!r} is by invitation; ask its owner for a ticket, and use it in place of the address"
+            f"run {charter.run_id!r} is by invitation; ask its owner for a ticket, and give that instead of the address"
         )
     members = _members(peer, charter)
     try:
@@ -91,7 +91,7 @@ async def serve_charter(
     """Publish a charter, and sign leases if it names this peer as a coordinator.
 
     Raises:
-        ConfigError: the folder is that of another charter's coordinator.
+        ConfigError: the folder belongs to a coordinator of another charter.
     """
     coordinator = Coordinator(
         peer.endpoint,
@@ -121,8 +121,9 @@ async def _charter_of(ticket: Ticket, peer: JoiningPeer) -> SignedCharter:
     for attempt in range(LOOK_ATTEMPTS):
         if attempt:
             await asyncio.sleep(LOOK_PERIOD_S)
-        for entry in await read_charters(peer.dht, ticket.run_id, digest=ticket.charter):
-            return entry.charter
+        found = await read_charters(peer.dht, ticket.run_id, digest=ticket.charter)
+        if found:
+            return found[0].charter
     contacts = [contact.peer_id for contact in peer.dht.contacts()]
     await check_clock(peer.endpoint, peer.wall_clock, contacts, peer.config.max_clock_skew_s)
     if await has_charter_records(peer.dht, ticket.run_id):
@@ -130,5 +131,6 @@ async def _charter_of(ticket: Ticket, peer: JoiningPeer) -> SignedCharter:
             f"run {ticket.run_id!r} has another charter than the one of this ticket; ask for a new ticket"
         )
     raise Unavailable(
-        f"nobody here knows the charter of run {ticket.run_id!r}; start one of its coordinators, or try again later"
+        f"none of the peers here has the charter of run {ticket.run_id!r}; start one of its coordinators, or try again "
+        "later"
     )

@@ -40,27 +40,38 @@ class KeptLease:
         except FileNotFoundError:
             pass
         except (OSError, *UNREADABLE) as error:
-            logger.warning("the lease in %s is not used: %s; a coordinator gives a new one", self._path, error)
+            logger.warning(
+                "cannot read the lease in %s: %s; this peer asks a coordinator for a new one", self._path, error
+            )
         return None
 
     def charter(self, digest: bytes) -> SignedCharter | None:
-        """The charter, if it has this digest."""
+        """Return the saved charter, if it has this digest."""
+        if self._file is None:
+            return None
         try:
-            kept = SignedCharter.from_bytes(self._file.charter, str(self._path)) if self._file is not None else None
+            kept = SignedCharter.from_bytes(self._file.charter, str(self._path))
         except PeerError:
             return None
-        return kept if kept is not None and kept.digest == digest else None
+        return kept if kept.digest == digest else None
 
     def lease(self, charter: SignedCharter, peer_id: PeerId) -> SignedLease | None:
-        """The lease, if it is of this charter and this peer."""
+        """Return the saved lease, if it is of this charter and this peer."""
+        if self._file is None:
+            return None
         try:
-            return SignedLease.from_bytes(self._file.lease, charter, peer_id) if self._file is not None else None
+            return SignedLease.from_bytes(self._file.lease, charter, peer_id)
         except PeerError:
             return None
 
     def write(self, charter: SignedCharter, held: SignedLease) -> None:
-        """Save both; errors are logged."""
+        """Save a charter and a lease; an error is only logged."""
         try:
-            write_whole(self._path, msgspec.msgpack.encode(_LeaseFile(charter.signed.encoded(), held.signed.encoded())))
+            content = _LeaseFile(charter.signed.encoded(), held.signed.encoded())
+            write_whole(self._path, msgspec.msgpack.encode(content))
         except OSError as error:
-            logger.warning("the lease cannot be kept in %s: %s", self._path, error.strerror)
+            logger.warning(
+                "cannot save the lease in %s: %s; after a restart this peer has to ask a coordinator again",
+                self._path,
+                error.strerror,
+            )

@@ -24,7 +24,7 @@ FileBody = TypeVar("FileBody", bound=msgspec.Struct)
 
 FOLDER = "coordinator"
 KEPT_S = 7 * 86400.0
-"""Invitations, and members whose lease has expired, are removed after this time."""
+"""Seconds for which an expired invitation, or a member with an expired lease, stays in the accounts."""
 
 
 class Uses(msgspec.Struct):
@@ -64,7 +64,7 @@ class Ledger:
     """The files of one coordinator, in a folder of its state dir.
 
     Args:
-        state_dir: of the coordinator; None to keep nothing on disk.
+        state_dir: the state dir of the coordinator; None to keep nothing on disk.
     Raises:
         ConfigError: a file cannot be read.
     """
@@ -77,7 +77,7 @@ class Ledger:
     # the charter
 
     def load_charter(self) -> SignedCharter | None:
-        """The charter that a coordinator with this state dir served last."""
+        """Return the charter that a coordinator with this state dir served last; None if there is none."""
         path = self._folder / "charter" if self._folder is not None else None
         return SignedCharter.load(path) if path is not None and path.exists() else None
 
@@ -85,7 +85,7 @@ class Ledger:
         """Save the charter.
 
         Raises:
-            ConfigError: the state dir is that of another run's coordinator.
+            ConfigError: the state dir belongs to a coordinator of another charter.
         """
         kept = self.load_charter()
         if kept is None and self._folder is not None:
@@ -93,7 +93,7 @@ class Ledger:
             charter.save(self._folder / "charter")
         elif kept is not None and kept.digest != charter.digest:
             raise ConfigError(
-                f"{self._folder} is of a coordinator of run {kept.run_id!r} with another charter; name another "
+                f"{self._folder} belongs to a coordinator of run {kept.run_id!r} with another charter; name another "
                 "--state-dir, one for each charter"
             )
 
@@ -102,14 +102,14 @@ class Ledger:
         self._write("address.json", msgspec.json.encode(CoordinatorAddresses(addresses)))
 
     def addresses(self) -> list[str]:
-        """The last saved addresses."""
+        """Return the addresses that were saved last."""
         place = self._read("address.json", CoordinatorAddresses)
         return place.addresses if place is not None else []
 
     # invitations and leases
 
     def num_uses(self, invitation_id: bytes, peer_id: PeerId) -> int:
-        """Number of other peers that have used an invitation."""
+        """Return the number of other peers that have used an invitation."""
         uses = self.accounts.uses.get(invitation_id.hex())
         return len(set(uses.peer_ids) - {peer_id}) if uses is not None else 0
 
@@ -124,9 +124,9 @@ class Ledger:
         self.accounts.members[lease.peer_id] = HeldLease(lease.role, lease.expires_at)
 
     def to_save(self, wall_now: float) -> Callable[[], None]:
-        """A snapshot of the accounts without expired entries, as a function that writes it from any thread.
+        """Drop expired entries; return a function that writes the accounts as they are now, on any thread.
 
-        The function raises OSError if the file cannot be written.
+        The function raises ``OSError`` if the file cannot be written.
         """
         accounts = self.accounts
         accounts.uses = {key: uses for key, uses in accounts.uses.items() if wall_now < uses.expires_at + KEPT_S}
@@ -145,8 +145,8 @@ class Ledger:
         self.bans = self._read("bans.json", Bans) or self.bans
         if peer_id not in self.bans.banned_at and len(self.bans.banned_at) >= MAX_BANS:
             raise ConfigError(
-                f"{MAX_BANS} peers are banned, and no more can be; begin with a new charter, for which all peers that "
-                "may stay get new tickets"
+                f"{MAX_BANS} peers are banned, the most that a charter allows; make a new charter, and give new "
+                "tickets to all peers that may stay"
             )
         self.bans.banned_at.setdefault(peer_id, wall_now)
         self._write("bans.json", msgspec.json.encode(self.bans))
@@ -160,8 +160,9 @@ class Ledger:
         self.bans = self._read("bans.json", Bans) or self.bans
 
     def members(self) -> list[MemberEntry]:
-        """All peers to which this coordinator has given a lease, or which it has banned."""
-        held, banned = self.accounts.members, self.bans.banned_at
+        """Return all peers to which this coordinator has given a lease, or which it has banned."""
+        held = self.accounts.members
+        banned = self.bans.banned_at
         return [
             MemberEntry(peer_id, held[peer_id].role, held[peer_id].expires_at, peer_id in banned)
             if peer_id in held
@@ -183,8 +184,8 @@ class Ledger:
             raise ConfigError(f"{path}: {error.strerror}; make it readable for this user") from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
-                f"{path} cannot be read: {error}; restore it from a backup, or remove it: then what it counted is "
-                "forgotten"
+                f"{path} cannot be read: {error}; restore it from a backup, or remove it, which forgets the "
+                "entries in it"
             ) from error
 
     def _make_folder(self) -> None:
@@ -198,10 +199,10 @@ class Ledger:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: after a crash it is the old one or the new one.
+    """Write a file atomically: after a crash it has the old content or the new one.
 
     Raises:
-        OSError: it cannot be written; the old one is still there.
+        OSError: it cannot be written; the old content is still there.
     """
     draft = path.with_name(path.name + ".new")
     with draft.open("wb") as file:

@@ -29,9 +29,11 @@ async def manage(
     """
     for entry in await read_charters(dht, charter.run_id, publishers=charter.coordinators):
         endpoint.learn(entry.peer_id, readable(entry.record.addresses))
-    method, request = RunMethods(charter.run_id).manage, ManageRequest(charter.digest, list(ban))
+    method = RunMethods(charter.run_id).manage
+    request = ManageRequest(charter.digest, list(ban))
     members: dict[str, MemberEntry] = {}
-    failures, num_answers = [], 0
+    failures = []
+    num_answers = 0
     for coordinator in charter.coordinators:
         if coordinator == endpoint.peer_id:
             continue
@@ -49,6 +51,6 @@ async def manage(
                 members[member.peer_id] = member
     if not num_answers:
         raise Unavailable(
-            f"no coordinator of run {charter.run_id!r} answers: {'; '.join(failures) or 'it has no other'}"
+            f"no coordinator of run {charter.run_id!r} answers: {'; '.join(failures) or 'this peer is the only one'}"
         )
     return sorted(members.values(), key=lambda member: member.peer_id)

@@ -49,10 +49,14 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 5.0
 MAX_LEASES = 16_384
+"""Leases of other peers that are kept; the one that was learned longest ago is dropped first."""
+
 LOOK_UP_PERIOD_S = 1.0
-"""Shortest time between two lookups of unknown peers' leases, however many records others publish."""
+"""Least seconds between two lookups of unknown peers' leases, however many records others publish."""
+
 LOOK_UP_BYTES_PER_S = 1 << 18
-"""Limits how much is read in all lookups of leases: strangers can fill the key."""
+"""Bytes per second that all lookups of leases together may read: strangers can fill the key."""
+
 OBSERVED_KIND = "heldout"
 """Kind of the records that observers publish: held-out losses."""
 
@@ -63,9 +67,9 @@ class Members:
     Lives on the network thread. :meth:`watch` makes it the gate; :meth:`enter` also gets this peer a lease.
 
     Args:
-        charter: of the run.
+        charter: the charter of the run.
         kept: the file with the charter and this peer's own lease, so that a restart needs no coordinator.
-        own_lease: signs this peer's own lease, on a coordinator.
+        own_lease: on a coordinator, returns a new lease for this peer, signed by itself.
     """
 
     def __init__(
@@ -92,22 +96,26 @@ class Members:
         self._own: SignedLease | None = None
         self._leases: dict[PeerId, SignedLease] = {}
         self._banned: dict[PeerId, PeerId] = {}  # peer -> coordinator that banned it
-        self._met: dict[PeerId, bytes] = {}  # peer -> the own lease that it has seen
+        self._met: dict[PeerId, bytes] = {}  # peer -> signature of the own lease that it has seen
         self._refused: dict[PeerId, int] = {}  # peer -> sequence of its published lease, which is not valid
-        self._strangers: set[PeerId] = set()  # that have stored records here since the last look at leases
+        self._strangers: set[PeerId] = (
+            set()
+        )  # peers without a lease whose records were stored here since the last lookup
         self._look_up_again_at = -math.inf  # loop time
         self._looking_up = asyncio.Lock()
         self._missed_at = -math.inf  # loop time when the last attempt to reach a coordinator failed
-        self._is_away_told = self._is_ban_told = False
+        self._is_away_told = False  # it was logged that no coordinator answers
+        self._is_ban_told = False  # it was logged that this peer is banned
         self._tasks = TaskOwner("members")
 
     # start and end
 
     async def watch(self) -> None:
-        """Become the gate of the run; reads the bans first."""
-        run_id, gates = self.charter.run_id, self._endpoint.gates
+        """Become the gate of the run, and read the bans."""
+        run_id = self.charter.run_id
+        gates = self._endpoint.gates
         if run_id in gates:
-            raise ConfigError(f"this peer is in run {run_id!r} with a charter already; close that one first")
+            raise ConfigError(f"this peer has joined run {run_id!r} with a charter already; leave it first")
         gates[run_id] = self
         self._dht.filters[run_id] = self.only_members
         self._dht.declare(leases_key(run_id), LEASE_RECORDS)
@@ -119,7 +127,7 @@ class Members:
         try:
             await self._look()
         except Unavailable as error:
-            logger.warning("the bans of run %s cannot be read yet: %s", run_id, error)
+            logger.warning("cannot read the bans of run %s yet: %s; trying again", run_id, error)
         self._tasks.spawn(self._keep_up(), name="leases and bans")
 
     async def enter(self, credential: bytes = b"") -> None:
@@ -177,7 +185,7 @@ class Members:
                 peer_id,
                 NO_LEASE,
                 f"run {run_id!r} is by invitation, and peer {peer_id} has no valid lease here; join with a ticket of "
-                "its coordinator, which makes it with: manyhands invite",
+                "its coordinator (manyhands invite)",
             )
         if not (lease.takes_part or for_observers):
             raise Refused(peer_id, "observer", f"peer {peer_id} may only look at run {run_id!r}: its role is observer")
@@ -187,14 +195,16 @@ class Members:
         return peer_id in self._banned
 
     def check_own(self) -> None:
-        """Raises ``ConfigError`` if this peer is banned."""
+        """Raise ``ConfigError`` if this peer is banned."""
         if (by := self._banned.get(self._endpoint.peer_id)) is not None:
             raise ConfigError(f"this peer was banned from run {self.charter.run_id!r} by {by}; ask its owner")
 
     def lease_of(self, peer_id: PeerId) -> Lease | None:
-        """The lease of a peer, if it is known and valid, and the peer is not banned."""
+        """Return the lease of a peer, if it is known and valid, and the peer is not banned."""
         held = self._own if peer_id == self._endpoint.peer_id else self._leases.get(peer_id)
-        return held.lease if held is not None and peer_id not in self._banned and self._counts(held) else None
+        if held is None or peer_id in self._banned or not self._counts(held):
+            return None
+        return held.lease
 
     def _counts(self, held: SignedLease) -> bool:
         config = self._config
@@ -214,7 +224,7 @@ class Members:
         if self.charter.is_open or peer_id in self._banned:
             return  # check() decides
         if self._own is None:
-            raise Unavailable(f"this peer has no lease of run {self.charter.run_id!r}, it only looks at it")
+            raise Unavailable(f"this peer has no lease of run {self.charter.run_id!r}: it joined only to look at it")
         own = self._own.signed
         if self.lease_of(peer_id) is not None and self._met.get(peer_id) == own.signature:
             return
@@ -272,7 +282,8 @@ class Members:
         if self.charter.is_open:
             return {subkey: stored for subkey, stored in found.items() if stored.owner not in self._banned}
         own_id = self._endpoint.peer_id
-        owners = {PeerId(stored.owner) for stored in found.values() if stored.owner} - self._banned.keys() - {own_id}
+        owners = {PeerId(stored.owner) for stored in found.values() if stored.owner}
+        owners -= self._banned.keys() | {own_id}
         if self._without_lease(owners):
             await self._look_up_leases(owners)
         return {
@@ -287,7 +298,7 @@ class Members:
         return is_trusted or self.lease_of(peer_id) is not None
 
     def takes(self, record: Record) -> bool:
-        """Whether a record that is to be held here is a member's; learns the lease, if it is one."""
+        """Whether a record that is to be held here is a member's; a record that is a lease is learned."""
         owner = PeerId(record.owner)
         if record.key == leases_key(self.charter.run_id):
             self._learn_published(owner, record.value, record.sequence)
@@ -330,7 +341,7 @@ class Members:
             self._learn(peer_id, LEASE_RECORDS.decode(raw))
         except (msgspec.DecodeError, PeerError) as error:
             self._refused[peer_id] = sequence
-            logger.debug("the lease that peer %s publishes does not count: %s", peer_id, error)
+            logger.debug("ignored the lease that peer %s publishes: %s", peer_id, error)
 
     # this peer's own lease
 
@@ -362,7 +373,7 @@ class Members:
         raise Unavailable(f"no coordinator of run {self.charter.run_id!r} gives a lease: {'; '.join(failures)}")
 
     def _coordinators(self, credential: bytes) -> list[PeerId]:
-        """The coordinators in the order to ask them; the one that redeems the invitation is first."""
+        """Return the coordinators in the order to ask them; the one that redeems the invitation is first."""
         coordinators = [peer_id for peer_id in self.charter.coordinators if peer_id != self._endpoint.peer_id]
         self._rng.shuffle(coordinators)
         try:
@@ -373,14 +384,18 @@ class Members:
 
     async def _publish(self) -> None:
         if self._own is not None:
-            value, ttl_s = self._own.signed.encoded(), LEASE_RECORD_TTL_S
+            value = self._own.signed.encoded()
+            ttl_s = LEASE_RECORD_TTL_S
             await self._dht.store(leases_key(self.charter.run_id), value, ttl_s, subkey=self._endpoint.peer_id)
 
     # background task
 
     async def _keep_up(self) -> None:
-        loop, config = asyncio.get_running_loop(), self._config
-        published, published_at, tried_at = self._own, loop.time(), -math.inf
+        loop = asyncio.get_running_loop()
+        config = self._config
+        published = self._own
+        published_at = loop.time()
+        tried_at = -math.inf
         while True:
             await asyncio.sleep(config.look_period_s)
             try:
@@ -394,13 +409,15 @@ class Members:
                     await self._renew_again()
                 if published is not self._own or loop.time() >= published_at + LEASE_RECORD_TTL_S / 3:
                     await self._publish()
-                    published, published_at = self._own, loop.time()
+                    published = self._own
+                    published_at = loop.time()
             except ManyhandsError as error:
-                logger.warning("cannot update the members of run %s: %s; trying again", self.charter.run_id, error)
+                logger.warning("Cannot update the members of run %s: %s; trying again", self.charter.run_id, error)
 
     async def _look(self, *, quickly: bool = False) -> None:
         """Read what the coordinators publish: their addresses and bans."""
-        run_id, coordinators = self.charter.run_id, self.charter.coordinators
+        run_id = self.charter.run_id
+        coordinators = self.charter.coordinators
         for entry in await read_charters(self._dht, run_id, publishers=coordinators, quickly=quickly):
             if entry.charter.digest == self.charter.digest:
                 self._note(entry)
@@ -446,18 +463,18 @@ class Members:
         self._is_away_told = True
         left_h = (self._own.lease.expires_at + self._config.grace_s - self._wall_clock()) / 3600
         logger.warning(
-            "No coordinator of run %s answers. Training goes on, for at most %.0f h, and nobody new can join; start a "
+            "No coordinator of run %s answers. Training goes on, for at most %.0f h, but no new peer can join. Start a "
             "coordinator of the run again (%s)",
             self.charter.run_id, max(left_h, 0.0), error,
         )  # fmt: skip
 
 
 def readable(texts: list[str]) -> list[Address]:
-    """The addresses of a coordinator that can be parsed; newer versions may publish other kinds."""
+    """Return the addresses of a coordinator that can be parsed; newer versions may publish other kinds."""
     addresses = []
     for text in texts:
         try:
             addresses.append(Address.parse(text))
         except ConfigError:
-            logger.debug("an address that cannot be read: %s", text)
+            logger.debug("ignored an address that cannot be read: %s", text)
     return addresses

@@ -14,13 +14,16 @@ MAX_CREDENTIAL_BYTES = 4096
 MAX_BANS = 1000
 MAX_ADDRESSES = 8
 RECORD_TTL_S = 86400.0
-"""Records of coordinators outlive them by the grace time of leases."""
+"""Lifetime of a coordinator's record, in seconds: as long as the grace time of leases."""
+
 LEASE_RECORD_TTL_S = 3600.0
+"""Lifetime of a lease's record, in seconds; a member publishes it again after a third of this time."""
 
 BANNED = "banned"
 """Code of a refusal: the peer is banned from the run."""
+
 NO_LEASE = "no_lease"
-"""Code of a refusal: the other end does not have a valid lease of this peer."""
+"""Code of a refusal: the refusing peer has no valid lease of the caller."""
 
 SignedBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
 CharterDigest = Annotated[bytes, msgspec.Meta(max_length=32)]
@@ -32,7 +35,7 @@ class Shown(msgspec.Struct, frozen=True):
 
     Attributes:
         charter: digest of the charter that this peer trusts.
-        lease: its own; empty if it has none.
+        lease: the lease of this peer; empty if it has none.
     """
 
     charter: CharterDigest
@@ -65,7 +68,7 @@ class ManageRequest(msgspec.Struct, frozen=True):
     """Asks a coordinator to ban peers and to list the members; only for the owner and the coordinators.
 
     Attributes:
-        ban: their peer ids; may be empty.
+        ban: ids of peers to ban; may be empty.
     """
 
     charter: CharterDigest
@@ -109,18 +112,19 @@ class CharterRecord(msgspec.Struct, frozen=True):
     began_at: float = 0.0
 
 
-CHARTER_KIND, LEASES_KIND = "charter", "leases"
+CHARTER_KIND = "charter"
+LEASES_KIND = "leases"
 CHARTER_RECORDS = Schema(CharterRecord, is_owned=True, max_ttl_s=RECORD_TTL_S)
 LEASE_RECORDS = Schema(SignedBytes, is_owned=True, max_ttl_s=LEASE_RECORD_TTL_S)
 
 
 def charter_key(run_id: str) -> str:
-    """The DHT key of the records of a run's coordinators."""
+    """Return the DHT key of the records of a run's coordinators."""
     return f"{run_id}.{CHARTER_KIND}"
 
 
 def leases_key(run_id: str) -> str:
-    """The DHT key of the leases of a run's members."""
+    """Return the DHT key of the leases of a run's members."""
     return f"{run_id}.{LEASES_KIND}"
 
 

@@ -17,7 +17,7 @@ from manyhands.rpc.frames import readable
 
 MAX_BODY_BYTES = 1 << 14
 MAX_BYTES = MAX_BODY_BYTES + 256
-"""Of an encoded body with its signature."""
+"""Most bytes of an encoded body with its signature."""
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 Body = TypeVar("Body", bound=msgspec.Struct)

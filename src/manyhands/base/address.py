@@ -65,11 +65,15 @@ class Address:
         """
         _check_is_address(text, _LISTEN_EXAMPLE)
         if text.startswith("/"):
-            return _parse_multiaddr(text[:-1] + "0" if text.endswith("/tcp/*") else text)
+            if text.endswith("/tcp/*"):
+                text = text.removesuffix("*") + "0"
+            return _parse_multiaddr(text)
         host, separator, port = text.rpartition(":")
         if host in ("", "*") and (separator or port.isdigit()):
             return cls.of("::", 0 if port == "*" else _checked_port(text, port))
-        return _parse_host_port(f"{host}:{0 if port == '*' else port}" if host else text, _LISTEN_EXAMPLE)
+        if host and port == "*":
+            text = f"{host}:0"
+        return _parse_host_port(text, _LISTEN_EXAMPLE)
 
     @classmethod
     def of(cls, host: str, port: int, peer_id: PeerId | None = None) -> Address:
@@ -137,12 +141,12 @@ def _check_is_list(texts: Sequence[str | Address]) -> None:
     if isinstance(texts, (str, Address, int)):
         raise ConfigError(f"{str(texts)!r} is one address where a list of them is needed; write [{str(texts)!r}]")
     if not isinstance(texts, Iterable):
-        raise ConfigError(f"a list of addresses is needed, and {texts!r} was given; leave the argument out for none")
+        raise ConfigError(f"{texts!r} is not a list of addresses; give a list, or leave the argument out")
 
 
 def _check_is_address(text: str, example: str) -> None:
     if not isinstance(text, str):
-        raise ConfigError(f"an address is {text!r}, of type {type(text).__name__}; give a text, like {example}")
+        raise ConfigError(f"address {text!r} is of type {type(text).__name__}; it must be a text, like {example}")
     if not text.strip():
         raise ConfigError(f"an address is empty: a variable of the shell is probably unset; write it like {example}")
     if url := _URL.match(text):
@@ -155,7 +159,9 @@ def _parse_multiaddr(text: str) -> Address:
     parts = text.rstrip("/").split("/")[1:]
     if len(parts) not in (4, 6) or parts[2] != "tcp" or (len(parts) == 6 and parts[4] != "p2p"):
         raise ConfigError(f"cannot read address {text!r}; write it like {_EXAMPLE}")
-    protocol, host, port = parts[0], parts[1], _checked_port(text, parts[3])
+    protocol = parts[0]
+    host = parts[1]
+    port = _checked_port(text, parts[3])
     if protocol in ("ip4", "ip6"):
         try:
             ip = ipaddress.IPv4Address(host) if protocol == "ip4" else ipaddress.IPv6Address(host)
@@ -179,7 +185,7 @@ def _parse_host_port(text: str, example: str) -> Address:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host and any(char.isspace() or char == "," for char in host):
-        raise ConfigError(f"{text!r} are several addresses; give each as a text of its own")
+        raise ConfigError(f"{text!r} contains several addresses; give a list with one text for each")
     elif ":" in host:
         raise ConfigError(f"cannot read address {text!r}; write an IPv6 address in brackets: [::1]:31337")
     if not separator or not host:

@@ -27,7 +27,7 @@ def whole(name: str, value: Any, *, least: int, example: int) -> int:
 
 
 def number_of(value: Any) -> float:
-    """A number of any type, numpy's and torch's too, as a float; NaN for anything else."""
+    """Return a number of any type, including those of numpy and torch, as a float; NaN for anything else."""
     try:
         return math.nan if isinstance(value, (str, bool)) else float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -35,21 +35,22 @@ def number_of(value: Any) -> float:
 
 
 def check_number(name: str, value: Any, *, example: float, may_be_zero: bool = False) -> None:
-    """Raises ``ConfigError`` if a value is not a finite number above 0, or 0 where it may be that."""
+    """Raise ``ConfigError`` if a value is not a finite number above 0; ``may_be_zero`` allows 0 too."""
     if not (0 < number_of(value) < math.inf or (may_be_zero and number_of(value) == 0)):
         least = "of at least 0" if may_be_zero else "above 0"
         raise ConfigError(f"{name}={value!r} must be a finite number {least}; for example {example:g}")
 
 
 def made_by(kind: type, example: str, **values: Any) -> None:
-    """Raises ``ConfigError`` if a value is neither None nor an instance of a public class."""
+    """Raise ``ConfigError`` if a value is neither None nor an instance of a public class."""
     for name, value in values.items():
         if value is not None and not isinstance(value, kind):
             raise ConfigError(f"{name}={value!r} must be made by manyhands.{kind.__name__}; for example {example}")
 
 
 def check_flags(*, may_be_none: bool = False, **flags: Any) -> None:
-    """Raises ``ConfigError`` if a value is neither True nor False; Python would take the text ``"no"`` for True."""
+    """Raise ``ConfigError`` if a value is neither True nor False; Python would take the text ``"no"`` for True."""
+    allowed = "True, False or None" if may_be_none else "True or False"
     for name, value in flags.items():
         if not isinstance(value, bool) and not (may_be_none and value is None):
-            raise ConfigError(f"{name}={value!r} must be True{', False or None' if may_be_none else ' or False'}")
+            raise ConfigError(f"{name}={value!r} must be {allowed}")

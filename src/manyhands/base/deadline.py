@@ -52,7 +52,7 @@ class _TimeLimit(AbstractAsyncContextManager[None]):
 
 
 async def wait_at_most(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait until an event is set, but not longer than so many seconds."""
+    """Wait until an event is set, but for at most ``timeout_s`` seconds."""
     with contextlib.suppress(asyncio.TimeoutError):
         async with _timeout(timeout_s):
             await event.wait()
@@ -65,8 +65,8 @@ async def while_moving(
 
     Args:
         progress: returns a number that grows with the work, such as the bytes that a stream has received.
-        at_least: the least growth
-        within_s: in this many seconds.
+        at_least: least growth of that number in each period; below it the work is stalled.
+        within_s: length of a period, in seconds.
         phase: as for :func:`time_limit`.
     Raises:
         Timeout: there was too little progress; the work was cancelled, and has ended.

@@ -36,7 +36,7 @@ class ManyhandsError(Exception):
 
     @property
     def entry(self) -> str:
-        """Where the documentation says what this kind of error means, and what to do."""
+        """The part of the documentation that says what this kind of error means, and what to do."""
         return f"docs/reference/errors.md#{type(self).__name__.lower()}"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,13 +61,15 @@ class MissingExtra(ConfigError):
 
 
 def _install(extra: str) -> str:
-    """Return the command that installs an extra, in a checkout from there."""
+    """Return the command that installs an extra: from the checkout, if this package runs from one."""
     checkout = own_checkout()
-    return f"pip install '.[{extra}]' in {checkout}" if checkout is not None else f"pip install 'manyhands[{extra}]'"
+    if checkout is None:
+        return f"pip install 'manyhands[{extra}]'"
+    return f"pip install '.[{extra}]' in {checkout}"
 
 
 def own_checkout() -> Path | None:
-    """The checkout that this package runs from; None if it was installed."""
+    """Return the checkout that this package runs from; None if it was installed."""
     source = Path(__file__).resolve().parents[2]
     return source.parent if source.name == "src" and (source.parent / "pyproject.toml").is_file() else None
 

@@ -14,7 +14,7 @@ LOCK_NAME = "lock"
 
 _guard = threading.Lock()
 _held: dict[Path, set[str]] = {}
-"""The lock files that this process has locked, and what it keeps in their folders."""
+"""The lock files that this process has locked, each with the purposes of its folder."""
 
 
 class FolderInUse(ConfigError):
@@ -28,10 +28,10 @@ class FolderLock:
     another process can use the folder for none of them.
 
     Args:
-        what: the purpose, as the user named the folder; a process has each once.
-        lock_name: of the lock file; locks with different names are independent.
+        what: the purpose, by which errors name the folder to the user; a process can lock a folder once for each.
+        lock_name: name of the lock file; locks with different names are independent.
     Attributes:
-        is_new: whether the folder was made for this.
+        is_new: whether the folder was created now.
     Raises:
         FolderInUse: another process has the lock, or this one uses the folder for the same purpose.
         ConfigError: the folder cannot be used.

@@ -13,7 +13,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 PAGE = "docs/how-to/from-hivemind.md"
 
-INSTEAD = {  # without a replacement: empty, or ": REASON"
+# A replacement is what to write instead. An argument without one has an empty text, or ": " and the advice.
+INSTEAD = {
     # of hivemind.Optimizer
     "dht": "peer=manyhands.Peer(initial_peers=[...])",
     "matchmaking_time": "matchmaking_time_s=",
@@ -103,7 +104,7 @@ INSTEAD = {  # without a replacement: empty, or ": REASON"
 class FromHivemind:
     """Base of the classes that replace one of hivemind's: the error for a hivemind argument names its replacement.
 
-    An object of theirs is a part of this process in the swarm, so it cannot be copied or pickled.
+    Such an object is this process's part in the swarm, so it cannot be copied or pickled.
 
     Raises:
         ConfigError: an argument has a name that only hivemind uses.
@@ -114,7 +115,9 @@ class FromHivemind:
     def __new__(cls: type[T], *args: Any, **named: Any) -> T:
         """Check the names before Python reports an unknown argument."""
         foreign = named.keys() & INSTEAD.keys()
-        if foreign and (foreign := foreign - inspect.signature(cls.__init__).parameters.keys()):
+        if foreign:
+            foreign -= inspect.signature(cls.__init__).parameters.keys()
+        if foreign:
             raise _other_arguments(f"manyhands.{cls.__name__}", INSTEAD, foreign)
         return object.__new__(cls)
 
@@ -127,7 +130,7 @@ class FromHivemind:
 
 
 def with_advice(**instead: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have a method name the replacements of hivemind's arguments; ``instead`` has these as :data:`INSTEAD` does."""
+    """Decorate a method: its error for a hivemind argument names the replacement, in the form of :data:`INSTEAD`."""
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(method)
@@ -147,4 +150,6 @@ def _other_arguments(what: str, instead: Mapping[str, str], foreign: set[str]) -
 
 
 def _advice(name: str, text: str) -> str:
-    return f"leave {name}= out{text}" if not text or text.startswith(":") else f"write {text} instead of {name}="
+    if not text or text.startswith(":"):
+        return f"leave {name}= out{text}"
+    return f"write {text} instead of {name}="

@@ -92,8 +92,8 @@ class Identity:
             pem = path.read_bytes()
             if not pem:
                 raise ConfigError(
-                    f"identity file {path} is empty: the disk was full, or the machine went down, when it was made; "
-                    "put back a copy, or delete it to have a new one made, which is another identity"
+                    f"identity file {path} is empty: the disk was full, or the machine went down, when it was written; "
+                    "restore it from a copy, or delete it: a new identity is then made"
                 )
             key = serialization.load_pem_private_key(pem, password=None)
             if isinstance(key, Ed25519PrivateKey):
@@ -107,13 +107,13 @@ class Identity:
             raise
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(
-                f"identity file {path} is not an unencrypted PEM private key; "
-                "name a file that does not exist to have one made"
+                f"identity file {path} is not an unencrypted PEM private key; name a file that does not exist: a new "
+                "key is then made there"
             ) from error
         if not isinstance(key, Ed25519PrivateKey):
             raise ConfigError(
-                f"identity file {path} holds {type(key).__name__}; an Ed25519 key is needed, "
-                "as is made when the file does not exist"
+                f"identity file {path} holds {type(key).__name__}; an Ed25519 key is needed. Name a file that does not "
+                "exist: a new key is then made there"
             )
         return cls(key)
 
@@ -154,7 +154,7 @@ def _keep_to_owner(path: Path) -> None:
     """Remove the access of other users to a private key.
 
     Raises:
-        ConfigError: others can write it, and that cannot be changed.
+        ConfigError: other users can write it, and that cannot be changed.
     """
     mode = path.stat().st_mode & 0o777
     if os.name != "posix" or not mode & 0o077:
@@ -164,15 +164,19 @@ def _keep_to_owner(path: Path) -> None:
     except OSError as error:
         if mode & 0o022:
             raise ConfigError(
-                f"identity file {path} can be written by others of this machine (mode {mode:o}), and {error.strerror}; "
-                "its owner must run: chmod 600"
+                f"identity file {path} can be written by other users of this machine (mode {mode:o}), and that cannot "
+                f"be changed ({error.strerror}); its owner must run: chmod 600 {path}"
             ) from error
         logger.warning(
-            "identity file %s can be read by others of this machine (mode %o), who can act as this peer", path, mode
+            "identity file %s can be read by other users of this machine (mode %o), who can act as this peer; its "
+            "owner should run: chmod 600 %s",
+            path,
+            mode,
+            path,
         )
         return
     logger.warning(
-        "identity file %s was open to others of this machine (mode %o) and is now readable by its owner only; if "
+        "identity file %s was open to other users of this machine (mode %o) and is now readable by its owner only; if "
         "somebody may have copied it, make a new key (a peer: delete the file; a run's owner: move the key and the "
         "charter away, and make new ones with manyhands run create)",
         path,

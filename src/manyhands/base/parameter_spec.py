@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import msgspec
 
 COMPILED = "_orig_mod"
-"""What ``torch.compile`` puts into the names of what it has wrapped."""
+"""Part that ``torch.compile`` adds to the name of each parameter of a wrapped module."""
+
 PARALLEL = "module."
-"""What ``DistributedDataParallel`` and ``DataParallel`` put before all names."""
+"""Prefix that ``DistributedDataParallel`` and ``DataParallel`` add to all names."""
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
@@ -21,7 +22,7 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
 
 def bare_names(names: Iterable[str]) -> list[str]:
-    """Names of parameters or buffers as the model itself has them, whatever wraps it or a part of it on this peer."""
+    """Return names of parameters or buffers without what wrappers of the model, or of parts of it, have added."""
     bare = [".".join(part for part in name.split(".") if part != COMPILED) for name in names]
     while bare and all(name.startswith(PARALLEL) for name in bare):
         bare = [name.removeprefix(PARALLEL) for name in bare]

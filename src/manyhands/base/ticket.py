@@ -32,7 +32,7 @@ _EXAMPLE = "copy it whole, from mh1 to its end"
 class _Content(msgspec.Struct, array_like=True):
     run_id: str
     digest: bytes
-    addresses: list[tuple[str, bytes]]  # each without the peer id, with the peer id beside it
+    addresses: list[tuple[str, bytes]]  # multiaddr without the peer id, and the peer id as bytes
 
 
 class _ChartedContent(_Content, array_like=True):
@@ -46,7 +46,7 @@ class Ticket:
 
     Attributes:
         run_id: its name; empty for any run.
-        addresses: of some of its peers; at most :data:`MAX_ADDRESSES` are kept.
+        addresses: addresses of some of its peers; at most :data:`MAX_ADDRESSES` are kept.
         digest: the first :data:`DIGEST_BYTES` of the fingerprint of the run manifest; empty if unknown.
         charter: digest of the charter of the run; empty if it has none.
         token: an invitation; may be empty. See :mod:`manyhands.access`.
@@ -78,7 +78,7 @@ class Ticket:
 
     @classmethod
     def is_one(cls, text: str) -> bool:
-        """Whether a text looks like a ticket, and not like an address; spaces and line breaks in it are ignored."""
+        """Whether a text looks like a ticket rather than an address; spaces and line breaks in it are ignored."""
         return _WORD.fullmatch("".join(text.split())) is not None
 
     @classmethod
@@ -124,7 +124,7 @@ def split_tickets(places: Sequence[str | Address]) -> tuple[list[Address], list[
         ConfigError: one is neither a ticket nor an address.
     """
     if isinstance(places, str) or not isinstance(places, Iterable):
-        return parse_addresses(places), []  # raises an error that says what to write instead
+        return parse_addresses(places), []  # raises an error that says what to write
     tickets = [Ticket.parse(place) for place in places if isinstance(place, str) and Ticket.is_one(place)]
     others = [place for place in places if not (isinstance(place, str) and Ticket.is_one(place))]
     return [*(address for ticket in tickets for address in ticket.addresses), *parse_addresses(others)], tickets

@@ -11,8 +11,8 @@ def clear_tracebacks(error: E) -> E:
     """Remove the tracebacks of an error and of its causes, and return it.
 
     A traceback keeps the local variables of its frames alive, such as vectors as large as the model, and often the
-    object that stores the error: a cycle that only the garbage collector frees. For expected errors that are not raised
-    again.
+    object that stores the error: a cycle that only the garbage collector frees. Use it for expected errors that
+    are not raised again.
     """
     errors: list[BaseException | None] = [error]
     seen: set[int] = set()

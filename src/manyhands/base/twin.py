@@ -1,7 +1,7 @@
-"""Notices a copy of this peer's identity, as after a state folder was copied to a second machine.
+"""Detects a copy of this peer's identity, as after a state folder was copied to a second machine.
 
-Each process names itself in the records that it publishes under its peer id. One that another process has signed since
-reveals the copy.
+Each process puts the time when it began into the records that it publishes under its peer id. A later record with
+another time shows that a second process has the same identity.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from manyhands.base.identity import PeerId
 logger = logging.getLogger(__name__)
 
 EARLIER_LIFE_S = 5.0
-"""A record from before this peer's restart may seem younger than it is, by its travel time."""
+"""Seconds after the start of this process in which a record may still be from before a restart: its travel time makes
+it seem younger."""
+
 STAY_S = 10.0
-"""How long the process that must go still publishes at each look, so that the other one learns of it."""
+"""Seconds for which the process that has to end goes on publishing, so that the other one detects it too."""
 
 
 class Twin:
-    """Finds another process with this peer's identity by its records. The one that began earlier goes on.
+    """Finds another process with this peer's identity by its records. The process that began earlier goes on.
 
     Args:
-        began_at: when this process began, by the wall clock; it names the process in its records.
+        began_at: when this process began, by the wall clock; it identifies the process in its records.
         now: the same instant in loop time.
 
     Attributes:
@@ -41,19 +43,27 @@ class Twin:
         self.is_older = False
 
     def is_to_be_told(self, now: float) -> bool:
-        """Whether the other process has just been noticed, and may not know of this one."""
+        """Whether the other process was detected so recently that it may not have detected this one."""
         return now < self._noticed + STAY_S
 
     def seen(self, began_at: float, issued: float, now: float) -> None:
-        """A record under this peer's own id has been read, of a process that began at ``began_at``, 0.0 if unknown."""
+        """Take in a record under this peer's own id that was read from the DHT.
+
+        Args:
+            began_at: when the process that signed it began, by its wall clock; 0.0 if unknown.
+            issued: when it was signed, in loop time.
+            now: loop time.
+        """
         is_own = began_at in (0.0, self._began_at)
         if is_own or issued < self._began + EARLIER_LIFE_S or began_at == self._other_began_at:
             return
-        self._other_began_at, self._noticed, self.is_older = began_at, now, began_at < self._began_at
+        self._other_began_at = began_at
+        self._noticed = now
+        self.is_older = began_at < self._began_at
         logger.error("%s", self._described())
 
     def check(self, now: float) -> None:
-        """Raises ``ConfigError`` if this process must not go on."""
+        """Raise ``ConfigError`` if this process has to end."""
         if self.is_older and not self.is_to_be_told(now):
             raise ConfigError(self._described())
 
@@ -61,9 +71,9 @@ class Twin:
         assert self._other_began_at is not None
         since = time.strftime("%b %d %H:%M:%S", time.localtime(self._other_began_at))
         consequence = (
-            "so this one ends; give it a folder of its own (state_dir=, --state-dir, --checkpoint-dir)"
+            "so this process ends; give it a folder of its own (state_dir=, --state-dir, --checkpoint-dir)"
             if self.is_older
-            else "so it is to end by itself; this one goes on"
+            else "so that process ends, and this one goes on"
         )
         which = "earlier" if self.is_older else "later"
         return (

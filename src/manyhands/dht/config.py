@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from manyhands.base.errors import ConfigError
 
-# Part of the wire format: the largest message then fits into a frame of 1 MiB.
+# Limits of the wire format: together they keep the largest message within a frame of 1 MiB.
 MAX_CONTACTS = 64  # in one reply
 MAX_FOUND_RECORDS = 1024  # in one reply
 MAX_FOUND_BYTES = 1 << 19
@@ -79,9 +79,9 @@ class DhtConfig:
             value = getattr(self, field.name)
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{field.name} is {value}; a number above 0 is needed, such as {field.default}")
-        self._check_at_most("k", MAX_CONTACTS, "what one reply carries")
-        self._check_at_most("replicas", self.k, "k, what a lookup finds")
-        self._check_at_most("max_value_bytes", MAX_VALUE_BYTES, "what one message carries")
+        self._check_at_most("k", MAX_CONTACTS, "the most contacts in one reply")
+        self._check_at_most("replicas", self.k, "k, the number of peers that a lookup finds")
+        self._check_at_most("max_value_bytes", MAX_VALUE_BYTES, "the most bytes of a value in one message")
 
     def _check_at_most(self, name: str, limit: int, limit_is: str) -> None:
         if getattr(self, name) > limit:

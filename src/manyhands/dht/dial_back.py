@@ -33,21 +33,24 @@ AT_ONCE = 8
 MAX_STRANGERS = 128
 
 DOUBTED_AFTER_S = 1.0
-"""A dial takes four one-way trips."""
+"""Seconds until a peer that was not reached is removed from the table. A dial takes four one-way trips, so each of them
+may take 250 ms."""
 
 FIRST_WAIT_S = 30.0
+"""Seconds between the first failed dial of a peer and the next dial."""
+
 MOST_WAIT_S = 480.0
-"""A port that its user has opened meanwhile is found after at most this time."""
+"""Longest wait between two dials of a peer: a port that its user has opened meanwhile is found within this time."""
 
 MOVED_WAIT_S = 5.0
 """A peer that announces other addresses is dialled again after at most this time since the last dial began."""
 
-MAX_IN_VAIN = 1024
-"""Peers with failed dials that are remembered."""
+MAX_FAILED = 1024
+"""Peers whose failed dials are remembered; the one whose last dial is the oldest is forgotten first."""
 
 
 @dataclass(frozen=True)
-class _InVain:
+class _FailedDial:
     began: float  # loop time
     wait_s: float
 
@@ -61,8 +64,8 @@ class DialBack:
 
     Args:
         on_reached: called with each peer that was reached.
-        on_failed: called with each peer that was not reached, or not soon.
-        on_doubted: called with each of these that is still connected.
+        on_failed: called with each peer whose dial failed, or takes longer than :data:`DOUBTED_AFTER_S`.
+        on_doubted: called with each such peer that is still connected, over a connection that it dialled itself.
         timeout_s: timeout of one dial.
     """
 
@@ -81,7 +84,7 @@ class DialBack:
         self._timeout_s = timeout_s
         self._strangers: set[PeerId] = set()
         self._room = asyncio.Semaphore(AT_ONCE)
-        self._in_vain: OrderedDict[PeerId, _InVain] = OrderedDict()
+        self._failed: OrderedDict[PeerId, _FailedDial] = OrderedDict()
         self._tasks = TaskOwner("dials to strangers")
 
     async def close(self) -> None:
@@ -90,20 +93,20 @@ class DialBack:
 
     def meet(self, peer_id: PeerId) -> bool:
         """Dial a peer soon, unless a dial failed recently; return whether to enter it in the table meanwhile."""
-        in_vain = self._in_vain.get(peer_id)
-        if in_vain is not None and asyncio.get_running_loop().time() < in_vain.until:
+        failed = self._failed.get(peer_id)
+        if failed is not None and asyncio.get_running_loop().time() < failed.until:
             return False
         if peer_id in self._strangers or len(self._strangers) >= MAX_STRANGERS or self._tasks.is_closed:
             return False
         self._strangers.add(peer_id)
         self._tasks.spawn(self._prove(peer_id), name=f"dialling back {peer_id}")
-        return in_vain is None
+        return failed is None
 
     def moved(self, peer_id: PeerId) -> None:
         """Allow a dial to a peer soon, as it announced other addresses."""
-        in_vain = self._in_vain.get(peer_id)
-        if in_vain is not None:
-            self._in_vain[peer_id] = _InVain(in_vain.began, min(in_vain.wait_s, MOVED_WAIT_S))
+        failed = self._failed.get(peer_id)
+        if failed is not None:
+            self._failed[peer_id] = _FailedDial(failed.began, min(failed.wait_s, MOVED_WAIT_S))
 
     async def _prove(self, peer_id: PeerId) -> None:
         loop = asyncio.get_running_loop()
@@ -114,7 +117,9 @@ class DialBack:
                 return
             late.cancel()
             self._on_failed(peer_id)
-            await asyncio.sleep(began + DOUBTED_AFTER_S - loop.time())  # it may be leaving, and return
+            await asyncio.sleep(
+                began + DOUBTED_AFTER_S - loop.time()
+            )  # a peer that is leaving is no longer connected then
             if self._is_out_of_reach(peer_id):
                 self._on_doubted(peer_id)
                 self._leave_alone(peer_id, began)
@@ -140,13 +145,16 @@ class DialBack:
             except (Unavailable, PeerError) as error:
                 logger.debug("peer %s has called, but cannot be dialled: %s", peer_id, error)
                 return False
-        self._in_vain.pop(peer_id, None)
+        self._failed.pop(peer_id, None)
         self._on_reached(peer_id)
         return True
 
     def _leave_alone(self, peer_id: PeerId, since: float) -> None:
-        before = self._in_vain.pop(peer_id, None)
-        wait_s = max(min(2 * before.wait_s, MOST_WAIT_S), FIRST_WAIT_S) if before is not None else FIRST_WAIT_S
-        self._in_vain[peer_id] = _InVain(since, wait_s)
-        if len(self._in_vain) > MAX_IN_VAIN:
-            self._in_vain.popitem(last=False)
+        """Do not dial a peer for a while after a failed dial that began at ``since``."""
+        before = self._failed.pop(peer_id, None)
+        wait_s = FIRST_WAIT_S
+        if before is not None:
+            wait_s = max(FIRST_WAIT_S, min(2 * before.wait_s, MOST_WAIT_S))
+        self._failed[peer_id] = _FailedDial(since, wait_s)
+        if len(self._failed) > MAX_FAILED:
+            self._failed.popitem(last=False)

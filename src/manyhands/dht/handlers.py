@@ -47,7 +47,7 @@ class RequestHandlers:
     """Handles ``dht.*`` requests, within limits, until :meth:`close`. In client mode it serves nothing.
 
     Args:
-        met: by topic, whether this peer has met another one.
+        met: by topic, a function that returns whether this peer was in a round with another one.
 
     Attributes:
         refusals: refused records of other peers, by reason.
@@ -93,7 +93,7 @@ class RequestHandlers:
         point = id_from_bytes(request.target)
         if request.wants_contacts and not self._knows_same(point, request.nearest):
             table = self._overlay.table
-            is_neighbour = point == node_id(remote)  # it looks for its neighbours, in whatever network
+            is_neighbour = point == node_id(remote)  # it looks for its neighbours, which may all be in one network
             find = table.nearest if is_neighbour else table.nearest_spread
             nearest = find(point, self._config.k + 1)
             contacts = [contact for contact in nearest if contact.peer_id != remote][: self._config.k]
@@ -110,22 +110,25 @@ class RequestHandlers:
 
     def hold(self, source: PeerId, aged: AgedRecord) -> StoreOutcome:
         """Store a record that a peer sent, if the rules allow it."""
-        now, record = asyncio.get_running_loop().time(), aged.record
+        now = asyncio.get_running_loop().time()
+        record = aged.record
         machine = self._machine_of(source) if source != self._endpoint.peer_id else ""
         reason = self._storage.offer(aged, now, self._wall_clock(), machine)
         self.note(reason, source, record)
         later = self._storage.held(record.key, record.subkey, now) if reason is Reason.STALE else None
         is_responsible = self._holder_cache.is_own(record.key)
-        return StoreOutcome(reason.is_stored, reason.value, later.aged(now) if later else None, is_responsible)
+        later_record = later.aged(now) if later is not None else None
+        return StoreOutcome(reason.is_stored, reason.value, later_record, is_responsible)
 
     def has_met(self, record: Record) -> bool:
-        """Whether this peer has met the owner of a record, so that its signature is checked in any case."""
+        """Whether this peer was in a round with the owner of a record. The signature is then checked in any case."""
         has_met = self._met.get(topic_of(record.key))
         return has_met is not None and has_met(PeerId(record.owner))
 
     def may_check(self, source: PeerId, records: Sequence[Record]) -> bool:
-        """Count checks of the signatures of records that a peer sent; return whether its network may have them."""
-        now, host = asyncio.get_running_loop().time(), self._endpoint.host_of(source)
+        """Count signature checks of records that a peer sent; return whether its network is within the limit."""
+        now = asyncio.get_running_loop().time()
+        host = self._endpoint.host_of(source)
         network = network_of(host) if host else self._overlay.network_of(source)
         nums = Counter(record.key for record in records)
         return all(self._rate_limit.may_check(network, key, num, now) for key, num in nums.items())
@@ -134,7 +137,8 @@ class RequestHandlers:
         """Count an invalid or refused record of another peer."""
         if not reason.is_stored and reason is not Reason.STALE:
             self.refusals[reason] += 1
-            logger.debug("invalid record from peer %s (%s): %r, %r", source, reason.value, record.key, record.subkey)
+            logger.debug("refused a record of peer %s (%s): key %r, subkey %r",
+                         source, reason.value, record.key, record.subkey)  # fmt: skip
 
     def _on_ping(self, remote: PeerId, request: PingRequest) -> PingResponse:
         self._let_in(remote)
@@ -156,7 +160,10 @@ class RequestHandlers:
         num_forged = sum(outcome.code == Reason.BAD_SIGNATURE.value for outcome in outcomes)
         if num_forged:
             self._rate_limit.charge_forged(remote, self._machine_of(remote), num_forged, now)
-        knows_same = bool(request.records) and self._knows_same(key_id(request.records[0].record.key), request.nearest)
+        knows_same = False
+        if request.records:
+            target = key_id(request.records[0].record.key)
+            knows_same = self._knows_same(target, request.nearest)
         return StoreResponse(outcomes, knows_same)
 
     def _on_topics(self, remote: PeerId, request: TopicsRequest) -> TopicsResponse:
@@ -165,12 +172,14 @@ class RequestHandlers:
 
     def topics(self, kind: str) -> set[str]:
         """Return the topics of which this node holds records of a kind or has declared a schema."""
-        declared = {topic for topic, _, key_kind in (key.partition(".") for key in self._schemas) if key_kind == kind}
+        keys = (key.partition(".") for key in self._schemas)
+        declared = {topic for topic, _, key_kind in keys if key_kind == kind}
         return declared | self._storage.topics(kind, asyncio.get_running_loop().time())
 
     def _let_in(self, remote: PeerId) -> None:
         """Add the caller to the routing table; refuse it if it exceeds the rate limit."""
-        limit = self._rate_limit.broken_by(remote, self._machine_of(remote), asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        limit = self._rate_limit.broken_by(remote, self._machine_of(remote), now)
         if limit is not None:
             raise self._too_many(f"{limit:g} requests a second")
         self._overlay.seen(remote)

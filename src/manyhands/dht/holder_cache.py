@@ -24,8 +24,11 @@ from manyhands.dht.networks import spread
 from manyhands.dht.routing import RoutingTable
 
 REMEMBERED_PERIODS = 16.0
-"""A newcomer is known to its neighbours at once, and they report it; the rest is for holders that never hear of it."""
+"""Periods of upkeep for which the result of a lookup is cached. It may be long: a holder that a newcomer displaces
+usually reports that it is no longer among the nearest. The limit is for holders that never hear of the newcomer."""
+
 REMEMBERED_KEYS = 1024
+"""Keys whose holders are cached."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,10 @@ class HolderCache:
     """The peers that should hold each key, and those that a lookup found.
 
     Args:
-        own_id: this node's.
+        own_id: the peer id of this node.
         table: the peers that this node knows.
         network_of: returns the network of a peer, including this one.
-        is_client: whether this node is in no other peer's table, and so holds nothing for others; may change.
+        is_client: returns whether this node is in no other peer's table, and so holds nothing for others.
     """
 
     def __init__(
@@ -59,39 +62,44 @@ class HolderCache:
         self._table = table
         self._num = config.replicas
         self._memory_s = REMEMBERED_PERIODS * config.refresh_period_s
-        self._known: dict[str, tuple[tuple[int, bool], list[PeerId]]] = {}  # with the state of the table it is for
+        self._known: dict[str, tuple[tuple[int, bool], list[PeerId]]] = {}  # with the version of the table
         self._is_own: dict[str, tuple[tuple[int, int], bool]] = {}  # likewise
         self._found: OrderedDict[str, _Found] = OrderedDict()
 
     def among(self, key: str, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Return those of these peers and this one that should hold a key, nearest first."""
+        """Return which of these peers and this node should hold a key, nearest first."""
         candidates = list(peers) if self._is_client() else [*peers, self._own_id]
         target = key_id(key)
         candidates.sort(key=lambda peer: distance(node_id(peer), target))
         return spread(candidates, self._num, self._network_of)
 
     def known(self, key: str) -> list[PeerId]:
-        """Return those of all known peers that should hold a key."""
-        version, peers = self._known.get(key, ((-1, False), []))
-        if version != (now := (self._table.num_changes, self._is_client())):
-            own_network = None if self._is_client() else self._network_of(self._own_id)
-            peers = self._table.holders(key_id(key), self._num, own_network)  # the link may cause one failure
-            if len(self._known) >= REMEMBERED_KEYS:
-                self._known.clear()
-            self._known[key] = (now, peers)
+        """Return which of all known peers should hold a key."""
+        version = (self._table.num_changes, self._is_client())
+        cached = self._known.get(key)
+        if cached is not None and cached[0] == version:
+            return cached[1]
+        own_network = None if self._is_client() else self._network_of(self._own_id)
+        peers = self._table.holders(key_id(key), self._num, own_network)  # includes failed ones: a link may fail once
+        if len(self._known) >= REMEMBERED_KEYS:
+            self._known.clear()
+        self._known[key] = (version, peers)
         return peers
 
     def is_own(self, key: str) -> bool:
         """Whether this node should hold a key, as far as it knows."""
         if self._is_client():
             return False
-        version, is_own = self._is_own.get(key, ((-1, -1), False))
-        if version != (now := (self._table.num_changes, self._table.num_silences)):
-            own_network = self._network_of(self._own_id)
-            is_own = self._own_id in self._table.holders(key_id(key), self._num, own_network, with_silent=False)
-            if len(self._is_own) >= REMEMBERED_KEYS:
-                self._is_own.clear()
-            self._is_own[key] = (now, is_own)
+        version = (self._table.num_changes, self._table.num_silences)
+        cached = self._is_own.get(key)
+        if cached is not None and cached[0] == version:
+            return cached[1]
+        own_network = self._network_of(self._own_id)
+        holders = self._table.holders(key_id(key), self._num, own_network, with_silent=False)
+        is_own = self._own_id in holders
+        if len(self._is_own) >= REMEMBERED_KEYS:
+            self._is_own.clear()
+        self._is_own[key] = (version, is_own)
         return is_own
 
     def recall(self, key: str, now: float) -> tuple[PeerId, ...]:
@@ -99,7 +107,7 @@ class HolderCache:
         found = self._found.get(key)
         if found is None or found.until <= now or self._knows_nearer(key, found.holders):
             return ()
-        if self._own_id in found.holders and self._is_client():  # a client since then
+        if self._own_id in found.holders and self._is_client():  # it became a client since then
             return ()
         return found.holders
 

@@ -14,7 +14,7 @@ from manyhands.base.identity import PeerId
 ID_BITS = 256
 ID_BYTES = ID_BITS // 8
 DIGEST_BYTES = 8
-MAX_POINTS = 65536  # cached; about 20 MB
+MAX_POINTS = 65536  # in the cache; about 20 MB
 
 
 class _Points(dict[PeerId, int]):
@@ -31,7 +31,7 @@ class _Points(dict[PeerId, int]):
 
 
 node_id: Callable[[PeerId], int] = _Points().__getitem__
-"""The point of a peer: SHA-256 of its peer id, so that choosing a point takes a search for a key."""
+"""The point of a peer: SHA-256 of its peer id, so that a peer can choose its point only by trying many keys."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -67,7 +67,8 @@ class Issuer:
         schema = self._schemas.get(key)
         if schema is not None and schema.fault_of(record) is not None:
             raise ConfigError(
-                f"the value, its lifetime or its subkey is not as was declared for {key!r}: {schema.described()}"
+                f"the value, its lifetime or its subkey does not match the schema declared for {key!r}: "
+                f"{schema.described()}"
             )
         return record
 
@@ -102,7 +103,8 @@ class Issuer:
             )
 
     def _encoded(self, value: Any) -> bytes:
-        raw, max_bytes = encode_value(value), self._config.max_value_bytes
+        raw = encode_value(value)
+        max_bytes = self._config.max_value_bytes
         if len(raw) > max_bytes:
             raise ConfigError(f"the value has {len(raw)} bytes; at most {max_bytes} fit into a record of the DHT")
         return raw

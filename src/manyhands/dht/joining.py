@@ -36,12 +36,17 @@ from manyhands.runtime.tasks import TaskOwner
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 2.0
+"""Seconds until the first new attempt to dial missing peers; each later wait is twice as long."""
+
 NOTE_PERIOD_S = 180.0
+"""Seconds between two updates of the peers seen before."""
+
 MOST_WAIT_S = 24.0
-"""Parts of a swarm should merge within a minute: this long until a dial, and the rest for lookups."""
+"""Longest wait between two dials. Parts of a swarm should merge within a minute: this leaves the rest for lookups."""
 
 ANSWER_COUNTS_S = 300.0
-"""How long an answer counts of a peer for which the table had no room: there may be very many peers."""
+"""Seconds for which an initial peer counts as present after an answer although it is not in the table. In a large swarm
+its bucket may be full."""
 
 KNOWN_AT_ONCE = 16
 """Concurrent dials to peers seen before; most of them may be gone for good."""
@@ -126,7 +131,8 @@ class InitialPeers:
     async def keep_trying(self) -> None:
         """Redial missing peers for ever, by the rules at the top of this file."""
         loop = asyncio.get_running_loop()
-        wait_s, noted_at = FIRST_WAIT_S, -math.inf
+        wait_s = FIRST_WAIT_S
+        noted_at = -math.inf
         pause_s = wait_s * self._rng.uniform(0.5, 1.0)
         while not self._tasks.is_closed:
             left_s = self._round_began + pause_s - loop.time()
@@ -189,8 +195,9 @@ class InitialPeers:
         await self._look_through(sorted(through), deadline)
 
     async def _look_through(self, peers: Iterable[PeerId], deadline: float) -> None:
-        """Look up neighbours through each peer that names unknown ones, as it is of another part of the swarm."""
-        own_id, k = self._endpoint.peer_id, self._config.k
+        """Look up neighbours through each peer that names unknown ones: it belongs to another part of the swarm."""
+        own_id = self._endpoint.peer_id
+        k = self._config.k
         for peer_id in peers:
             contact = self._overlay.contact_of(peer_id)
             if contact is None or asyncio.get_running_loop().time() >= deadline:

@@ -22,7 +22,8 @@ from manyhands.dht.routing import MAX_ADDRESS_LENGTH, MAX_ADDRESSES, Contact
 
 MAX_PEERS = 64
 MAX_AGE_S = 30 * 86400.0
-"""After 30 days most addresses of volunteers belong to others."""
+"""Age, in seconds, above which an entry is dropped: by then most addresses of volunteers belong to others."""
+
 VERSION = 1
 
 

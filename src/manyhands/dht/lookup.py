@@ -11,7 +11,7 @@ nearest is slow. If most are slow, the cause is this peer or its link, and the l
 Malicious peers may name peers that do not exist, nearer to the point than all others. So contacts that only *suspects*
 named are asked only if there are too few others. A suspect has named at least ``NUM_BAD`` contacts that were slow or
 failed, and fewer that answered. Contacts that this peer knew itself do not count as bad. Contacts that others than
-suspects named do not count as good: anybody can name what everybody knows.
+suspects named do not count as good: any peer can name contacts that all peers know.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.3.
 """
@@ -163,7 +163,8 @@ class Lookup:
         return distance
 
     def _learn(self, contacts: Iterable[Contact], named_by: int | None) -> None:
-        states, target = self._states, self._target
+        states = self._states
+        target = self._target
         named = list(contacts)
         if len(named) > self._k:
             named = heapq.nsmallest(self._k, named, key=lambda contact: node_id(contact.peer_id) ^ target)
@@ -192,19 +193,21 @@ class Lookup:
 
     def _first(self, nearest: list[int]) -> list[int]:
         """Return the first ``num`` of these distances, limited per network if that matters."""
-        return (
-            spread(nearest, self._num, self._networks.__getitem__) if self._num_networks > 1 else nearest[: self._num]
-        )
+        if self._num_networks <= 1:
+            return nearest[: self._num]
+        return spread(nearest, self._num, self._networks.__getitem__)
 
     def _locate(self, contact: Contact) -> None:
         if self._network_of is not None:
             network = self._network_of(contact)
-            self._num_networks += network not in self._networks.values()
+            if network not in self._networks.values():
+                self._num_networks += 1
             self._networks[node_id(contact.peer_id) ^ self._target] = network
 
     def _trusted(self) -> list[int]:
         """Return contacts that did not fail, without those named only by suspects if there are enough others."""
-        states, namers = self._states, self._namers
+        states = self._states
+        namers = self._namers
         num_bad = Counter[int | None]()  # by the peer that named them
         num_good = Counter[int | None]()  # likewise
         for one, named_by in namers.items():

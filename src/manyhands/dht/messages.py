@@ -45,7 +45,7 @@ class Nearest(msgspec.Struct, frozen=True):
     """A digest of the nearest peers that the caller knows; a receiver that knows the same ones omits them.
 
     Attributes:
-        num: how many they are, the caller included if it is one of them.
+        num: number of these peers, including the caller if it is one of them.
         digest: :func:`manyhands.dht.ids.digest_of_distances` from the point to each.
     """
 
@@ -79,7 +79,8 @@ class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         contacts: those nearest to the point, at most ``k``; empty if the caller knows the same ones.
         records: those held under the key, in the order of their subkeys; as many as fit.
-        digest: :func:`manyhands.dht.records.digest_of_records` the records, when only that is wanted.
+        digest: the digest of the records, if the caller wants only that; see
+            :func:`manyhands.dht.records.digest_of_records`.
         is_responsible: whether the answering node believes that it is among the nearest to the point.
         is_more: whether it holds records after these.
     """
@@ -96,8 +97,8 @@ class StoreRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         records: the records to store.
-        nearest: the peers nearest to the key of these records, if they share one; by this a writer that did no lookup
-            asks whether it knows all responsible holders.
+        nearest: the peers nearest to the key of these records, if they share one. A writer that made no lookup asks
+            in this way whether it knows all responsible holders.
     """
 
     records: Annotated[list[AgedRecord], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
@@ -110,7 +111,8 @@ class StoreOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         is_stored: whether the holder has it now.
         code: a value of :class:`manyhands.dht.records.Reason`, or one of a later version.
-        later: the record that made this one stale; the writer issues above it, and other holders learn it.
+        later: the record that made this one stale. A writer then issues its own again, with a higher sequence number;
+            a holder that sent its copy stores the later record.
         is_responsible: whether the holder believes that it is among the nearest to the key.
     """
 
@@ -151,7 +153,7 @@ class TopicsResponse(msgspec.Struct, frozen=True):
 
 
 TOO_MANY_REQUESTS = "too_many_requests"
-"""Refusal code: the caller exceeds the request rate and may retry later."""
+"""Code of a refusal: the caller exceeds the request rate and may retry later."""
 
 PING = Method("dht.ping", PingRequest, PingResponse)
 FIND = Method("dht.find", FindRequest, FindResponse)

@@ -2,7 +2,7 @@
 
 Rules:
     * a network is a /24 of IPv4 or a /48 of IPv6;
-    * at most ``MAX_PER_NETWORK`` holders of a key are in one network, the nearest of it;
+    * at most ``MAX_PER_NETWORK`` holders of a key are in one network, namely its nearest peers;
     * if there are too few networks, the nearest of the rest fill the places: in a swarm within one network the holders
       are simply the nearest.
 """

@@ -39,7 +39,7 @@ Filter = Callable[[str, dict[str, StoredValue]], Awaitable[dict[str, StoredValue
 """Takes a key and the values found under it; returns those that are valid."""
 
 NUM_ASKED = 16
-"""Peers that are asked for their topics, or whether they are there."""
+"""Number of peers that :meth:`DhtNode.topics` and :meth:`DhtNode.anyone_answers` ask."""
 
 
 class DhtNode:
@@ -58,10 +58,10 @@ class DhtNode:
     Attributes:
         filters: by topic, a filter that hides some records from readers; the topic of a key is the part before its
             first ``.``.
-        members: by topic, the members of a run. The records of all others have little room here, as everybody who reads
-            the key has to read them too. Call :meth:`recount` when the members have changed.
-        met: by topic, whether this peer has met another one. Its records are checked at once, whatever else comes from
-            its network.
+        members: by topic, the members of a run. The records of other peers get only a small part of a key's capacity,
+            as each reader of the key has to read them too. Call :meth:`recount` when the members have changed.
+        met: by topic, a function that returns whether this peer was in a round with another one. The records of such a
+            peer are checked at once, whatever else comes from its network.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class DhtNode:
         return len(self._storage)
 
     async def anyone_answers(self) -> bool:
-        """Whether one of some peers in the routing table answers."""
+        """Ping some peers in the routing table; return whether any of them answers."""
         asked = (contact.peer_id for contact in self.contacts()[:NUM_ASKED])
         return any(await asyncio.gather(*map(self._overlay.ping, asked)))
 

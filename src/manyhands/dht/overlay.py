@@ -33,10 +33,10 @@ OnAnswer = Callable[[PeerId, FindResponse], object]
 logger = logging.getLogger(__name__)
 
 HEARD_PERIOD_S = 10.0
-"""A peer that is heard of again within this time is not entered in the table again."""
+"""The entry of a peer in the table is updated at most once within this time."""
 
 SAME_ADDRESSES_S = 60.0
-"""A peer that was heard of within this time, and not lost since, has not moved."""
+"""The addresses of a peer count as unchanged for this time after it was heard of, unless its connection was lost."""
 
 TOO_MANY_PAUSE_S = 0.1
 """Pause after ``too_many_requests``: bulk calls and handovers may need more requests than a peer takes at once."""
@@ -45,7 +45,8 @@ FILL_PERIOD_S = 300.0
 """Time between two attempts to find more contacts for one bucket."""
 
 REACHED_WITHIN_S = 15.0
-"""A peer that can be dialled is dialled within this time of the first answer to one of its own requests."""
+"""Seconds from the first answer to one of this peer's requests until it counts as unreachable. Other peers dial a peer
+sooner than that if they can."""
 
 FAR_CONTACTS = 3
 """Contacts to look up in each sparse region; peers that answer on the way are entered as well."""
@@ -98,11 +99,11 @@ class Overlay:
         if self._endpoint.is_client(peer_id):
             self.table.drop(peer_id)
         else:
-            self.table.lost(peer_id)  # else what was just heard of it counts
+            self.table.lost(peer_id)  # without this, seen() would keep the old addresses
             self.seen(peer_id)
 
     def doubt(self, peer_id: PeerId) -> None:
-        """Dial a peer that no other has reached since it began, even if this node reached it before that."""
+        """Dial a peer that reports that no peer has reached it since it began, even if this node reached it before."""
         if self.contact_of(peer_id) is not None:
             self._dial_back.meet(peer_id)
 
@@ -114,7 +115,7 @@ class Overlay:
         return Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]])
 
     def network_of(self, peer_id: PeerId, told: Sequence[str] = ()) -> str:
-        """Return the network of a peer: where this node has reached it, or else where it announces itself.
+        """Return the network of a peer: of the address where this node has reached it, or else of those it announces.
 
         Args:
             told: the addresses that others gave, in case the peer has announced none to this node.
@@ -129,7 +130,7 @@ class Overlay:
             if not addresses:
                 told = [*map(str, endpoint.addresses_to_tell(peer_id)), *told]
         hosts = [address.host for address in addresses if address.protocol.startswith("ip")]
-        if not hosts:  # reached by a host name, of which its owner may have many
+        if not hosts:  # it was reached by a host name: its owner may have many names
             hosts = [endpoint.host_of(peer_id)] if addresses else [_host_of(text) for text in told]
         return next((network_of(host) for host in hosts if host), peer_id)
 
@@ -173,22 +174,23 @@ class Overlay:
                 return None
             await asyncio.sleep(TOO_MANY_PAUSE_S)
         if self._timer is None:
-            self._timer = loop.call_later(REACHED_WITHIN_S, self._time_to_be_reached_is_up)
+            self._timer = loop.call_later(REACHED_WITHIN_S, self._on_reach_deadline)
         self.seen(peer_id)
         return response
 
-    def _time_to_be_reached_is_up(self) -> None:
+    def _on_reach_deadline(self) -> None:
         self._is_overdue = True
         if self.is_client() and not self._endpoint.client_mode:
             where = ", ".join(str(address) for address in self._endpoint.addresses)
             logger.warning(
-                "No peer could dial this one at %s: it reads and writes records, but others cannot find it, and it "
-                "holds no records for them. Open the port, announce the address that leads to it, or use client mode.",
+                "No other peer could dial this peer at %s. It reads and writes records, but others cannot find it, and "
+                "it holds no records for them. Open the port, announce the address that leads to it, or use client "
+                "mode.",
                 where or "any address",
             )
 
     async def ping(self, peer_id: PeerId) -> bool:
-        """Whether a peer answers; it is asked to dial back if no peer has reached this one yet."""
+        """Return whether a peer answers. It is also asked to dial back if no peer has reached this one yet."""
         return await self.ask(peer_id, PING, self.greeting()) is not None
 
     def greeting(self) -> PingRequest:

@@ -19,18 +19,18 @@ SOURCE_SHARE = 0.75
 little. Above ``OPEN_SHARE``, so that unsigned records of a network leave capacity for the signed ones of its peers."""
 
 STRANGERS_SHARE = 1 / 64
-"""The share of a key's capacity that records of peers which are not members may take, in a run whose members are known:
-each read of the key costs that much more. Room for the newcomers of some seconds."""
+"""The share of a key's capacity that records of peers which are not members may take, in a run whose members are known.
+Each read of the key costs that much more. It is enough for the newcomers of a few seconds."""
 
 
 class Membership(Protocol):
-    """Knows the members of a run."""
+    """Tells which peers are members of a run."""
 
     def is_member(self, peer_id: PeerId) -> bool:
         """Whether a peer is known to be a member."""
 
     def takes(self, record: Record) -> bool:
-        """Whether a signed record that is to be held here is a member's; may learn from it that it is."""
+        """Whether a signed record that is to be held here is a member's. The record itself may prove the membership."""
 
 
 @dataclass
@@ -40,7 +40,10 @@ class _Usage:
 
 
 class Quotas:
-    """Numbers and bytes of records by scope: total, owner, source, key, key and network, and some kinds of a key's."""
+    """Counts records and their bytes: in total, by owner, source, key, and key and network.
+
+    Unsigned records of a key, and records of peers that are not members, are also counted by themselves.
+    """
 
     def __init__(self, config: DhtConfig) -> None:
         self._usage: defaultdict[tuple[str, str], _Usage] = defaultdict(_Usage)
@@ -83,12 +86,12 @@ class Quotas:
 
 
 def strangers_room(config: DhtConfig) -> tuple[int, int]:
-    """Return how many records of strangers one key may hold where members are known, and their bytes."""
+    """Return how many records of strangers one key may hold if members are known, and how many bytes of them."""
     return _room(config, STRANGERS_SHARE)
 
 
 def open_room(config: DhtConfig) -> tuple[int, int]:
-    """Return how many unsigned records one key may hold, and their bytes."""
+    """Return how many unsigned records one key may hold, and how many bytes of them."""
     return _room(config, OPEN_SHARE)
 
 

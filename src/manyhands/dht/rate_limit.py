@@ -7,11 +7,12 @@ from manyhands.dht.config import DhtConfig
 from manyhands.rpc.rate import Buckets
 
 FORGED_COSTS = 10
-"""A forged record counts as this many requests: verifying it is expensive, making it up is not."""
+"""Requests that one forged record counts as: verifying it is expensive, making one up is not."""
 
 MAX_CHECKS_PER_S = 200.0
-"""New or changed signed records of one key that a node checks for one network, which has any number of identities. A
-check takes about 0.15 ms; a hundred trainers behind one address publish as often, twice a second each."""
+"""Signature checks per second for one key and one network, in which an attacker may have any number of identities. Only
+new or changed records are checked, which takes about 0.15 ms each. A hundred trainers behind one address publish at
+this rate: twice a second each."""
 
 
 class RateLimit:

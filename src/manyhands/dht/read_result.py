@@ -41,7 +41,7 @@ class StoredValue(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def value(self) -> Any:
-        """The decoded value, with lists in place of tuples. Decoded on access, as most were read before."""
+        """The value, decoded on each access, with lists in place of tuples."""
         return msgspec.msgpack.decode(self.raw)
 
 
@@ -54,7 +54,7 @@ class ReadResult:
     Args:
         checked: records that the last read of the key accepted; they are not verified again.
         schema: the declared schema of the key.
-        members: those of the run, if they are known.
+        members: the members of the run, if they are known.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class ReadResult:
         self._members = members
         self._num_shown: Counter[PeerId] = Counter()
         self._strangers_bytes: Counter[PeerId] = Counter()
-        self._num_bytes = self._num_open = self._open_bytes = 0
+        self._num_bytes = 0
+        self._num_open = 0  # unsigned records
+        self._open_bytes = 0
         self._open_room = open_room(config)
 
     def add(self, record: Record, expires_at: float, num_bytes: int | None = None) -> Reason:
@@ -84,7 +86,8 @@ class ReadResult:
         """
         size = record.num_bytes if num_bytes is None else num_bytes
         before = self.found.get(record.subkey)
-        more, num_bytes = 1, size
+        more_records = 1
+        more_bytes = size
         if before is not None:
             if before[0] is record or before[0] == record:
                 if expires_at > before[1]:
@@ -92,17 +95,19 @@ class ReadResult:
                 return Reason.UNCHANGED
             if not record.supersedes(before[0]):
                 return Reason.STALE
-            more, num_bytes = 0, size - before[2]
-        if len(self.found) + more > self._config.max_records_per_key or (
-            self._num_bytes + num_bytes > self._config.max_bytes_per_key
-        ):
+            more_records = 0
+            more_bytes = size - before[2]
+        if len(self.found) + more_records > self._config.max_records_per_key:
+            return Reason.KEY_FULL
+        if self._num_bytes + more_bytes > self._config.max_bytes_per_key:
             return Reason.KEY_FULL
         if not record.owner:  # an earlier record of the same subkey had no owner either
             max_records, max_bytes = self._open_room
-            if self._num_open + more > max_records or self._open_bytes + num_bytes > max_bytes:
+            if self._num_open + more_records > max_records or self._open_bytes + more_bytes > max_bytes:
                 return Reason.KEY_FULL
-            self._num_open, self._open_bytes = self._num_open + more, self._open_bytes + num_bytes
-        self._num_bytes += num_bytes
+            self._num_open += more_records
+            self._open_bytes += more_bytes
+        self._num_bytes += more_bytes
         self.found[record.subkey] = (record, expires_at, size)
         return Reason.ACCEPTED
 
@@ -112,7 +117,8 @@ class ReadResult:
         Returns:
             Whether it was added, or why not.
         """
-        record, num_bytes = aged.record, None
+        record = aged.record
+        num_bytes = None
         known = self._checked.get(record.subkey) or self.found.get(record.subkey)
         if known is not None and known[0] == record:
             record, _, num_bytes = known
@@ -131,7 +137,7 @@ class ReadResult:
         return bool(record.owner) and all(one is None or one[0] != record for one in known)
 
     def keep(self, subkey: str) -> None:
-        """Let the record that the last read of the key accepted count, as a later one was not checked."""
+        """Add the record that the last read of the key accepted, because a later one was not checked."""
         if subkey in self._checked:
             self.add(*self._checked[subkey])
 
@@ -161,7 +167,9 @@ class ReadResult:
         return self._strangers_bytes[holder] > strangers_room(self._config)[1]
 
     def _is_strangers(self, record: Record) -> bool:
-        return self._members is not None and not (record.owner and self._members.is_member(PeerId(record.owner)))
+        if self._members is None:
+            return False
+        return not record.owner or not self._members.is_member(PeerId(record.owner))
 
     def values(self, now: float) -> dict[str, StoredValue]:
         """Return the live values by subkey, without deleted ones."""

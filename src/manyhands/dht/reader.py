@@ -28,10 +28,10 @@ PAGES_TIMEOUT_S = 30.0
 """Timeout for the pages of one holder after the first: 8 MiB from each of five holders, over 12 Mbit/s."""
 
 REMEMBERED_KEYS = 16
-"""Keys whose last records are kept, so that they need not be verified again ..."""
+"""Keys whose records are kept after a read, so that the next read need not verify them again."""
 
 REMEMBERED_RECORDS = 16_384
-"""... and the maximum of records kept for all of them."""
+"""Records kept in total; the key that was read longest ago is dropped first."""
 
 
 class Reader:
@@ -40,7 +40,7 @@ class Reader:
     Args:
         own_id: the node's peer id; its own records are read without a request.
         schemas: by key; may be extended later.
-        members: those of some runs, by topic; may be extended later.
+        members: by topic, the members of a run; may be extended later.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class Reader:
         self._flooders.pop(key, None)
         self._note_flooders(key, found, holders)
         sound = set(holders) - self._flooders.get(key, set())
-        now, are_complete = asyncio.get_running_loop().time(), found.are_complete(sound)
+        now = asyncio.get_running_loop().time()
+        are_complete = found.are_complete(sound)
         self._holder_cache.remember(key, holders, now, are_complete)
 
     def _note_flooders(self, key: str, found: ReadResult, holders: Iterable[PeerId]) -> None:
@@ -126,7 +127,7 @@ class Reader:
         if not replicas:
             return False
         self._rng.shuffle(replicas)
-        # reading from this node costs nothing, and from one that holds what strangers made up a lot
+        # this node first, as that takes no request; holders with many records of strangers last, as those cost most
         flooders = self._flooders.get(key, set())
         replicas.sort(key=lambda peer_id: (peer_id in flooders, peer_id != self._own_id))
         first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
@@ -186,8 +187,9 @@ class Reader:
         return await self._overlay.ask(peer_id, FIND, request)
 
     def _merge(self, found: ReadResult, source: PeerId, records: list[AgedRecord]) -> list[Record]:
-        """Add the records that a peer sent; return the valid ones, and those that it is too early to check."""
-        now, wall_now = asyncio.get_running_loop().time(), self._wall_clock()
+        """Add the records that a peer sent; return the valid ones, and those that exceed the limit of checks."""
+        now = asyncio.get_running_loop().time()
+        wall_now = self._wall_clock()
         left_out = self._not_checked_now(found, source, records)
         passed: list[Record] = []
         for number, aged in enumerate(records):
@@ -203,7 +205,10 @@ class Reader:
         return passed
 
     def _not_checked_now(self, found: ReadResult, source: PeerId, records: list[AgedRecord]) -> set[int]:
-        """Return which of the records that a peer sent are beyond its network's limit: random ones of strangers."""
+        """Return the numbers of records that exceed the limit of checks for their sender's network, chosen at random.
+
+        The first record of each peer that this node has met is always checked.
+        """
         to_check: list[int] = []
         met: set[str] = set()
         for number, aged in enumerate(records):
@@ -211,7 +216,7 @@ class Reader:
             if not found.is_to_be_checked(record):
                 continue
             if self._handlers.has_met(record) and record.owner not in met:
-                met.add(record.owner)  # once: any holder can make up a hundred of one owner
+                met.add(record.owner)  # once for each owner: any holder can make up more
             else:
                 to_check.append(number)
         num_left = len(to_check)

@@ -32,7 +32,7 @@ MAX_SEQUENCE = 2**62
 MAX_DEPTH = 32  # nested lists and dicts; a value from a stranger must not exhaust the stack of a reader
 OVERHEAD_BYTES = 256  # of one record in memory and in a message: field names, numbers, owner, signature
 REMEMBERED_VERDICTS = 8192  # cached verification results: 10 megabytes at most
-COMPARED_BYTES = 512  # comparing small records costs less than hashing them
+COMPARED_BYTES = 512  # values up to this size are compared, which costs less than hashing them
 TOMBSTONE = msgspec.msgpack.encode(None)
 
 
@@ -86,7 +86,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def num_bytes(self) -> int:
         """Its size as counted against the limits of the storage."""
-        key, subkey = self.key, self.subkey
+        key = self.key
+        subkey = self.subkey
         num_bytes = len(key) if key.isascii() else len(key.encode())
         num_bytes += len(subkey) if subkey.isascii() else len(subkey.encode())
         return num_bytes + len(self.value) + OVERHEAD_BYTES
@@ -203,7 +204,7 @@ def examined(record: Record, config: DhtConfig) -> tuple[Record, Reason | None]:
 
 
 _verdicts: OrderedDict[Record | bytes, tuple[Record | None, Reason | None]] = OrderedDict()
-"""Results for the records checked last, by SHA-256 if they are large; access is atomic, so threads may share it."""
+"""Results of the last checks, by record, or by SHA-256 if it is large. Access is atomic: threads may share them."""
 
 
 def _own_fault_of(record: Record) -> Reason | None:
@@ -232,7 +233,7 @@ def digest_of_records(records: Iterable[Record]) -> bytes:
 
 
 def sum_of(fingerprints: Iterable[bytes]) -> bytes:
-    """Return :func:`digest_of_records` the records with these fingerprints."""
+    """Combine the fingerprints of records into the digest that :func:`digest_of_records` returns."""
     total: int = sum(int.from_bytes(fingerprint, "big") for fingerprint in fingerprints)
     return (total % (1 << 256)).to_bytes(32, "big")
 
@@ -240,10 +241,11 @@ def sum_of(fingerprints: Iterable[bytes]) -> bytes:
 def remaining_s(aged: AgedRecord, wall_now: float, config: DhtConfig) -> float | Reason:
     """Return the remaining lifetime of a record by its age, or why it is invalid.
 
-    An owned record also expires when its signed lifetime is over by our wall clock, whatever age was sent with it.
+    An owned record also expires when its signed lifetime is over by this node's wall clock, whatever its age.
     """
-    record, age_s = aged.record, aged.age_s
-    if age_s != age_s:  # not a number
+    record = aged.record
+    age_s = aged.age_s
+    if math.isnan(age_s):
         return Reason.MALFORMED
     remaining = record.ttl_s - age_s if age_s > 0 else record.ttl_s
     if record.owner:

@@ -5,6 +5,7 @@ Rules:
     * a bucket is ordered by when its contacts were last seen, the least recent first;
     * a full bucket keeps its old contacts, the likeliest to stay; up to ``k`` newcomers wait as replacements;
     * a contact that failed is named to no peer until it is seen again, and gives its place to a newcomer;
+    * a contact whose connection ended is *silent* until it is seen again: it may be gone, or the connection was idle;
     * a contact that failed ``max_failures`` times in a row is dropped, and the newest replacement moves up.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, sections 2.2, 2.4 and 4.1.
@@ -30,8 +31,8 @@ MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 400  # a host name of 253 characters, a port and a peer id fit
 
 CROWDED = 2
-"""If the estimated swarm is this many times larger than the table, some peers are unknown; an estimate from ten
-neighbours is sometimes off by a third."""
+"""If the swarm is estimated to be this many times larger than the table, some peers are unknown. The estimate from ten
+neighbours is sometimes off by a third, so a smaller factor would be wrong too often."""
 
 
 class Contact(msgspec.Struct, frozen=True, gc=False):
@@ -104,8 +105,14 @@ class RoutingTable:
         return sum(not entry.num_failures and not entry.is_silent for entries in live for entry in entries)
 
     def is_heard_again(self, peer_id: PeerId, just_now: float, since: float, now: float, network: str = "") -> bool:
-        """Do :meth:`seen` for a contact with unchanged addresses, if it was heard of after ``since`` and not failed,
-        fallen silent or changed its network; else return False. A contact heard of after ``just_now`` is not updated.
+        """Update a contact that was heard of again; return False if the caller has to call :meth:`seen` instead.
+
+        Args:
+            just_now: a contact heard of at or after this time is left as it is.
+            since: a contact last heard of before this time may have other addresses, so the result is False.
+            network: if it has changed, the result is False.
+        Returns:
+            Also False if the contact is unknown, has failed or is silent.
         """
         point = node_id(peer_id)
         bucket = self._buckets.get((point ^ self._own_point).bit_length())
@@ -177,7 +184,8 @@ class RoutingTable:
                 entry.network = network
                 self._count(entry, 1)
                 self.num_changes += 1  # the holders of a key may change
-            entry.heard_at, entry.num_failures = now, 0
+            entry.heard_at = now
+            entry.num_failures = 0
             bucket.live[point] = entry
             return
         bucket.waiting.pop(point, None)
@@ -233,9 +241,9 @@ class RoutingTable:
 
         Args:
             target: the point of the key.
-            own_network: this node's; None if it is a client and holds nothing.
+            own_network: the network of this node; None if it is a client and holds nothing.
             with_failed: include contacts that failed since they were seen.
-            with_silent: include contacts that fell silent.
+            with_silent: include silent contacts.
             is_spread: limit how many are in one network; else return simply the nearest.
         """
         own = [] if own_network is None else [_Entry(Contact(self._own_id, []), math.inf, own_network)]
@@ -244,7 +252,9 @@ class RoutingTable:
             for entry in self._nearest_first(target, own)
             if (with_failed or not entry.num_failures) and (with_silent or not entry.is_silent)
         )
-        num_networks = len(self._num_in_network) + (bool(own) and own_network not in self._num_in_network)
+        num_networks = len(self._num_in_network)
+        if own_network is not None and own_network not in self._num_in_network:
+            num_networks += 1
         is_spread = is_spread and num_networks > 1
         nearest = spread(entries, num, _network) if is_spread else itertools.islice(entries, num)
         return [entry.contact.peer_id for entry in nearest]

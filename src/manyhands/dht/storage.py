@@ -8,7 +8,7 @@ Rules:
     * records and bytes are limited in total, per key, per owner and per source, which is the machine that sent them;
       a record beyond a limit is refused;
     * a record that does not match the schema declared for its key is refused;
-    * in a run whose members are known, the records of all others have little room under each key.
+    * in a run whose members are known, the records of other peers get only a small part of each key's capacity.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Held(msgspec.Struct, gc=False):
         expires_at: an instant of the node's monotonic clock, in seconds.
         source: the machine that sent it; empty if it is this one.
         num_bytes: size of the record as counted against the limits.
-        is_strangers: the run knows its members, and the owner was none of them when this was counted.
+        is_strangers: the members of the run are known, and the owner was not one of them when this was counted.
     """
 
     record: Record
@@ -58,7 +58,7 @@ class Storage:
 
     Args:
         schemas: by key; may be extended later, with effect on records that arrive then.
-        members: those of some runs, by topic; see :meth:`recount`.
+        members: by topic, the members of a run; see :meth:`recount`.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Storage:
         return page, start + len(page) < len(in_order)
 
     def digest(self, key: str, now: float) -> bytes:
-        """Return :func:`manyhands.dht.records.digest_of_records` the records that :meth:`get` returns."""
+        """Return the digest of what :meth:`get` returns; see :func:`manyhands.dht.records.digest_of_records`."""
         self.expire(now)
         if key not in self._held:
             return sum_of([])

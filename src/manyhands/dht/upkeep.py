@@ -19,11 +19,11 @@ from manyhands.dht.storage import Storage
 from manyhands.dht.writer import Writer
 
 MAX_DOUBTED = 2
-"""Distant contacts that a round of upkeep pings if one of the last ones was gone, else half as many. Lookups cope with
-dead contacts, and dials for pings are most of the traffic of an idle peer."""
+"""Distant contacts that a round of upkeep pings after a round in which one of them was gone; after others, half as
+many. Lookups cope with dead contacts, and dials for pings are most of the traffic of an idle peer, so these are few."""
 
 NEWCOMERS_ASKED = 3
-"""New neighbours that are asked for their contacts."""
+"""New neighbours that a round of upkeep asks for their contacts."""
 
 MAX_QUIET_ROUNDS = 16
 """Rounds of upkeep between two lookups of this node's neighbours while the swarm does not change."""
@@ -66,30 +66,34 @@ class Upkeep:
         return self._config.refresh_period_s * self._rng.uniform(0.75, 1.25)
 
     def lost(self, peer_id: PeerId) -> None:
-        """Note that the connection to a peer is lost: if it returns, it may hold nothing."""
+        """Note that the connection to a peer is lost; the peer may return without its records."""
         self._replication.forget(peer_id)
 
     async def refresh_table(self) -> None:
         """Ping contacts that may be gone, and look up peers near this node and at a random point.
 
-        As long as the nearest peers stay the same, lookups find only known peers, so they become rare. Newcomers have
-        announced themselves to their neighbours, unless they come from another part of the swarm.
+        As long as the nearest peers stay the same, lookups find only known peers, so this node makes them seldom.
+        Newcomers have announced themselves to their neighbours, unless they come from another part of the swarm.
         """
         await self._ping_doubted()
-        before, self._neighbours_seen = self._neighbours_seen, self._neighbours()
+        before = self._neighbours_seen
+        self._neighbours_seen = self._neighbours()
         has_lost = any(peer_id not in self._overlay.table for peer_id in before[: self._num_partners])
         self._quiet_rounds = 0 if has_lost else self._quiet_rounds + 1
-        overlay, config, own_point = self._overlay, self._config, node_id(self._own_id)
-        is_time = self._quiet_rounds % MAX_QUIET_ROUNDS == 0  # 0 is just after a loss
+        overlay = self._overlay
+        config = self._config
+        own_point = node_id(self._own_id)
+        is_lookup_due = self._quiet_rounds % MAX_QUIET_ROUNDS == 0  # also just after a loss, when it is 0
         news: list[Contact] = []
-        if not is_time:
-            newcomers = [peer_id for peer_id in self._neighbours_seen if peer_id not in before][:NEWCOMERS_ASKED]
-            news = await unknown_neighbours(overlay, self._own_id, self._num_partners, newcomers) if newcomers else []
-        if is_time or news:
+        newcomers = [peer_id for peer_id in self._neighbours_seen if peer_id not in before]
+        if newcomers and not is_lookup_due:
+            asked = newcomers[:NEWCOMERS_ASKED]
+            news = await unknown_neighbours(overlay, self._own_id, self._num_partners, asked)
+        if is_lookup_due or news:
             seeds = [*overlay.table.nearest(own_point, config.k), *news]
             await overlay.lookup(own_point, config.lookup_timeout_s, self._num_partners, seeds=seeds)
             self._neighbours_seen = self._neighbours()
-        if self._quiet_rounds == 1 or (is_time and self._quiet_rounds):
+        if self._quiet_rounds == 1 or (is_lookup_due and self._quiet_rounds > 0):
             await overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
 
     async def hand_over(self) -> None:
@@ -99,11 +103,13 @@ class Upkeep:
         await asyncio.gather(*(self._give(peer_id, gift) for peer_id, gift in plan.items()))
 
     def _neighbours(self) -> list[PeerId]:
-        return [contact.peer_id for contact in self._overlay.table.nearest(node_id(self._own_id), self._config.k)]
+        nearest = self._overlay.table.nearest(node_id(self._own_id), self._config.k)
+        return [contact.peer_id for contact in nearest]
 
     async def _ping_doubted(self) -> None:
         """Ping all silent peers that share keys with this node, and a few of the rest."""
-        overlay, keys = self._overlay, self._storage.keys(asyncio.get_running_loop().time())
+        overlay = self._overlay
+        keys = self._storage.keys(asyncio.get_running_loop().time())
         partners = overlay.doubtful(peer_id for key in keys for peer_id in self._other_replicas(key))
         rest = overlay.doubtful(contact.peer_id for contact in overlay.table.least_recently_seen())
         rest = [peer_id for peer_id in rest if peer_id not in partners][: self._num_doubted]
@@ -119,7 +125,8 @@ class Upkeep:
         began = loop.time()
         records = [held for key in keys for held in self._storage.get(key, began)]
         for start in range(0, len(records), MAX_STORED_RECORDS):
-            now, end = loop.time(), start + MAX_STORED_RECORDS
+            now = loop.time()
+            end = start + MAX_STORED_RECORDS
             if now - began > self._config.refresh_period_s:
                 return
             response = await self._writer.send(peer_id, [held.aged(now) for held in records[start:end]])

@@ -123,7 +123,8 @@ class Writer:
         return outcomes
 
     async def _write_key(self, key: str, records: Sequence[Record]) -> list[Outcomes]:
-        loop, config = asyncio.get_running_loop(), self._config
+        loop = asyncio.get_running_loop()
+        config = self._config
         replicas = self._holder_cache.recall(key, loop.time())
         if replicas:
             answers = await self._store_at(replicas, records)
@@ -147,7 +148,8 @@ class Writer:
         Returns:
             The answers that came soon, and whether they are enough.
         """
-        config, target = self._config, key_id(key)
+        config = self._config
+        target = key_id(key)
         if len(records) > MAX_STORED_RECORDS or not self._overlay.table.may_hold_all():  # many records take long
             return {}, False
         peers, nearest = self._overlay.nearest_known(target, config.replicas)
@@ -194,9 +196,11 @@ def _check_taken(record: Record, outcomes: Outcomes) -> None:
     """Check that the holders did not all refuse a record; a stale one counts as replaced by a later one.
 
     Raises:
-        Refused: they did; it names one of them and its reason.
+        Refused: all of them refused it; names one of them, with its reason.
     """
-    if not outcomes or any(outcome.is_stored or outcome.code == Reason.STALE.value for outcome in outcomes.values()):
+    if not outcomes:
+        return
+    if any(outcome.is_stored or outcome.code == Reason.STALE.value for outcome in outcomes.values()):
         return
     peer_id, outcome = next(iter(outcomes.items()))
     what = f"the record {record.key!r}" + (f", {record.subkey!r}" if record.subkey else "")

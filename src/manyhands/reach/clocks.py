@@ -11,12 +11,14 @@ from manyhands.base.identity import PeerId
 from manyhands.reach.messages import EXAMINE, ExamineRequest
 from manyhands.rpc import Endpoint
 
-CLOCKS_ASKED = 3  # one that is wrong itself is outvoted
+CLOCKS_ASKED = 3
+"""Peers whose clocks are compared: the median of three outvotes one that is wrong."""
+
 CLOCK_TIMEOUT_S = 4.0
 
 
 async def clock_offset_s(endpoint: Endpoint, wall_clock: Callable[[], float], others: Sequence[PeerId]) -> float | None:
-    """How far this peer's clock is ahead of the median of some others; None if no peer answers."""
+    """Return the seconds by which this peer's clock is ahead of the median of some others; None if no peer answers."""
 
     async def of(peer_id: PeerId) -> float | None:
         before = wall_clock()
@@ -34,12 +36,12 @@ async def clock_offset_s(endpoint: Endpoint, wall_clock: Callable[[], float], ot
 async def check_clock(
     endpoint: Endpoint, wall_clock: Callable[[], float], others: Sequence[PeerId], max_skew_s: float
 ) -> None:
-    """Raises ``ConfigError`` if this peer's clock is so far off that it cannot read the others' records."""
+    """Raise ``ConfigError`` if this peer's clock is so far off that it cannot read the others' records."""
     offset_s = await clock_offset_s(endpoint, wall_clock, others)
     if offset_s is not None and abs(offset_s) > max_skew_s:
         way = "ahead of" if offset_s > 0 else "behind"
         raise ConfigError(
-            f"the clock of this machine is about {abs(offset_s):.0f} s {way} those of the peers here, and "
-            f"{max_skew_s:g} s are allowed: this peer cannot read their records; set the clock by the network "
-            "(timedatectl set-ntp true)"
+            f"the clock of this machine is about {abs(offset_s):.0f} s {way} the clocks of the other "
+            f"peers, and {max_skew_s:g} s are allowed: this peer cannot read their records; set the clock by the "
+            "network (timedatectl set-ntp true)"
         )

@@ -1,4 +1,4 @@
-"""Messages by which a peer asks another how it is seen from there, to diagnose connection problems.
+"""Messages with which a peer asks another one how that one sees it, to diagnose connection problems.
 
 ===============  ==================  ================================================================
 method           request             response
@@ -17,10 +17,10 @@ import msgspec
 from manyhands.rpc.method import Method
 
 MAX_DIALLED = 4
-"""Addresses in one request."""
+"""Most addresses in one request."""
 
 ASK_TIMEOUT_S = 5.5
-"""For one answer; a peer that dials back takes 3 s at most."""
+"""Seconds to wait for one answer; a peer that dials back takes 3 s at most."""
 
 MAX_TEXT = 500  # characters of a detail for people
 

@@ -15,13 +15,18 @@ logger = logging.getLogger(__name__)
 
 SERVER_PORT = 5351
 WAITS_S = (0.25, 0.5, 1.0)
-"""For an answer, after each sending of a request. RFC 6886, section 3.1, goes on for a minute."""
+"""Seconds to wait for an answer, each time that a request is sent. RFC 6886, section 3.1, goes on for a minute."""
+
 LIFETIME_S = 7200
-"""Of a mapping, as the RFC recommends; it is renewed after half of it."""
+"""Lifetime of a mapping in seconds, as the RFC recommends; the mapping is renewed after half of it."""
+
 LEAST_WAIT_S = 60.0
-"""From one failed renewal to the next."""
-ADDRESS, MAP_TCP, ANSWER = 0, 2, 128
-"""Operations; an answer adds 128."""
+"""Least time from a failed renewal to the next attempt."""
+
+ADDRESS = 0  # the request for the public address
+MAP_TCP = 2  # the request for a mapping of a TCP port
+ANSWER = 128  # is added to the number of the request in its answer
+
 REASONS = {
     1: "it has another version of NAT-PMP", 2: "NAT-PMP is turned off", 3: "it has no address itself",
     4: "it has no room for more mappings", 5: "it does not know this request",
@@ -32,17 +37,17 @@ IS_GATEWAY = 2
 
 
 class PortMapping:
-    """A TCP port of a router that leads to the same machine as long as this process lives.
+    """A TCP port of a router that leads to this machine as long as this process lives.
 
     Args:
         gateway: IPv4 address of the router.
-        port: that this machine listens on.
-        server_port: of the router, for NAT-PMP.
+        port: the port that this machine listens on.
+        server_port: the port of the router for NAT-PMP.
 
     Attributes:
-        host, port: the router's public side.
+        host, port: the router's public IP address, and the port there.
     Raises:
-        Unavailable: the router does not answer, or refuses.
+        Unavailable: the router does not answer, or refuses the mapping.
     """
 
     def __init__(self, gateway: str, port: int, server_port: int = SERVER_PORT) -> None:
@@ -67,22 +72,31 @@ class PortMapping:
             try:
                 port, lifetime_s = self._map(self.port, LIFETIME_S)
             except Unavailable as error:
-                logger.warning("The router did not renew the mapping of port %d: %s", self.port, error)
+                logger.warning(
+                    "The router did not renew the mapping of port %d: %s. When it ends, others cannot dial this peer; "
+                    "trying again",
+                    self.port,
+                    error,
+                )
                 wait_s = max(LEAST_WAIT_S, wait_s / 2)
                 continue
             wait_s = max(1.0, lifetime_s / 2)
             if port != self.port:
-                logger.warning("The router now maps port %d to this peer, no longer %d; restart it", port, self.port)
+                logger.warning(
+                    "The router now maps port %d to this peer, no longer port %d, which others know; restart this peer",
+                    port,
+                    self.port,
+                )
                 return
 
     def _map(self, port: int, lifetime_s: int) -> tuple[int, int]:
-        """The port that the router maps, and for how many seconds."""
+        """Ask for a mapping; return the port that the router maps, and for how many seconds."""
         answer = self._ask(MAP_TCP, struct.pack("!HHHI", 0, self._own_port, port, lifetime_s), 8)
         _, mapped, seconds = struct.unpack("!HHI", answer)
         return mapped, seconds
 
     def _ask(self, operation: int, arguments: bytes, num_bytes: int) -> bytes:
-        """Send a request until an answer comes; returns its last part, of so many bytes."""
+        """Send a request until an answer comes; return its last ``num_bytes`` bytes."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             for wait_s in WAITS_S:
                 asking.settimeout(wait_s)
@@ -105,7 +119,7 @@ class PortMapping:
 
 
 def default_gateway() -> str:
-    """IPv4 address of the router of the default route; empty if there is none, and on systems without ``/proc``."""
+    """Return the IPv4 address of the default route's router; empty if there is none, or the system has no ``/proc``."""
     try:
         routes = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
     except OSError:

@@ -1,7 +1,7 @@
-"""Finds out whether other peers can dial this one, and has it dial out only if they cannot.
+"""Finds out whether other peers can dial this one, and makes it a client, which dials out only, if they cannot.
 
 A peer behind a firewall that announces addresses is worse than a client: others wait for dials to it that fail. So a
-peer that nobody has dialled asks up to ``NUM_ASKED`` of the peers that it knows to dial it back. If none of them can,
+peer that no other has dialled asks up to ``NUM_ASKED`` of the peers that it knows to dial it back. If none of them can,
 it becomes a client. It goes on asking, as its port may be opened later; it is then a listening peer again from its
 next global step on.
 """
@@ -33,24 +33,32 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 DECIDED_WITHIN_S = 15.0
-"""From the first connection on. Without an answer by then this peer counts as one that nobody can dial."""
+"""Seconds from the first connection to the decision. Without an answer by then, this peer becomes a client."""
+
 DIALLED_SOON_S = 1.0
-"""A peer that joins is dialled back at once by those that it joins, where that is possible."""
+"""Seconds from the first connection until others are asked: they dial a new peer back at once if they can."""
+
 LOOK_PERIOD_S = 0.1
+
 ASK_PERIOD_S = 5.0
+"""Seconds between two times that others are asked, until the decision."""
+
 ASK_AGAIN_S = 60.0
-"""How often a client asks whether its port is open by now."""
+"""Seconds between two times that a client asks whether its port is open by now."""
+
 NUM_ASKED = 3
+"""Peers that are asked at a time."""
+
 FINDING_OUT = "finding out whether others can dial this peer"
 NO_ANSWER = frozenset({NOT_ALLOWED, BAD_ADDRESS})
-"""Codes that say nothing of this peer's port."""
+"""Codes that do not show whether this peer's port is open."""
 
 
 class OwnMode:
     """Decides whether this peer is a client. Lives on the network thread.
 
     Attributes:
-        may_listen: a client has been reached meanwhile, and can leave client mode.
+        may_listen: whether this peer is a client that another one has reached meanwhile, and can leave client mode.
     """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode) -> None:
@@ -69,9 +77,9 @@ class OwnMode:
         await self._tasks.close()
 
     async def decided(self) -> None:
-        """Wait until this peer knows its mode, for at most a few seconds longer than that takes.
+        """Wait until this peer knows its mode, at most a few seconds longer than the decision takes.
 
-        If it has found no other peer, nobody can tell it; it finds out once one is connected.
+        If no peer is connected, return at once: this peer can only find out once one is.
         """
         if not self._tasks.is_closed and len(self._tasks) and self._endpoint.num_connected_peers:
             try:
@@ -91,11 +99,16 @@ class OwnMode:
         is_client, num_asked = await self._decide()
         if is_client:
             self._endpoint.set_client_mode(is_on=True)
-            asked = f"the {num_asked} peers that tried could not" if num_asked > 1 else "the peer that tried could not"
+            if num_asked == 0:
+                why = "none answered in time"
+            elif num_asked == 1:
+                why = "the peer that tried could not"
+            else:
+                why = f"the {num_asked} peers that tried could not"
             logger.warning(
                 "No other peer can dial this one (%s): it takes part as a client, which dials out only. An open port "
                 "would help the run more; manyhands doctor says what blocks it. --no-client-mode listens in any case",
-                asked if num_asked else "none answered in time",
+                why,
             )
         self._is_decided.set()
         while self._endpoint.client_mode and not self.may_listen:
@@ -103,33 +116,37 @@ class OwnMode:
             self.may_listen = any(await self._ask(self._dialers()))
 
     async def _decide(self) -> tuple[bool, int]:
-        """Whether nobody can dial this peer, and how many have tried."""
-        loop, endpoint = asyncio.get_running_loop(), self._endpoint
-        until = ask_at = math.inf
+        """Return whether no peer can dial this one, and how many have tried."""
+        loop = asyncio.get_running_loop()
+        endpoint = self._endpoint
+        until = math.inf
+        ask_at = math.inf
         num_asked = 0
         while loop.time() < until:
             if endpoint.was_reached:
                 return False, 0
             if until == math.inf and endpoint.num_connected_peers:
-                until, ask_at = loop.time() + DECIDED_WITHIN_S, loop.time() + DIALLED_SOON_S
+                until = loop.time() + DECIDED_WITHIN_S
+                ask_at = loop.time() + DIALLED_SOON_S
             if loop.time() >= ask_at:
                 outcomes = await self._ask(self._dialers())
                 if any(outcomes):
                     return False, 0
                 if len(outcomes) > 1:  # one might have a firewall of its own
                     return True, len(outcomes)
-                ask_at, num_asked = loop.time() + ASK_PERIOD_S, max(num_asked, len(outcomes))
+                ask_at = loop.time() + ASK_PERIOD_S
+                num_asked = max(num_asked, len(outcomes))
             await asyncio.sleep(LOOK_PERIOD_S)
         return True, num_asked
 
     def _dialers(self) -> list[PeerId]:
-        """Peers to ask: those that can be dialled themselves, the connected ones first."""
+        """Return the peers to ask: those that can be dialled themselves, the connected ones first."""
         known = [contact.peer_id for contact in self._dht.contacts()]
         known.sort(key=lambda peer_id: not self._endpoint.is_connected(peer_id))
         return known[:NUM_ASKED]
 
     async def _ask(self, dialers: list[PeerId]) -> list[bool]:
-        """For each peer that has tried to dial this one, whether it could."""
+        """Ask peers to dial this one; return for each that has tried whether it could."""
         answers = await asyncio.gather(*(self._ask_one(peer_id) for peer_id in dialers))
         return [answer for answer in answers if answer is not None]
 
@@ -140,7 +157,7 @@ class OwnMode:
                 return None
             request = DialBackRequest([str(address) for address in addresses])
             response = await self._endpoint.call(peer_id, DIAL_BACK, request, ASK_TIMEOUT_S)
-        except (Unavailable, PeerError, ConfigError) as error:  # the last: its answer names no host
+        except (Unavailable, PeerError, ConfigError) as error:  # ConfigError: the answer names no valid host
             logger.debug("peer %s does not dial this one back: %s", peer_id, error)
             return None
         codes = [outcome.code for outcome in response.outcomes]
@@ -149,7 +166,7 @@ class OwnMode:
         return None if NO_ANSWER.issuperset(codes) else False
 
     def _addresses_seen_at(self, host: str) -> list[Address]:
-        """What this peer would announce, also at the host from which its connections come: that of its router, say."""
+        """Return the addresses that this peer would announce, also at the host that others see, such as a router."""
         candidates = self._endpoint.candidates
         addresses = [address for address in candidates if not address.is_loopback] or candidates
         if host and not Address.of(host, 1).is_loopback:

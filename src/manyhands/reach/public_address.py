@@ -1,9 +1,9 @@
-"""Finds an address at which others can dial a first peer: there is nobody yet who could tell it.
+"""Finds an address at which others can dial a first peer, which has no other peers to ask.
 
 Sources, in this order; all are asked at once, and have ``SOURCE_TIMEOUT_S`` in all:
 
 1. The metadata service of a cloud: a virtual machine has a private address, and a public one leads to it.
-2. The router, by UPnP or NAT-PMP: it also maps the port to this machine, which it would not do by itself.
+2. The router, by UPnP or NAT-PMP: it is also asked to map the port to this machine.
 3. An address service on the internet, which sees where this machine's requests come from. Whether the port is open
    there is not known.
 """
@@ -31,8 +31,11 @@ SOURCE_TIMEOUT_S = 2.0
 METADATA = "http://169.254.169.254"
 SERVICES = ("https://api.ipify.org", "https://checkip.amazonaws.com")
 SSDP = ("239.255.255.250", 1900)
-"""Where routers with UPnP are searched for."""
+"""The multicast address at which routers with UPnP are searched for."""
+
 MAX_ANSWER = 256
+"""Bytes of an answer that are read."""
+
 LEASE_S = 0  # many routers take permanent mappings only; it is deleted when the peer ends
 MAPPING_NAME = "manyhands"
 
@@ -43,10 +46,10 @@ class PublicAddress:
 
     Attributes:
         host: an IP address.
-        port: at which others dial this peer.
-        how: in words, for the log.
+        port: the port at which others dial this peer.
+        how: the source in words, for the log.
         is_open: whether the port is known to lead here.
-        release: undoes what was done at the router; may take a second.
+        release: deletes the mapping of the port at the router, if there is one; may take a second.
     """
 
     host: str
@@ -68,10 +71,10 @@ def infer(
     multicast_interface: str = "",
     gateway: str | None = None,
 ) -> PublicAddress | None:
-    """The best public address that a source knows, within ``SOURCE_TIMEOUT_S``; None if none does.
+    """Return the best public address that a source knows, within ``SOURCE_TIMEOUT_S``; None if none does.
 
     Args:
-        port: that this peer listens on.
+        port: the port that this peer listens on.
         maps_port: ask the router to map it.
         metadata, services: addresses of the clouds' metadata service, and of services on the internet.
         multicast_interface: IP address of the interface on which the router is searched for; by default, any.
@@ -93,7 +96,7 @@ def infer(
 
 
 def begun(source: AddressLookup, deadline: float) -> AddressLookup:
-    """Run a source on a thread of its own; returns the function that waits for its answer, until the deadline."""
+    """Run a source on a thread of its own; return the function that waits for its answer, until the deadline."""
     answer = Future[PublicAddress | None]()
 
     def run() -> None:
@@ -160,7 +163,11 @@ def _from_router(port: int, interface: str, gateway: str) -> PublicAddress | Non
         return None
     taken = router.getspecificportmapping(port, "TCP")
     if taken is not None and taken[0] != router.lanaddr:
-        logger.warning("The router maps port %d to another machine, %s; --listen another port", port, taken[0])
+        logger.warning(
+            "The router maps port %d to another machine, %s, not to this peer; choose another port with --listen",
+            port,
+            taken[0],
+        )
         return None
     router.addportmapping(port, "TCP", router.lanaddr, port, MAPPING_NAME, "", LEASE_S)
 
@@ -214,7 +221,7 @@ def _get(url: str, headers: dict[str, str] | None = None, *, method: str = "GET"
 
 
 def _public(text: str) -> str:
-    """The IP address in a source's answer, if it is a public one; else nothing."""
+    """Return the IP address in a source's answer, if it is a public one; else an empty text."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -15,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class SeenHost:
-    """Asks peers that have dialled this one where they did, until one names a public host. On the network thread."""
+    """Asks each peer that connects at which host it sees this one, until one names a public host.
+
+    Runs on the network thread.
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -23,11 +26,11 @@ class SeenHost:
         endpoint.on_connected.append(self._on_connected)
 
     async def close(self) -> None:
-        """Ask no more."""
-        self._ask_no_more()
+        """Stop asking."""
+        self._stop_asking()
         await self._tasks.close()
 
-    def _ask_no_more(self) -> None:
+    def _stop_asking(self) -> None:
         if self._on_connected in self._endpoint.on_connected:
             self._endpoint.on_connected.remove(self._on_connected)
 
@@ -37,7 +40,7 @@ class SeenHost:
     async def _ask_to_dial_back(self, peer_id: PeerId, address: Address) -> bool:
         """Ask a peer to dial this one at an address; return whether it succeeded.
 
-        If this peer opened their connection, the host that the other one sees may be that of a router.
+        If this peer opened the connection, the host that the other one sees may be that of a router.
         """
         try:
             response = await self._endpoint.call(peer_id, DIAL_BACK, DialBackRequest([str(address)]), ASK_TIMEOUT_S)
@@ -57,7 +60,7 @@ class SeenHost:
         if not addresses or not addresses[0].is_public or any(address.is_public for address in endpoint.addresses):
             return
         if await self._ask_to_dial_back(peer_id, addresses[0]):
-            self._ask_no_more()
+            self._stop_asking()
             endpoint.announce(addresses, with_local=True)
             logger.info(
                 "Peer %s has dialled this one at %s; others join with: --initial-peers %s",

@@ -28,14 +28,16 @@ from manyhands.transport import tcp
 from manyhands.transport.admission import source_of
 
 DIAL_TIMEOUT_S = 3.0
-"""For the name lookup, TCP and TLS of one address; all addresses of a request are dialled concurrently."""
+"""Seconds for the name lookup, TCP and TLS of one address; all addresses of a request are dialled concurrently."""
 
 MAX_UNDER_WAY = 4
 """Concurrent requests to dial back, of all peers."""
 
 PER_SOURCE = Rate(burst=4, period_s=10.0)
+"""Requests to dial back from one source: an IP address, or a /64 of IPv6, since peer ids cost nothing."""
+
 IN_ALL = Rate(burst=16, period_s=1.0)
-"""Requests to dial back; a source is an IP address, or a /64 of IPv6, since peer ids cost nothing."""
+"""Requests to dial back from all sources together."""
 
 NAMES_IN_ALL = Rate(burst=8, period_s=4.0)
 """Name lookups for others. A lookup can occupy one of the few threads for this peer's own dials for half a minute
@@ -49,9 +51,10 @@ class _NotAllowed(Exception):
 class Reach:
     """Serves ``reach.*`` on an endpoint while that is open.
 
-    To prevent the use of dial-backs for network scans, they are limited in number and time, dial nothing that is nearer
-    to this peer than the caller (:func:`manyhands.rpc.dial_rules.may_dial`), resolve a name only once, so that the
-    checked address is the one that is dialled, and send nothing but a TLS handshake.
+    Dial-backs must not serve to scan networks. So they are limited in number and time, and send nothing but a TLS
+    handshake. They dial nothing that is nearer to this peer than the caller
+    (:func:`manyhands.rpc.dial_rules.may_dial`), and resolve a name only once, so that the address that was checked is
+    the one that is dialled.
 
     Args:
         wall_clock: seconds since 1970.

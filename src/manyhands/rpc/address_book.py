@@ -18,18 +18,19 @@ class AddressSource(enum.IntEnum):
     """How an address was learned: a better source is dialled first and never displaced by a worse one."""
 
     HEARSAY = 0
+    """Another peer named the address."""
     ANNOUNCED = 1
-    """By the peer itself, over its own connection."""
+    """The peer itself announced the address, over its own connection."""
     WORKED = 2
-    """The peer was reached there."""
+    """This peer has reached the other one at the address."""
 
 
 class AddressBook:
     """Addresses by peer.
 
     Args:
-        max_peers: peers whose addresses are kept; those known by hearsay only are dropped first, the least recently
-            learned of them before others.
+        max_peers: peers whose addresses are kept. Above that, one known only by hearsay is dropped first, of several
+            the least recently learned.
     """
 
     def __init__(self, max_peers: int) -> None:
@@ -71,7 +72,7 @@ class AddressBook:
             self._seen_at[peer_id] = host
 
     def addresses_to_tell(self, peer_id: PeerId) -> list[Address]:
-        """Return the addresses to pass on to others: those announced, else hearsay, but none found another way.
+        """Return the addresses to pass on to others: those that the peer announced, else those known by hearsay.
 
         Loopback addresses are included only if there are no others, which work on the same machine too.
         """
@@ -91,15 +92,22 @@ class AddressBook:
 
     def reached_at(self, peer_id: PeerId) -> list[Address]:
         """Return the addresses at which a peer was reached, the latest first."""
-        return [address for address, known in self._known.get(peer_id, {}).items() if known is AddressSource.WORKED]
+        known = self._known.get(peer_id, {})
+        return [address for address, source in known.items() if source is AddressSource.WORKED]
 
     def heard(self, peer_id: PeerId) -> dict[Address, str]:
-        """Return addresses at which a peer was not reached, each with the peer's host if it announced the address."""
-        announced, host = self._announced.get(peer_id, []), self._seen_at.get(peer_id, "")
+        """Return the addresses at which a peer was not reached.
+
+        Each has the host that the peer announced it from; empty if the peer did not announce it.
+        """
+        announced = self._announced.get(peer_id, [])
+        host = self._seen_at.get(peer_id, "")
         known = self._known.get(peer_id, {}).items()
-        return {
-            address: host if address in announced else "" for address, how in known if how is not AddressSource.WORKED
-        }
+        heard: dict[Address, str] = {}
+        for address, source in known:
+            if source is not AddressSource.WORKED:
+                heard[address] = host if address in announced else ""
+        return heard
 
     def is_reached(self, peer_id: PeerId) -> bool:
         """Whether an address of a peer worked the last time."""

@@ -33,7 +33,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 class AnnounceResponse(msgspec.Struct, frozen=True):
-    """The addresses replace the old ones."""
+    """Confirms that the addresses have replaced the old ones."""
 
 
 ANNOUNCE = Method("rpc.announce", Announcement, AnnounceResponse)
@@ -64,7 +64,10 @@ def own_hosts(bound: Sequence[Address]) -> set[str]:
     A loopback address, which every machine has, is included only if the peer listens on nothing else.
     """
     hosts = {address.host for address in dialable_addresses(bound or [Address("ip4", "0.0.0.0", 1)])}
-    return {host for host in hosts if not Address.of(host, 1).is_loopback} or (hosts if bound else set())
+    others = {host for host in hosts if not Address.of(host, 1).is_loopback}
+    if others or not bound:
+        return others
+    return hosts
 
 
 def check_announced(addresses: Sequence[Address]) -> None:
@@ -75,9 +78,9 @@ def check_announced(addresses: Sequence[Address]) -> None:
     """
     for address in addresses:
         if address.is_unspecified or address.port == 0:
-            what = "port 0 is not a port" if address.port == 0 else f"{address.host} is not a host"
+            what = "port 0" if address.port == 0 else address.host
             raise ConfigError(
-                f"announce={str(address)!r}: {what} that others could dial; give the address that leads to this peer "
+                f"announce={str(address)!r}: other peers cannot dial {what}; give the address that leads to this peer "
                 "from outside, such as /ip4/203.0.113.7/tcp/31337 or /dns4/x.tcp.ngrok.io/tcp/12345"
             )
 
@@ -145,7 +148,8 @@ def _hosts_by_interface(family: socket.AddressFamily) -> list[list[str]]:
     A bridge is left out: it usually connects containers, and each machine with Docker has the same address there.
     """
     try:
-        listed, stats = psutil.net_if_addrs(), psutil.net_if_stats()
+        listed = psutil.net_if_addrs()
+        stats = psutil.net_if_stats()
     except OSError:  # not allowed here
         return []
     found = []

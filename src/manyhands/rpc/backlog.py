@@ -18,13 +18,16 @@ from typing import Any
 from manyhands.transport.api import Delivery
 
 SETTLE_S = 0.3
-"""A stream takes a few round trips to reach its speed."""
+"""Seconds from the opening of a stream until it is measured: it takes a few round trips to reach its speed."""
+
 MIN_BUSY_S = 0.3
-"""A shorter busy time gives no rate, as acknowledgements come in bursts."""
+"""Least busy time of a stream, in seconds, that gives a rate: acknowledgements come in bursts."""
+
 BUSY = 0.5
-"""A stream was backlogged if it was busy for this share of the time between two samples."""
+"""Least share of the time between two samples for which a backlogged stream is busy."""
+
 NEARLY_ALL = 0.9
-"""Streams that carry this share of a round represent all; the others have little to send."""
+"""Least share of a round's bytes whose streams represent all streams; the others have little to send."""
 
 
 @dataclass
@@ -63,7 +66,8 @@ class Backlog:
             sizes: bytes that each open stream carries in the round, by a stable key.
             changes: what each stream has delivered since it was opened, or since the last sample.
         """
-        before, self._looked_at = self._looked_at, now
+        before = self._looked_at
+        self._looked_at = now
         busy = 0.0
         for stream, change in changes.items():
             if (shown := self._measured.get(stream)) is None:
@@ -78,7 +82,8 @@ class Backlog:
     @property
     def rate(self) -> float | None:
         """Bytes per second, > 0, of all streams together; None if they were not busy for long enough."""
-        told = [shown for shown in self._measured.values() if shown.busy_s >= MIN_BUSY_S]
-        if sum(shown.size for shown in told) < NEARLY_ALL * sum(shown.size for shown in self._measured.values()):
+        streams = self._measured.values()
+        busy = [stream for stream in streams if stream.busy_s >= MIN_BUSY_S]
+        if sum(stream.size for stream in busy) < NEARLY_ALL * sum(stream.size for stream in streams):
             return None
-        return sum(shown.num_bytes / shown.busy_s for shown in told) or None
+        return sum(stream.num_bytes / stream.busy_s for stream in busy) or None

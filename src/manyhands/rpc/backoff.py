@@ -10,10 +10,16 @@ from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 
 FIRST_S = 0.5
+"""Longest wait after the first failed dial; it doubles with each further one."""
+
 MOST_S = 15.0
+"""Longest wait after any failed dial."""
+
 TOGETHER_S = 20.0
-"""Peers made unreachable by one network outage are all noticed within this time."""
+"""Peers that one network outage made unreachable are all noticed within this time."""
+
 MAX_PEERS = 4096
+"""Peers whose failed dials are remembered; the one whose last dial is the oldest is forgotten first."""
 
 
 class TooEarly(Unavailable):
@@ -42,7 +48,11 @@ class Backoff:
     def failed(self, peer_id: PeerId, now: float, reason: str) -> None:
         """Note a failed dial: the next wait is up to twice as long, at most :data:`MOST_S` seconds."""
         before = self._failures.get(peer_id)
-        num, since = (before.num + 1, before.since) if before is not None else (1, now)
+        num = 1
+        since = now
+        if before is not None:
+            num = before.num + 1
+            since = before.since
         wait_s = min(FIRST_S * 2 ** (num - 1), MOST_S) * self._rng.uniform(0.5, 1.0)
         self._failures[peer_id] = _Failures(num, since, now + wait_s, reason)
         self._failures.move_to_end(peer_id)
@@ -70,4 +80,7 @@ class Backoff:
         failures = self._failures.get(peer_id)
         if failures is not None and now < failures.retry_at:
             wait_s = failures.retry_at - now
-            raise TooEarly(f"peer {peer_id} is dialled again in {wait_s:.1f} s; the last time: {failures.reason}")
+            raise TooEarly(
+                f"peer {peer_id} was not dialled: the last dial failed ({failures.reason}), and the next one is due in "
+                f"{wait_s:.1f} s"
+            )

@@ -21,7 +21,7 @@ from manyhands.transport import tcp
 from manyhands.transport.api import Stream
 
 BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
-"""Called with (remote, header, stream) for each bulk stream, which is aborted when it returns."""
+"""Called with (remote, header, stream) for each bulk stream. The stream is aborted when the acceptor returns."""
 
 OpenOne = Callable[[Hello], Coroutine[Any, Any, Opened]]
 
@@ -72,7 +72,7 @@ class BulkStreams:
         """Call the guard of a kind of stream.
 
         Raises:
-            Refused: it refuses this peer.
+            Refused: the guard refuses this peer.
         """
         if (guard := self.guards.get(kind)) is not None:
             guard(remote)

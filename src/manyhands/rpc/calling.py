@@ -174,7 +174,8 @@ class Calls:
             return answer
         if isinstance(answer, PeerLost):
             return PeerLost(answer.peer_id, answer.reason)
-        remote, message = self._stream.remote, readable(answer.message)
+        remote = self._stream.remote
+        message = readable(answer.message)
         if answer.code in ("timeout", "unavailable"):
             return Unavailable(f"peer {remote}: {message}")
         if answer.code == "internal":

@@ -22,8 +22,8 @@ class RpcConfig:
             heartbeats have cost about as much as dialling again. A connection that is used repeatedly is kept for twice
             the longest pause so far, at most four times this value. Connections of peers in client mode are kept, as
             these cannot be dialled.
-        max_connections: open control connections; above it the one unused for longest is closed, and without one the
-            next peer is refused.
+        max_connections: open control connections. Above that, the one that was unused for longest is closed; if all
+            are in use, the next peer is refused.
         max_upload_mbit_s: megabits per second that all bulk streams together may send; None is no limit.
         max_known_addresses: peers whose addresses are remembered; the least recently learned is dropped first.
     """

@@ -44,7 +44,9 @@ FRAMES_AT_ONCE = 64
 DRAIN_TIMEOUT_S = 10.0
 """Time for the other end to agree to the shutdown, once all calls of this end are answered."""
 
-_PING, _PONG, _DRAIN = encode_frame(Ping()), encode_frame(Pong()), encode_frame(Drain())
+_PING = encode_frame(Ping())
+_PONG = encode_frame(Pong())
+_DRAIN = encode_frame(Drain())
 
 
 class ControlConnection:
@@ -55,15 +57,15 @@ class ControlConnection:
         is_client: the remote peer announces that it cannot be dialled.
         handlers: what this peer serves, by method name.
         counters: error counts, shared by the connections of one endpoint.
-        is_dialled: dialled by this end.
+        is_dialled: whether this end dialled it.
 
     Attributes:
         lost: why it ended; None while it is open.
         is_retired: whether both ends agreed to close it.
         on_drain: called when the other end asks to close it.
         last_used: loop time at which the last call began or was answered.
-        longest_pause_s: between two uses, so far.
-        look_at: loop time before which no check is due.
+        longest_pause_s: the longest time between two uses so far.
+        look_at: loop time of the next check.
         rtt_s: the shortest round trip seen so far, in seconds; infinite before the first.
     """
 
@@ -99,9 +101,11 @@ class ControlConnection:
             stream.hear = self._hears
         self._pinged_at: float | None = None
         self._num_sent = stream.bytes_sent
-        self._last_sent = self._looked_at = self.last_used
+        self._last_sent = self.last_used
+        self._looked_at = self.last_used
         self._draining_since: float | None = None
-        self._has_said_drain = self._is_drained_there = False
+        self._has_said_drain = False
+        self._is_drained_there = False
         self._closing: asyncio.Task[None] | None = None
         self._tasks = TaskOwner(f"connection to {stream.remote}")
 
@@ -193,7 +197,7 @@ class ControlConnection:
         self._serving.end()
 
     def check_alive(self, now: float, heard_until: float) -> None:
-        """Ping a peer that was silent for a period; abort the connection if it was for the timeout.
+        """Ping a peer that was silent for a period; abort the connection if the silence exceeds the timeout.
 
         Args:
             now: the loop's time.
@@ -210,7 +214,7 @@ class ControlConnection:
             self._ping(now)
         elif now - self._last_sent > period_s:  # a long message of the other end may block its pings
             self._send_now(_PONG)
-        if self._draining_since is not None and not self.is_busy and now - self._draining_since > DRAIN_TIMEOUT_S:
+        if self._draining_since is not None and now - self._draining_since > DRAIN_TIMEOUT_S and not self.is_busy:
             self._retired()  # the other end did not agree, but no call is running
         limit_s = period_s if self._pinged_at is None else self._config.heartbeat_timeout_s
         silent_at = self._stream.last_received + limit_s
@@ -232,7 +236,8 @@ class ControlConnection:
     def _note_sent(self) -> None:
         """Note the time if bytes were sent."""
         if self._stream.bytes_sent != self._num_sent:
-            self._last_sent, self._num_sent = asyncio.get_running_loop().time(), self._stream.bytes_sent
+            self._last_sent = asyncio.get_running_loop().time()
+            self._num_sent = self._stream.bytes_sent
 
     def _note_use(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -281,9 +286,9 @@ class ControlConnection:
             self.on_drain()
             self._close_if_drained()
         elif isinstance(frame, Goodbye):
-            raise PeerLost(self.remote, f"it said goodbye: {readable(frame.reason)}")
+            raise PeerLost(self.remote, f"it closed the connection: {readable(frame.reason)}")
         else:
-            raise ProtocolViolation(self.remote, f"an unexpected {type(frame).__name__} frame")
+            raise ProtocolViolation(self.remote, f"sent an unexpected {type(frame).__name__} frame")
 
     # shutdown without losing calls
 

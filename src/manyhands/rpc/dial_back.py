@@ -28,7 +28,7 @@ from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import Stream
 
 DIAL_BACK = "asked"
-"""The purpose in the hello of such a connection; its header is the token."""
+"""The purpose in the hello of a connection that is dialled back; the header is the token."""
 
 MAX_OF_ONE_PEER = 2 * MAX_STRIPES
 """Connections that a peer dials back and serves concurrently for one requesting peer."""
@@ -88,9 +88,11 @@ class DialBackStreams:
             Unavailable: it did not dial in time.
             Refused: it refuses to dial, or refuses this stream.
         """
-        remote, token = connection.remote, self._rng.randbytes(TOKEN_BYTES)
+        remote = connection.remote
+        token = self._rng.randbytes(TOKEN_BYTES)
         loop = asyncio.get_running_loop()
-        deadline, arrival = loop.time() + timeout_s, loop.create_future()
+        deadline = loop.time() + timeout_s
+        arrival = loop.create_future()
         self._awaited[token] = (remote, arrival)
         try:
             async with time_limit(timeout_s, f"for peer {remote}, which cannot be dialled, to dial a stream"):

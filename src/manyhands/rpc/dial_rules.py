@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from manyhands.transport.admission import source_of
 
 FIRST_USER_PORT = 1024
-"""Lower ports are for services such as SSH; peers use them on the internet only."""
+"""Lowest port that is dialled in local networks and on this machine: lower ones belong to services such as SSH. On the
+internet any port is dialled."""
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -33,10 +34,11 @@ def may_dial(target: str, caller: str) -> bool:
     """Whether to dial an IP address for a caller that is seen at another address.
 
     The caller's own address is always allowed. Any other must not be nearer to this peer than the caller: a caller on
-    the internet cannot make this peer dial into its local network, nor one on that network this machine. Link-local and
-    other special addresses, where clouds serve their secrets, are never allowed.
+    the internet cannot make this peer dial into its local network, and a caller on that network cannot make it dial
+    this machine. Link-local and other special addresses, where clouds serve credentials, are never allowed.
     """
-    target_ip, caller_ip = _ip_of(target), _ip_of(caller)
+    target_ip = _ip_of(target)
+    caller_ip = _ip_of(caller)
     if target_ip.is_multicast or target_ip.is_unspecified:
         return False
     if target_ip == caller_ip:
@@ -51,8 +53,8 @@ def may_dial(target: str, caller: str) -> bool:
 def may_dial_heard(target: str, port: int, own_hosts: Collection[str], sayer: str = "") -> bool:
     """Whether to dial an IP address and port that a record or another peer names.
 
-    Public addresses are allowed. An address of a local network or of this machine is allowed only if this peer is there
-    too, or if the peer that announced it is; ports of system services never are.
+    Public addresses are allowed. An address of a local network or of this machine is allowed only if this peer, or the
+    peer that announced it, is there too; ports of system services are never allowed there.
 
     Args:
         own_hosts: IP addresses of this peer, and those at which it reached the peers that its user named; if empty, all
@@ -86,15 +88,17 @@ def _realm_of(ip: IpAddress) -> _Realm:
 
 def _ip_of(host: str) -> IpAddress:
     ip = ipaddress.ip_address(host.partition("%")[0])
-    return ip.ipv4_mapped or ip if isinstance(ip, ipaddress.IPv6Address) else ip
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        return ip.ipv4_mapped
+    return ip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """A burst, then one in each period.
+    """A rate of events: a burst, then one event in each period.
 
     Attributes:
-        burst: how many are allowed at once.
+        burst: events that are allowed at once.
         period_s: seconds until one more is allowed.
     """
 
@@ -129,7 +133,8 @@ class Allowance:
         for other, paid_until in list(self._paid_until_of.items()):
             if paid_until <= now:
                 del self._paid_until_of[other]
-        of_source, of_all = max(self._paid_until_of.get(source, now), now), max(self._paid_until, now)
+        of_source = max(self._paid_until_of.get(source, now), now)
+        of_all = max(self._paid_until, now)
         wait_s = max(_wait_s(of_source, self._per_source, now), _wait_s(of_all, self._in_all, now))
         if wait_s <= 0.0:
             self._paid_until_of[source] = of_source + self._per_source.period_s
@@ -137,19 +142,21 @@ class Allowance:
         return max(wait_s, 0.0)
 
     def give_back(self, source: str) -> None:
-        """Uncount one event."""
+        """Undo :meth:`take` for one event."""
         self._paid_until -= self._in_all.period_s
         if source in self._paid_until_of:
             self._paid_until_of[source] -= self._per_source.period_s
 
 
 PER_HOST = Rate(burst=64, period_s=2.0)
+"""Failed dials of addresses that others name, per host: an IP address, or a /64 of IPv6."""
+
 HEARD_IN_ALL = Rate(burst=1024, period_s=0.1)
-"""Failed dials of addresses that others name; a host is an IP address, or a /64 of IPv6."""
+"""Failed dials of such addresses, for all hosts together."""
 
 
 class HeardDials:
-    """Decides on dials of addresses that others name, for the whole peer.
+    """Decides for one peer which of the addresses that others name are dialled.
 
     Attributes:
         own_hosts: as for :func:`may_dial_heard`.
@@ -166,14 +173,14 @@ class HeardDials:
             now: seconds of a monotonic clock.
         """
         if not may_dial_heard(host, port, self.own_hosts, sayer):
-            return f"{host}, port {port}, is not on the internet, nor in a network of this peer"
+            return f"{host}, port {port}, is neither on the internet nor in a network of this peer"
         wait_s = 0.0 if _ip_of(host).is_loopback else self._allowance.take(source_of(host), now)
         if wait_s > 0.0:
             return f"too many failed dials to {host}; next attempt in {wait_s:.0f} s"
         return ""
 
     def found(self, host: str) -> None:
-        """Uncount a dial, as the peer was found there."""
+        """Do not count a dial, as it found the peer."""
         self._allowance.give_back(source_of(host))
 
 

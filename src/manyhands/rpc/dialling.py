@@ -38,6 +38,7 @@ Dial = asyncio.Task[Dialled | DialFailed]
 
 
 HEAD_START_S = 0.25
+"""Seconds until the next address is dialled too, as RFC 8305 recommends."""
 
 
 class Dialler:
@@ -77,7 +78,7 @@ class Dialler:
             addresses: of the peer, the best first.
         Raises:
             DialFailed: with the reason, if there is one address.
-            Unavailable: likewise, if there are several.
+            Unavailable: with the reasons, if there are several.
             Refused: the peer refuses this stream.
         """
         loop = asyncio.get_running_loop()
@@ -91,7 +92,8 @@ class Dialler:
         Raises:
             as :meth:`open`.
         """
-        loop, where = asyncio.get_running_loop(), str(address or f"peer {stream.remote}")
+        loop = asyncio.get_running_loop()
+        where = str(address or f"peer {stream.remote}")
         try:
             async with time_limit(timeout_s, f"waiting for the welcome of {where}"):
                 said_at = loop.time()
@@ -204,7 +206,8 @@ class Dialler:
         Raises:
             DialFailed: there is none.
         """
-        hosts, refusal = [address.host], ""
+        hosts = [address.host]
+        refusal = ""
         if not address.protocol.startswith("ip"):
             hosts = [str(place[4][0]) for place in await tcp.look_up(address, timeout_s)]
         for host in hosts:

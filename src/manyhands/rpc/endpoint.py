@@ -55,9 +55,10 @@ logger = logging.getLogger(__name__)
 AGENT = f"manyhands/{__version__}"
 
 LOOK_PERIOD_S = 10.0
-"""How often this machine's addresses are looked at."""
+"""Seconds between two checks of this machine's addresses."""
+
 REACHED_S = 600.0
-"""A peer that is not connected counts as reached for so long after a dial."""
+"""Seconds after a dial for which a peer counts as reached although it is not connected."""
 
 
 class Endpoint:
@@ -90,7 +91,7 @@ class Endpoint:
         self.peer_id = transport.identity.peer_id
         self.client_mode = client_mode
         self.addresses: list[Address] = []
-        self._chosen: Sequence[Address] = ()  # by the user; by default those of this machine
+        self._chosen: Sequence[Address] = ()  # by the user; empty for those of this machine
         self._with_local = True
         self.on_announced: list[Callable[[], None]] = []
         self.on_moved: list[Callable[[PeerId], None]] = []
@@ -165,11 +166,13 @@ class Endpoint:
             self.announce(self._chosen, with_local=self._with_local)
             now = [str(address) for address in self.addresses if not address.is_loopback]
             if now and self.addresses != before:
-                logger.info("This machine has other addresses now; others join with: --initial-peers %s", " ".join(now))
+                logger.info(
+                    "The addresses of this machine have changed; others join with: --initial-peers %s", " ".join(now)
+                )
 
     @property
     def bound_addresses(self) -> list[Address]:
-        """Where this peer listens, with the ports that it got; empty in client mode."""
+        """The addresses that this peer listens on, with the ports that it got; empty in client mode."""
         return [address for listener in self._listeners for address in listener.addresses]
 
     def announce(self, addresses: Sequence[Address] = (), *, with_local: bool = False) -> None:
@@ -182,7 +185,8 @@ class Endpoint:
             ConfigError: one of them cannot be dialled.
         """
         check_announced(addresses)
-        self._chosen, self._with_local = addresses, with_local or not addresses
+        self._chosen = addresses
+        self._with_local = with_local or not addresses
         announced = [] if self.client_mode else self.candidates
         if announced == self.addresses:
             return
@@ -224,10 +228,10 @@ class Endpoint:
         return AnnounceResponse()
 
     async def close(self) -> None:
-        """Send goodbyes and close all connections; takes a second or two at most."""
+        """Tell all connected peers, and close all connections; takes a second or two at most."""
         await self._dialler.close()
         if connections := self._pool.all():
-            await asyncio.wait([self._tasks.spawn(c.goodbye("it is closing"), name="goodbye") for c in connections])
+            await asyncio.wait([self._tasks.spawn(c.goodbye("shutting down"), name="goodbye") for c in connections])
         self._streams.abort_all()
         for listener in self._listeners:
             await listener.close()
@@ -259,7 +263,9 @@ class Endpoint:
     def _serve(self, served: Served) -> None:
         name = served.method.name
         if name in self._handlers:
-            raise ConfigError(f"method {name} is served already; a peer holds one part of each kind")
+            raise ConfigError(
+                f"method {name} is served already; close the object that serves it, or give the new one another peer"
+            )
         self._handlers[name] = served
 
     def unhandle(self, method: Method[Any, Any] | StreamMethod[Any, Any]) -> None:
@@ -275,7 +281,10 @@ class Endpoint:
             ConfigError: this kind has an acceptor.
         """
         if kind in self._bulk.acceptors:
-            raise ConfigError(f"streams of kind {kind!r} are taken already; a peer holds one part of each kind")
+            raise ConfigError(
+                f"streams of kind {kind!r} are accepted already; close the object that accepts them, or give the new "
+                "one another peer"
+            )
         self._bulk.acceptors[kind] = acceptor
         if guard is not None:
             self._bulk.guards[kind] = guard
@@ -394,7 +403,8 @@ class Endpoint:
             Unavailable: none of its addresses answers.
             TooEarly: it was not dialled, because the last dial failed a moment ago.
         """
-        addresses, now = self._addresses_to_dial(peer_id), asyncio.get_running_loop().time()
+        addresses = self._addresses_to_dial(peer_id)
+        now = asyncio.get_running_loop().time()
         self._backoff.check(peer_id, now)
         try:
             address, host = await self._dialler.probe(addresses, timeout_s, self._book.heard(peer_id))
@@ -461,7 +471,8 @@ class Endpoint:
         open_one = self._opener(peer_id, timeout_s)
         if size_bytes >= 2 * BYTES_OF_ONE:
             await self._connection(peer_id, timeout_s)  # measures the round trip
-        hello, rtt_s = self._hello(kind, header), self._pool.rtt_s(peer_id)
+        hello = self._hello(kind, header)
+        rtt_s = self._pool.rtt_s(peer_id)
         return await self._bulk.open(open_one, hello, rtt_s=rtt_s, size_bytes=size_bytes)
 
     def _opener(self, peer_id: PeerId, timeout_s: float) -> OpenOne:
@@ -469,7 +480,8 @@ class Endpoint:
         connection = self._pool.of(peer_id)
         if connection is not None and not self.client_mode and self.is_client(peer_id):
             return lambda hello: self._dial_back.open(connection, hello, timeout_s)
-        addresses, heard = self._addresses_to_dial(peer_id), self._book.heard(peer_id)
+        addresses = self._addresses_to_dial(peer_id)
+        heard = self._book.heard(peer_id)
         if connection is None or self.client_mode or connection.is_dialled:
             return lambda hello: self._dialler.open(addresses, hello, timeout_s, heard)
 
@@ -505,7 +517,7 @@ class Endpoint:
 
     async def _dial_shared(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
         if peer_id == self.peer_id:
-            raise Unavailable("a peer does not call itself")
+            raise Unavailable("this peer cannot call itself")
         self._dialler.check_open()
         if peer_id not in self._dialling:  # concurrent callers share one dial
             self._begin_dial(peer_id)
@@ -528,7 +540,8 @@ class Endpoint:
     async def _dial_control(self, peer_id: PeerId) -> ControlConnection | Unavailable | PeerError:
         """Return a connection, or the failure as a value, since all callers may have given up."""
         try:
-            addresses, hello = self._addresses_to_dial(peer_id), self._hello(CONTROL)
+            addresses = self._addresses_to_dial(peer_id)
+            hello = self._hello(CONTROL)
             heard = self._book.heard(peer_id)
             return self._opened(await self._dialler.open(addresses, hello, self._config.dial_timeout_s, heard))
         except (Unavailable, PeerError) as error:
@@ -549,7 +562,7 @@ class Endpoint:
         return Hello(purpose, AGENT, [str(address) for address in self.addresses], header)
 
     def _opened(self, opened: Opened) -> ControlConnection:
-        assert is_control(opened.stream), "the hello says that it is for control"
+        assert is_control(opened.stream), "the purpose in the hello is control"
         connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
         connection.rtt_s = opened.rtt_s
         if not self._rules.own_hosts:  # in client mode, and no peer named by the user was reached
@@ -619,7 +632,7 @@ class Endpoint:
             await self._reject(stream, "unknown_purpose", f"no streams of kind {hello.purpose[:80]!r} here")
 
     async def _reject(self, stream: Stream, code: str, message: str) -> None:
-        async with time_limit(self._config.hello_timeout_s, "turning a stream down"):
+        async with time_limit(self._config.hello_timeout_s, "refusing a stream"):
             await send_frame(stream, Reject(code, message))
             await stream.close()
 

@@ -140,7 +140,10 @@ class Pong(msgspec.Struct, tag="pong"):
 
 
 class Drain(msgspec.Struct, tag="drain"):
-    """The sender begins no more calls on this connection; when neither end does and all are answered, it is closed."""
+    """The sender begins no more calls on this connection.
+
+    The connection is closed once both ends have sent this and all calls are answered.
+    """
 
 
 class Goodbye(msgspec.Struct, tag="goodbye"):
@@ -178,7 +181,8 @@ def encode_frame(frame: Frame) -> bytes:
     payload = _encoder.encode(frame)
     if len(payload) > MAX_FRAME_BYTES:
         raise ConfigError(
-            f"a message of {len(payload)} bytes; {MAX_FRAME_BYTES} are allowed, larger data needs a bulk stream"
+            f"a message of {len(payload)} bytes; at most {MAX_FRAME_BYTES} are allowed. Send larger data over a bulk "
+            "stream"
         )
     return len(payload).to_bytes(4, "big") + payload
 
@@ -232,7 +236,8 @@ class FrameReader:
                 return
             data = bytes(self._received)
             self._received.clear()
-        start, self._num_needed = 0, 4
+        start = 0
+        self._num_needed = 4
         num_bytes = len(data)
         while num_bytes >= start + 4:
             end = start + 4 + _checked_length(self._remote, data[start : start + 4])
@@ -248,7 +253,7 @@ class FrameReader:
 def _checked_length(remote: PeerId, prefix: bytes | bytearray) -> int:
     num_bytes = int.from_bytes(prefix, "big")
     if num_bytes > MAX_FRAME_BYTES:
-        raise ProtocolViolation(remote, f"a frame of {num_bytes} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        raise ProtocolViolation(remote, f"sent a frame of {num_bytes} bytes; at most {MAX_FRAME_BYTES} are allowed")
     return num_bytes
 
 
@@ -256,7 +261,7 @@ def _decode(remote: PeerId, payload: bytes) -> Frame:
     try:
         frame: Frame = _decoder.decode(payload)
     except UNREADABLE as error:
-        raise ProtocolViolation(remote, f"a frame that cannot be read: {readable(str(error))}") from error
+        raise ProtocolViolation(remote, f"sent a frame that cannot be read: {readable(str(error))}") from error
     return frame
 
 

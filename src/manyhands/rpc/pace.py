@@ -5,15 +5,16 @@ them at about the capacity of the line. That capacity shows in the highest rate 
 no line acknowledges more than it carries, however slow the receivers are.
 
 All members of a round finish together, so none could ever show a faster line if each sent at its last rate. So the pace
-is a little above it. A pace that is too high costs almost nothing, and one that is too low costs in proportion. So a
-pace rises soon, and falls late:
+is a little above it. A pace that is too high costs almost nothing, and one that is too low costs in proportion. So
+the pace rises quickly and falls slowly:
 
 * The first interval counts if the streams were backlogged for most of it. Otherwise a peer with a fast line among slow
   ones would take their speed for its own, and be paced to it for good.
 * An interval that kept up with its pace, without losses, has shown a faster line; the next pace is raised by more.
 * A slower interval shows nothing: streams also wait for late members.
 * Losses above the random rate hold the pace at the rate of the line for a while; in two consecutive intervals, they
-  lower it to the delivered rate. If the losses then stay the same, they are random, and lower nothing for a while.
+  lower it to the delivered rate. If the losses then stay the same, they are random, and do not lower the pace for
+  a while.
 """
 
 from __future__ import annotations
@@ -34,31 +35,37 @@ MAX_WINDOW_S = 2.0
 there may be many more than the line carries."""
 
 KEPT_UP = 0.98
-"""Share of the pace that the best rate reaches if the pace is the limit."""
+"""Least ratio of the best rate to the pace if the pace was the limit, so that the interval kept up with it."""
 
 STEP = 0.05
+"""Share by which the pace exceeds the rate of the line. It doubles after each interval that kept up."""
+
 MAX_STEP = 0.4
-"""By how much the pace exceeds the rate of the line, usually and at most."""
+"""Largest share by which the pace exceeds the rate of the line."""
+
 HOLD = 2
-"""IntervalSampler after one with losses in which the pace does not exceed the rate of the line."""
+"""Intervals after one with losses in which the pace does not exceed the rate of the line."""
 
 MIN_LOSS = 0.02
-"""A smaller share of retransmitted bytes is normal."""
+"""Share of retransmitted bytes up to which losses are normal."""
 
 NUM_LOSSY = 2
 """Consecutive intervals with losses that lower the pace."""
 
 HELPED = 0.6
-"""Lowering the pace has helped if the share of losses fell by 1 - HELPED of what was expected."""
+"""Lowering the pace has helped if losses fell by at least ``1 - HELPED`` of what was expected."""
 
 CHANCE = 1.5
-"""Losses up to this factor of the last random losses count as random,"""
+"""Losses up to this multiple of the last random losses count as random too."""
+
 CHANCE_INTERVALS = 64
-"""for this many intervals."""
+"""Intervals for which the last random losses are remembered."""
 
 FASTEST_FALL = 0.7
+"""Least ratio of a lowered pace to the one before."""
+
 MAX_PACE = 1e12
-"""Bytes per second."""
+"""Upper limit of the pace, in bytes per second."""
 
 
 class MonitorInterval(NamedTuple):
@@ -97,7 +104,8 @@ class IntervalSampler:
         """Return the interval since :meth:`begin`; None if it is too short or nothing was sent."""
         if self.seconds < MIN_INTERVAL_S:
             return None
-        first, last = self._samples[0][1], self._samples[-1][1]
+        first = self._samples[0][1]
+        last = self._samples[-1][1]
         if (num_sent := last.sent - first.sent) <= 0:
             return None
         window_s = min(MAX_WINDOW_S, self.seconds / 2)
@@ -108,7 +116,8 @@ class IntervalSampler:
 
 def _best_rate(samples: Sequence[tuple[float, int]], window_s: float) -> float:
     """Return the highest rate over the windows between two samples that have at least this length."""
-    best, first = 0.0, 0
+    best = 0.0
+    first = 0
     for number, (now, delivered) in enumerate(samples):
         while first + 1 < number and now - samples[first + 1][0] >= window_s:
             first += 1
@@ -131,11 +140,12 @@ class Pace:
         self._hold = 0  # intervals that must keep up before the pace may exceed the rate of the line again
         self._num_lossy = 0  # consecutive intervals
         self._helped_below: float | None = None  # set after lowering the pace: a smaller loss shows that it helped
-        self._chance, self._chance_left = 0.0, 0  # random loss, and for how many intervals it is expected
+        self._chance = 0.0  # share of losses that is random
+        self._chance_left = 0  # intervals for which that share is expected
 
     @property
     def bytes_per_s(self) -> float | None:
-        """For all streams together; None before the first measurement."""
+        """The pace of all streams together; None before the first measurement."""
         if self.line is None:
             return None
         return min(self.line * (1 if self._hold else 1 + self._step), MAX_PACE)
@@ -152,7 +162,8 @@ class Pace:
         if is_lossy:
             self._hold = HOLD
         elif keeps_up:
-            self._step, self._hold = min(2 * self._step, MAX_STEP), max(0, self._hold - 1)
+            self._step = min(2 * self._step, MAX_STEP)
+            self._hold = max(0, self._hold - 1)
         if self._hold or not keeps_up:
             self._step = STEP
         self._num_lossy = self._num_lossy + 1 if is_lossy else 0
@@ -163,12 +174,14 @@ class Pace:
 
     def _judge_loss(self, loss: float) -> bool:
         """Learn from the loss of an interval; return whether it is more than random, so that a slower pace may help."""
-        helped_below, self._helped_below = self._helped_below, None
+        helped_below = self._helped_below
+        self._helped_below = None
         self._chance_left -= 1
         if self._chance_left <= 0:
             self._chance = 0.0
         if helped_below is not None and loss > max(helped_below, MIN_LOSS):
-            self._chance, self._chance_left = loss, CHANCE_INTERVALS
+            self._chance = loss
+            self._chance_left = CHANCE_INTERVALS
         return loss > CHANCE * self._chance + MIN_LOSS
 
     def _lowered(self, pace: float, interval: MonitorInterval) -> float:

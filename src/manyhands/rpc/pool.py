@@ -23,13 +23,13 @@ MAX_OF_ONE_PEER = 4
 """Connections of one peer; two exist briefly when both ends dial, and one may be dead and unnoticed."""
 
 LOOKS_IN_A_PERIOD = 4
-"""Checks of the connections in a heartbeat period."""
+"""How often the connections are checked in a heartbeat period."""
 
 PAUSES_KEPT = 2.0
-"""A connection that was used again after a pause is kept for this many times the longest one ..."""
+"""A connection that was used again after pauses is kept for this multiple of the longest pause."""
 
 MOST_IDLE = 4.0
-"""... but at most for this many times the idle timeout."""
+"""Longest time that an idle connection is kept, as a multiple of the idle timeout."""
 
 MAX_RETIRED = 1024
 """Peers whose connections were retired; their pauses are remembered in case they are dialled again."""
@@ -130,16 +130,18 @@ class ConnectionPool:
     def has_room(self) -> bool:
         """Whether one more connection may be accepted; if there are too many, an unused one is retired.
 
-        It is one of the host with the most connections, so that one machine cannot take all.
+        The host with the most connections loses one, so that one machine cannot take all.
         """
         if len(self) < self._config.max_connections:
             return True
         now = asyncio.get_running_loop().time()
-        unused = [c for c in self.all() if c.is_open and not self._is_wanted(c) and now - c.last_used >= SPARE_AFTER_S]
+        idle = [c for c in self.all() if c.is_open and now - c.last_used >= SPARE_AFTER_S]
+        unused = [connection for connection in idle if not self._is_wanted(connection)]
         if not unused:
             return False
         num_of_host = Counter(connection.remote_host for connection in self.all())
-        min(unused, key=lambda c: (-num_of_host[c.remote_host], c.last_used)).retire()
+        spare = min(unused, key=lambda c: (-num_of_host[c.remote_host], c.last_used))
+        spare.retire()
         return True
 
     @property

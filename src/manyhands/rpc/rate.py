@@ -6,10 +6,10 @@ BURST_S = 5.0
 """A sender that was quiet may send this many seconds' worth of requests at once."""
 
 MIN_SENDERS = 64
-"""Senders without debt are dropped above this number, and above twice the number of those with debt."""
+"""Senders without debt are not dropped before there are this many senders, or twice as many as after the last time."""
 
 MOST_OWED_S = 60.0
-"""A sender that was charged too much is accepted again after at most this time."""
+"""A sender is accepted again after at most this time, whatever it was charged."""
 
 
 class Buckets:
@@ -25,6 +25,7 @@ class Buckets:
         self._tidy_at = MIN_SENDERS  # senders
 
     def take(self, sender: str, now: float) -> bool:
+        """Count one request, if it is within the rate; return whether it is."""
         before = self._paid_until.get(sender, now)
         if before < now:
             before = now
@@ -37,6 +38,7 @@ class Buckets:
         return True
 
     def charge(self, sender: str, num: int, now: float) -> None:
+        """Count requests that were not checked with :meth:`take`."""
         paid_until = max(self._paid_until.get(sender, now), now) + num / self.rate
         self._paid_until[sender] = min(paid_until, now + self._burst_s + MOST_OWED_S)
 

@@ -29,7 +29,7 @@ StreamHandler = Callable[[PeerId, Any], AsyncIterator[msgspec.Struct]]
 
 
 Guard = Callable[[PeerId], None]
-"""Raises ``Refused`` if a peer may not call."""
+"""A function that raises ``Refused`` if a peer may not call."""
 
 
 class Served(NamedTuple):
@@ -51,13 +51,13 @@ MAX_SERVING_S = 3600.0
 """Longest time for one call, even if its caller would wait longer."""
 
 MAX_WAITING_BYTES = 8 << 20
-"""Unread answers to one peer; above it large answers are refused."""
+"""Bytes of answers that one peer has not read yet; above that, large answers are refused."""
 
 SEND_TIMEOUT_S = 60.0
 """A connection is aborted if the peer reads none of its answers for this time."""
 
 MAX_REQUEST_BYTES = 8 << 20
-"""Total size of concurrent requests on one connection; above it more are refused."""
+"""Bytes of all concurrent requests on one connection; above that, more are refused."""
 
 NIL = msgspec.Raw(b"\xc0")
 
@@ -87,7 +87,8 @@ class Serving:
         self._counters = counters
         self._call_rate = call_rate
         self._on_served = on_served
-        self._num_waiting_bytes = self._num_request_bytes = 0
+        self._num_waiting_bytes = 0
+        self._num_request_bytes = 0
         self._cancelled: set[int] = set()
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._windows: dict[int, _Window] = {}
@@ -108,7 +109,7 @@ class Serving:
             self._send_now(_failure(request, "busy", "too many calls at once"))
             return
         if not request.timeout_s > 0:  # also excludes NaN, which would disorder the timers of the loop
-            self._send_now(_failure(request, "bad_request", f"a deadline of {request.timeout_s} s"))
+            self._send_now(_failure(request, "bad_request", f"a timeout of {request.timeout_s} s; it must be above 0"))
             return
         served = self._handlers.get(request.method)
         if served is not None and served.is_prompt and not request.window:
@@ -167,7 +168,9 @@ class Serving:
         except asyncio.CancelledError as error:
             if request.id in self._cancelled or self._tasks.is_closed:
                 raise
-            frame = self._report_failure(request, RuntimeError(f"the handler was cancelled by itself: {error}"))
+            frame = self._report_failure(
+                request, RuntimeError(f"the handler was cancelled, but not by the caller: {error}")
+            )
         except Exception as error:  # noqa: BLE001 (the caller learns that the call failed, but no internals)
             if isinstance(error, PeerLost) and error.peer_id == self._stream.remote:
                 return

@@ -17,22 +17,22 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.rpc.frames import MAX_STRIPES, Stripe
-from manyhands.transport.api import Delivery, Stream
+from manyhands.transport.api import Delivery, Stream, total_of
 from manyhands.transport.piecewise import Piecewise
 
 BLOCK_BYTES = 1 << 18
 
 RTT_OF_ONE_S = 0.025
-"""One connection is used per this much round trip."""
+"""Round trip per connection, in seconds: a link with a round trip of 100 ms gets four connections."""
 
 RTT_OF_ONE_BBR_S = 0.05
-"""The same under BBR, where losses do not narrow a connection, and more connections only compete."""
+"""The same with BBR, under which losses do not slow a connection down, and more connections only compete."""
 
 BYTES_OF_ONE = 1 << 20
-"""One connection is used per this many bytes: fewer are not worth a handshake."""
+"""Bytes per connection: for fewer, a further handshake does not pay."""
 
 MAX_INCOMPLETE = 16
-"""Incomplete streams of one remote peer."""
+"""Streams of one remote peer that may lack connections at the same time."""
 
 
 def num_stripes(rtt_s: float, size_bytes: int, *, has_bbr: bool) -> int:
@@ -50,7 +50,8 @@ class StripedStream(Piecewise):
         self.remote = stripes[0].remote
         self.remote_host = stripes[0].remote_host
         self._stripes = list(stripes)
-        self._sent = self._received = 0
+        self._sent = 0
+        self._received = 0
         self._sending = asyncio.Lock()
 
     @property
@@ -84,7 +85,7 @@ class StripedStream(Piecewise):
         deliveries = [delivery for stripe in self._stripes if (delivery := stripe.delivery()) is not None]
         if len(deliveries) < len(self._stripes):
             return None
-        total = Delivery(*map(sum, zip(*deliveries, strict=True)))
+        total = total_of(deliveries)
         return total._replace(busy_s=total.busy_s / len(deliveries))
 
     def pace(self, bytes_per_s: float) -> None:
@@ -113,7 +114,8 @@ class StripedStream(Piecewise):
             block, offset = divmod(position, BLOCK_BYTES)
             num_bytes = min(BLOCK_BYTES - offset, len(view))
             dealt[block % len(dealt)].append(view[:num_bytes])
-            view, position = view[num_bytes:], position + num_bytes
+            view = view[num_bytes:]
+            position = position + num_bytes
 
     async def _all(self, parts: Sequence[Coroutine[Any, Any, None]]) -> None:
         """Run one coroutine per connection; if one fails, the stream has a gap and is aborted."""
@@ -156,17 +158,20 @@ class StripeSets:
         """
         key = (stream.remote, stripe.stream_id)
         if stripe.index >= stripe.count:
-            raise ProtocolViolation(stream.remote, f"connection {stripe.index} of {stripe.count} of a stream")
+            raise ProtocolViolation(
+                stream.remote, f"sent connection {stripe.index} of a stream with {stripe.count}, counted from 0"
+            )
         if key not in self._waiting:
             if self._num_waiting[stream.remote] >= MAX_INCOMPLETE:
-                raise ProtocolViolation(stream.remote, f"more than {MAX_INCOMPLETE} streams lack connections")
+                raise ProtocolViolation(stream.remote, f"has more than {MAX_INCOMPLETE} streams that lack connections")
             self._num_waiting[stream.remote] += 1
             self._waiting[key] = {}
             self._complete[key] = asyncio.get_running_loop().create_future()
             self._counts[key] = stripe.count
-        stripes, complete = self._waiting[key], self._complete[key]
+        stripes = self._waiting[key]
+        complete = self._complete[key]
         if stripe.index in stripes or stripe.count != self._counts[key]:
-            text = f"connection {stripe.index} of {stripe.count} of a stream does not match its others"
+            text = f"sent connection {stripe.index} of a stream with {stripe.count}, which does not match the others"
             raise ProtocolViolation(stream.remote, text)
         stripes[stripe.index] = stream
         if len(stripes) == stripe.count:

@@ -11,27 +11,31 @@ from dataclasses import dataclass
 from manyhands.rpc.backlog import Backlog
 from manyhands.rpc.pace import IntervalSampler, Pace
 from manyhands.runtime.tasks import TaskOwner
-from manyhands.transport.api import Delivery, Stream
+from manyhands.transport.api import Delivery, Stream, total_of
 
 LOOK_PERIOD_S = 0.2
+"""Seconds between two samples of the streams."""
+
 INTERVAL_S = 4.0
-"""The pace is updated after this time, and at the end of a round."""
+"""Seconds after which the pace is updated; it is also updated at the end of a round."""
+
 FIRST_INTERVAL_S = 8.0
+"""The same before the first measurement: unpaced streams take longer to show the rate of the line."""
+
 MIN_FIRST_S = 6.0
-"""Unpaced streams take long to show the rate of the line: ``FIRST_INTERVAL_S``, or until the round ends, but at least
-``MIN_FIRST_S``."""
+"""Least length of the first interval, in seconds, if its round ends early."""
+
 SETTLE_S = 0.5
-"""After a change of the pace the queues still hold what was sent before."""
+"""Seconds after a change of the pace that are not measured: the queues still hold what was sent before."""
 
 MIN_ROUND_S = 4.0
 """A shorter round is not paced: it would gain little, and never fills the line for long enough to measure it."""
 
 MIN_PACE = 1 << 16
-"""Bytes per second; for the few messages of a stream that carries almost nothing."""
-
+"""Least pace of one stream, in bytes per second: one that carries almost nothing still has a few messages to send."""
 
 SPARE = 0.05
-"""By how much the expected size of a stream may be wrong."""
+"""Share of its expected size that an open stream is assumed to have left at least: the expected size is not exact."""
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Load:
 
     @property
     def part(self) -> float:
-        """Its share of the pace, in any unit; an open stream that seems to be done may still have data to send."""
+        """Its share of the pace, relative to those of other streams; 0 once the stream has ended."""
         return self.left + SPARE * self.num_bytes if self.is_open else 0.0
 
 
@@ -101,7 +105,8 @@ class RoundShare:
             load.is_open = delivery is not None
             if delivery is not None:
                 change = delivery.since(load.done)
-                load.left, load.done = max(load.left - change.delivered, 0.0), delivery
+                load.left = max(load.left - change.delivered, 0.0)
+                load.done = delivery
                 changes[stream] = change
         self.backlog.add(now, {stream: self.streams[stream].num_bytes for stream in changes}, changes)
         return changes.values()
@@ -158,7 +163,9 @@ class Uplink:
 
     def _divide(self) -> None:
         self._is_changed = False
-        shares, line, pace = self._active(), self._pace.line, self._pace.bytes_per_s
+        shares = self._active()
+        line = self._pace.line
+        pace = self._pace.bytes_per_s
         if line is not None and pace is not None:
             for share in shares:
                 if share.is_long(line):
@@ -174,13 +181,14 @@ class Uplink:
 
     def _look(self, *, is_last: bool = False) -> None:
         """Sample all streams; at the end of an interval, set the pace of the next one."""
-        now, num_open = asyncio.get_running_loop().time(), self._num_open()
+        now = asyncio.get_running_loop().time()
+        num_open = self._num_open()
         before_s = sum(share.backlog.seconds for share in self._shares)
         changes = [change for share in self._shares for change in share.look(now)]
         busy_s = self._total.busy_s + sum(share.backlog.seconds for share in self._shares) - before_s
         if self._num_open() < num_open:  # a member is lost: divide its share among the others
             self._divide()
-        self._total = Delivery(*map(sum, zip(self._total, *changes, strict=True)))._replace(busy_s=busy_s)
+        self._total = total_of([self._total, *changes])._replace(busy_s=busy_s)
         if now < self._settled_at:
             return
         line = self._pace.line

@@ -13,13 +13,13 @@ PIECE_BYTES = 1 << 16
 """Kinds of streams, and the streams of one kind, take turns with pieces of this size."""
 
 BURST_S = 0.05
-"""Unused capacity is kept for this time only."""
+"""Seconds for which unused capacity is kept: a burst after a pause is no longer than this."""
 
 
 class UploadCap:
-    """Limits the bytes per second over all bulk streams of one endpoint, before encryption; control messages are free.
+    """Limits the bytes per second over all bulk streams of one endpoint, before encryption.
 
-    Each of two concurrent runs gets half, however many streams it has.
+    Control messages are not limited. Each of two concurrent runs gets half, however many streams it has.
 
     Args:
         mbit_s: megabits per second.

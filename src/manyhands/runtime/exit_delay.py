@@ -10,7 +10,7 @@ from contextlib import contextmanager
 _ends_at: list[float] = []  # monotonic deadlines of the running blocks
 
 is_hurried = threading.Event()
-"""Set when the program is told to exit once more: what can be left out is left out then."""
+"""Set when the program is told to exit a second time: optional work is then skipped."""
 
 
 @contextmanager

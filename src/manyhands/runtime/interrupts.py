@@ -15,10 +15,15 @@ SIGNALS = [
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 ]
-"""Without SIGALRM, whose purpose is to end code that hangs."""
+"""Signals that are delayed. SIGALRM is not one of them: its purpose is to end code that hangs."""
+
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
+"""Signals that end the program, unless it handles them."""
+
 AGAIN_AFTER_S = 1.0
-"""Terminals and launchers may send one Ctrl-C twice at once; a person takes longer to repeat it."""
+"""Seconds after which a signal counts as repeated. Terminals and launchers may send one Ctrl-C twice at once; a person
+takes longer to repeat it."""
+
 SignalHandler = Callable[[int, FrameType | None], Any]
 
 

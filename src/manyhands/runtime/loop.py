@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 CANCEL_TIMEOUT_S = 1.0
-CLOSED = "the peer is closed; make another one, in each process one of its own"
+CLOSED = "the peer is closed; make another one. A forked process has to make one of its own"
 
 
 class LoopThread:

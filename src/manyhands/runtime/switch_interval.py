@@ -41,4 +41,4 @@ class SwitchInterval:
 
 
 SWITCH_INTERVAL = SwitchInterval()
-"""The instance of this process."""
+"""The only instance in this process."""

@@ -46,12 +46,13 @@ class BlockingThreads:
         """End the idle threads; the others end with their jobs."""
         with self._lock:
             self._is_closed = True
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
         for worker in idle:
             worker.jobs.put(None)
 
     def rest(self, worker: _Worker) -> bool:
-        """Add a worker to the idle ones; return whether it should wait for another job."""
+        """Add a worker to the idle ones; return whether it has to wait for another job."""
         with self._lock:
             if not self._is_closed:
                 self._idle.append(worker)
@@ -95,7 +96,8 @@ def _do(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], job: Callable[
         outcome: Any = job(*args)
         report: Callable[[Any], None] = done.set_result
     except BaseException as error:  # noqa: BLE001 (re-raised for the caller that awaits the job)
-        outcome, report = error, done.set_exception
+        outcome = error
+        report = done.set_exception
 
     def finish() -> None:
         if not done.done():

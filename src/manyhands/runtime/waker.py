@@ -17,7 +17,7 @@ class Waker:
         self._threads: set[threading.Event] = set()
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Return once ``holds()`` is true; called now and after each :meth:`wake`. Add a timeout around it."""
+        """Return once ``holds()`` is true, without a timeout. It is called now and after each :meth:`wake`."""
         while True:
             woken = asyncio.get_running_loop().create_future()
             self._tasks.add(woken)  # before the check, so that no wake in between is missed

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from manyhands.base.errors import ConfigError
 
 UNKNOWN_MAX_FILES = 1 << 20
+"""Assumed limit of open files where the system has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +18,11 @@ class ListenLimits:
 
     Attributes:
         handshake_timeout_s: for the TLS handshake of one connection.
-        max_handshakes: concurrent handshakes; above it the oldest that has received nothing is dropped, and without one
-            the listener pauses until one has ended.
-        max_handshakes_per_host: concurrent handshakes from one IP address; above it the same is done among those of
-            this address, or the new one is closed at once.
-        max_streams: open accepted connections; above it the listener pauses until one has ended. Limited to half of the
+        max_handshakes: concurrent handshakes. Above that, the oldest one that has received nothing is dropped; if all
+            have received data, the listener pauses until one has ended.
+        max_handshakes_per_host: concurrent handshakes from one IP address. Above that, the oldest one of this address
+            that has received nothing is dropped; if all have received data, the new one is closed at once.
+        max_streams: open accepted connections. Above that, the listener pauses until one has ended. At most half of the
             files that this process may open, to leave some for other uses.
         max_streams_per_host: open connections from one IP address, or one /64 of IPv6; more are closed at once, as are
             those above a quarter of the files. Many peers may share an address, behind one router.
@@ -36,7 +37,9 @@ class ListenLimits:
     def __post_init__(self) -> None:
         for name in ("max_handshakes", "max_handshakes_per_host", "max_streams", "max_streams_per_host"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: at least 1 is needed")
+                raise ConfigError(
+                    f"{name}={getattr(self, name)}: at least 1 is needed, such as {getattr(type(self), name)}"
+                )
 
 
 class Admission:
@@ -55,7 +58,9 @@ class Admission:
     def is_full(self) -> bool:
         """Whether no more handshakes may begin."""
         num_handshakes = sum(self._handshakes.values())
-        return num_handshakes >= self._limits.max_handshakes or num_handshakes + self._num_streams >= self._max_streams
+        if num_handshakes >= self._limits.max_handshakes:
+            return True
+        return num_handshakes + self._num_streams >= self._max_streams
 
     def admit(self, host: str) -> bool:
         """Whether a connection from a host may begin its handshake; if so, it counts until :meth:`left`."""
@@ -75,9 +80,12 @@ class Admission:
         self._num_streams += 1
 
     def left(self, host: str, *, in_handshake: bool) -> None:
-        """Uncount a connection that has ended."""
-        self._decrement(self._handshakes if in_handshake else self._streams, source_of(host))
-        self._num_streams -= not in_handshake
+        """Do not count a connection any more, as it has ended."""
+        if in_handshake:
+            self._decrement(self._handshakes, source_of(host))
+            return
+        self._decrement(self._streams, source_of(host))
+        self._num_streams -= 1
 
     def _decrement(self, counter: Counter[str], host: str) -> None:
         counter[host] -= 1

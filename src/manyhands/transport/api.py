@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol, TypeGuard
 
 from manyhands.base.address import Address
@@ -37,6 +37,20 @@ class Delivery(NamedTuple):
         )
 
 
+def total_of(deliveries: Iterable[Delivery]) -> Delivery:
+    """Return the sums of the counters of several streams."""
+    delivered = 0
+    sent = 0
+    resent = 0
+    busy_s = 0.0
+    for one in deliveries:
+        delivered += one.delivered
+        sent += one.sent
+        resent += one.resent
+        busy_s += one.busy_s
+    return Delivery(delivered, sent, resent, busy_s)
+
+
 class Stream(Protocol):
     """An ordered, encrypted byte stream to one peer whose identity is proven.
 
@@ -45,7 +59,7 @@ class Stream(Protocol):
 
     @property
     def is_bulk(self) -> bool:
-        """Whether it was dialled for bulk data, and is no :class:`ControlStream`."""
+        """Whether it was dialled for bulk data; if not, it is a :class:`ControlStream`."""
 
     @property
     def remote(self) -> PeerId:
@@ -98,7 +112,7 @@ class Stream(Protocol):
         """Flush what was sent, then close; abort when that takes longer than ``timeout_s`` seconds."""
 
     async def wait_closed(self) -> None:
-        """Wait until either end closes the stream. Has no timeout: put one around it."""
+        """Wait until either end closes the stream, without a timeout."""
 
     def abort(self) -> None:
         """Close at once; waiting calls on both ends raise ``PeerLost``. May be called twice."""
@@ -109,7 +123,7 @@ class ControlStream(Stream, Protocol):
 
     @property
     def rtt_s(self) -> float:
-        """The shortest round trip that the system has measured, in seconds; infinite if it does not tell."""
+        """The shortest round trip that the system has measured, in seconds; infinite if unknown."""
 
     async def send_message(self, message: bytes) -> None:
         """Send one message once the backlog is within its limit; if cancelled, it is sent whole or not at all."""

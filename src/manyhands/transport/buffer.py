@@ -8,6 +8,7 @@ from collections.abc import Callable
 from manyhands.base.errors import PeerLost
 
 SCRATCH_BYTES = 16 * 1024
+"""Most bytes that are received in one call while no reader waits."""
 
 
 class ReceiveBuffer:
@@ -58,7 +59,7 @@ class ReceiveBuffer:
                 self._filled.set_result(None)
 
     def feed(self, data: memoryview) -> None:
-        """Copy ``data`` in."""
+        """Add a copy of ``data``."""
         while len(data):
             room = self.get_buffer()
             num_bytes = min(len(room), len(data))
@@ -106,7 +107,8 @@ class ReceiveBuffer:
         try:
             await self._filled
         finally:
-            self._filled = self._target = None
+            self._filled = None
+            self._target = None
 
     def _check_alone(self) -> None:
         if self._filled is not None:

@@ -21,7 +21,7 @@ from manyhands.base.identity import Identity, PeerId, peer_id_from_public_key
 
 ALPN = "manyhands/1"
 BULK_ALPN = "manyhands-bulk/1"
-"""For bulk connections; their handshake is followed by records of :mod:`manyhands.transport.sealing`."""
+"""The protocol of bulk connections: records of :mod:`manyhands.transport.sealing` follow the handshake."""
 
 _ISSUER_KEY = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"manyhands published issuer, no secret").digest())
 _ISSUER_NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "manyhands published issuer")])

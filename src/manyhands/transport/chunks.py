@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 CHUNK_BYTES = 256 * 1024
-"""Encrypted at a time: takes about 0.1 ms."""
+"""Most bytes that are encrypted in one call, which takes about 0.1 ms."""
 
 
 def buffer_chunks(

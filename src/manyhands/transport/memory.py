@@ -189,6 +189,7 @@ class MemoryTransport:
             raise DialFailed(str(address), DialReason.WRONG_IDENTITY, f"found {remote}")
         here = MemoryStream(self.identity.peer_id, remote, is_bulk=is_bulk)
         there = MemoryStream(remote, self.identity.peer_id, is_bulk=is_bulk)
-        here.other, there.other = there, here
+        here.other = there
+        there.other = here
         listener.accept(there)
         return here

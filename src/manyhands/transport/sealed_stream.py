@@ -27,13 +27,13 @@ THREAD_BYTES = 64 * 1024
 """A receive of at least this size runs on a thread."""
 
 AT_ONCE_BYTES = 16 * 1024
-"""A message up to this size is sent on the loop, as far as the system accepts it: a thread would cost more."""
+"""A message up to this size is sent on the loop, as far as the system accepts it at once: a thread would cost more."""
 
 HELD_BACK_BYTES = 512
-"""Up to this much is held back to be sent with the next data of the same call."""
+"""Bytes that may be held back, to be sent together with the next data of the same call."""
 
 DROPPED_BYTES = 1 << 16
-"""Bytes read and dropped at a time until the other end closes too."""
+"""Most bytes that are read and dropped in one call while this end waits for the other one to close too."""
 
 RECORDS_AT_ONCE = 64
 """Records that are opened in one iteration of the loop."""
@@ -43,7 +43,7 @@ NEAR_BYTES = 1023 * 256
 (65,483 bytes each): a short fifth one would cost the system as much as a full one."""
 
 FAR_BYTES = 1 << 15
-"""Record size on long links: there small records report progress more often, and their cost does not matter."""
+"""Record size on long links. Small records show progress more often, and their cost does not matter there."""
 
 IDLE_S = 0.2
 """Time without a receive after which the loop watches whether the other end has closed the stream."""
@@ -92,7 +92,9 @@ class SealedStream:
         self._readable: asyncio.Future[None] | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._num_jobs = 0
-        self._is_received = self._is_watched = self._is_closing = False
+        self._is_received = False  # a task is receiving
+        self._is_watched = False  # the loop watches the socket
+        self._is_closing = False  # this end has shut down sending
         self._loop.call_soon(self._watch)
 
     # the Stream interface
@@ -158,7 +160,7 @@ class SealedStream:
         try:
             with suppress(Timeout, PeerLost):
                 async with time_limit(timeout_s, f"closing a stream to peer {self.remote}"), self._sending:
-                    self._say_goodbye()
+                    self._shut_down_sending()
                     await self.wait_closed()
         finally:
             self.abort()
@@ -253,7 +255,7 @@ class SealedStream:
     # on threads
 
     async def _on_thread(self, job: Callable[..., None], *args: object) -> None:
-        """Run one direction on a thread; when this returns, the thread no longer uses the caller's memory."""
+        """Run the job of one direction on a thread, which no longer uses the caller's memory when this returns."""
         try:
             done = self._threads.start(job, *args)
         except RuntimeError as no_thread:
@@ -276,7 +278,7 @@ class SealedStream:
             self._end(str(error))
             raise self._lost() from error
         if error is not None:
-            self._end(f"{type(error).__name__} here")
+            self._end(f"this end failed with a {type(error).__name__}")
             raise error
 
     def _send_at_once(self, views: Iterable[memoryview]) -> memoryview:
@@ -304,7 +306,8 @@ class SealedStream:
 
     def _send_all(self, views: Iterable[memoryview]) -> None:
         sealed = take_room(HELD_BACK_BYTES)
-        num_sealed = num_plain = 0
+        num_sealed = 0
+        num_plain = 0
         for chunk in buffer_chunks(views, self._max_plain):
             if (num_bytes := num_sealed + len(chunk) + RECORD_EXTRA_BYTES) > len(sealed):
                 larger = take_room(num_bytes)
@@ -316,8 +319,9 @@ class SealedStream:
             if num_sealed > HELD_BACK_BYTES:  # small data is sent with what follows it
                 self._send_sealed(sealed[:num_sealed])
                 self.bytes_sent += num_plain
-                num_sealed = num_plain = 0
-        if num_sealed:  # to send nothing fails if the other end has received all, and has closed
+                num_sealed = 0
+                num_plain = 0
+        if num_sealed:  # an empty send would fail if the other end has received all and closed
             self._send_sealed(sealed[:num_sealed])
             self.bytes_sent += num_plain
         give_back_room(sealed)
@@ -345,8 +349,8 @@ class SealedStream:
 
     # closing
 
-    def _say_goodbye(self) -> None:
-        """Shut down sending; received data is dropped until the other end closes too."""
+    def _shut_down_sending(self) -> None:
+        """Tell the other end that nothing more is sent; drop received data until it closes too."""
         self._check_open()
         self._is_closing = True
         try:

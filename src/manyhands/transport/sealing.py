@@ -28,7 +28,7 @@ RECORD_EXTRA_BYTES = HEADER_BYTES + TAG_BYTES
 SECRET_BYTES = 32
 RECORDS_OF_ONE_KEY = 1 << 14
 FIRST_BYTES = 4096
-"""Initial buffer, enough for a first message; a longer record that is announced gets a room."""
+"""Size of the first buffer, enough for a first message. A longer record gets a buffer once its header has arrived."""
 
 TLS_ALERT = 0x1503
 """The first bytes of a TLS alert; a client completes its handshake before the server has checked its certificate."""
@@ -55,8 +55,8 @@ class _Keys:
 
     def next(self) -> tuple[AESGCM | ChaCha20Poly1305, bytes]:
         """Return key and nonce of the next record."""
-        epoch, is_later = divmod(self._number, self._records_of_one_key)
-        if not is_later:
+        epoch, number_in_epoch = divmod(self._number, self._records_of_one_key)
+        if number_in_epoch == 0:
             info = b"manyhands bulk key " + epoch.to_bytes(8, "big")
             self._key = self._algorithm(HKDFExpand(SHA256(), 32, info).derive(self._secret))
         nonce = self._number.to_bytes(12, "big")
@@ -107,8 +107,10 @@ class RecordBuffer:
         self._opener = opener
         self._memory = memoryview(bytearray(max(FIRST_BYTES, len(received))))
         self._memory[: len(received)] = received
-        self._start, self._stop = 0, len(received)
-        self._scratch = self._opened = memoryview(b"")
+        self._start = 0
+        self._stop = len(received)
+        self._scratch = memoryview(b"")
+        self._opened = memoryview(b"")
         self._known_bytes = 0  # size of the next record, once its header has arrived
 
     @property
@@ -125,20 +127,24 @@ class RecordBuffer:
         if self._start == self._stop and len(self._memory) > FIRST_BYTES:
             give_back_room(self._memory)
             self._memory = memoryview(bytearray(FIRST_BYTES))
-            self._start = self._stop = 0
+            self._start = 0
+            self._stop = 0
         if not len(self._opened):
-            self._scratch = self._opened = memoryview(b"")
+            self._scratch = memoryview(b"")
+            self._opened = memoryview(b"")
 
     def room(self) -> memoryview:
         """Return memory to receive into, not empty; call it only when no data is ready."""
-        num_received, num_bytes = self._stop - self._start, self._record_bytes()
+        num_received = self._stop - self._start
+        num_bytes = self._record_bytes()
         if self._start + num_bytes > len(self._memory):
             rest = bytes(self._memory[self._start : self._stop])
             if num_bytes > len(self._memory):
                 give_back_room(self._memory)
                 self._memory = take_room(num_bytes)
             self._memory[:num_received] = rest
-            self._start, self._stop = 0, num_received
+            self._start = 0
+            self._stop = num_received
         return self._memory[self._stop :]
 
     def added(self, num_bytes: int) -> None:
@@ -153,7 +159,8 @@ class RecordBuffer:
         Raises:
             BadRecord: the data is not the records of the other end.
         """
-        num_taken = num_opened = 0
+        num_taken = 0
+        num_opened = 0
         while num_taken < len(view) and self.is_ready:
             if not len(self._opened):
                 if num_opened == max_records:
@@ -178,7 +185,8 @@ class RecordBuffer:
         self._start += len(record)
         self._known_bytes = 0
         if self._start == self._stop:
-            self._start = self._stop = 0
+            self._start = 0
+            self._stop = 0
         if is_whole:
             return num_plain
         self._opened = out
@@ -194,6 +202,6 @@ class RecordBuffer:
         if num_plain >> 16 == TLS_ALERT:
             raise BadRecord("the other end refused the TLS handshake")
         if not 1 <= num_plain <= CHUNK_BYTES:
-            raise BadRecord(f"a record of {num_plain} bytes")
+            raise BadRecord(f"a record of {num_plain} bytes; 1 to {CHUNK_BYTES} are allowed")
         self._known_bytes = RECORD_EXTRA_BYTES + num_plain
         return self._known_bytes

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 128  # connections that the system holds until they are accepted
 
 HEAD_START_S = 0.25
+"""Seconds until the next address of a name is tried too, as RFC 8305 recommends."""
 
 SILENT = "waited {:.3g} s; a firewall may drop the packets, or the host is down"
 
@@ -36,23 +37,32 @@ MAX_LOOKUPS = 32
 """Concurrent name lookups; each has a thread, which a hanging lookup occupies for half a minute."""
 
 LOOKUP_POLL_S = 0.05
+"""Seconds between two looks for a free thread while there are as many lookups as allowed."""
 
 LONG_RTT_S = 0.01
+"""Round trip, in seconds, from which a link counts as long."""
 
 MIN_RTT_OFFSET = 148
 """Offset of ``tcpi_min_rtt`` in ``struct tcp_info`` of linux/tcp.h: microseconds, in 4 bytes."""
 
 NO_RTT = 2**32 - 1
+"""Value of ``tcpi_min_rtt`` while nothing was measured."""
 
-SEGMENT_OFFSET, SACKED_OFFSET, ACKED_OFFSET, BUSY_OFFSET, SENT_OFFSET = 16, 28, 120, 168, 200
+# offsets in ``struct tcp_info``
+SEGMENT_OFFSET = 16  # tcpi_snd_mss
+SACKED_OFFSET = 28  # tcpi_sacked, in segments
+ACKED_OFFSET = 120  # tcpi_bytes_acked
+BUSY_OFFSET = 168  # tcpi_busy_time and tcpi_rwnd_limited, in microseconds
+SENT_OFFSET = 200  # tcpi_bytes_sent and tcpi_bytes_retrans
+
 INFO_BYTES = 216
-"""Offsets of ``tcpi_snd_mss``, ``tcpi_sacked`` (segments), ``tcpi_bytes_acked``, ``tcpi_busy_time`` and
-``tcpi_rwnd_limited`` (microseconds), ``tcpi_bytes_sent`` and ``tcpi_bytes_retrans``, the last fields; Linux 4.19."""
+"""Size of ``struct tcp_info`` up to these fields, which Linux has since 4.19."""
 
 SO_MAX_PACING_RATE = 47
-"""From asm-generic/socket.h of Linux: bytes per second, in 4 bytes."""
+"""A socket option of Linux (asm-generic/socket.h); its value is in bytes per second, in 4 bytes."""
 
-MAX_PACING_RATE, NO_PACING = 2**32 - 2, 2**32 - 1
+MAX_PACING_RATE = 2**32 - 2  # bytes per second
+NO_PACING = 2**32 - 1  # the value that removes the limit
 
 _lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
@@ -110,7 +120,7 @@ def round_trip_s(sock: socket.socket) -> float:
     """
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_RTT_OFFSET + 4)
-    except (OSError, AttributeError):  # the socket is closed, or another system
+    except (OSError, AttributeError):  # the socket is closed, or this is not Linux
         return math.inf
     if len(info) < MIN_RTT_OFFSET + 4:
         return math.inf
@@ -226,7 +236,9 @@ def accept(sock: socket.socket) -> tuple[socket.socket, str]:
     accepted, where = sock.accept()
     host = str(where[0])
     ip = ipaddress.ip_address(host)
-    return accepted, str(ip.ipv4_mapped) if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped else host
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        host = str(ip.ipv4_mapped)
+    return accepted, host
 
 
 def has_data(sock: socket.socket) -> bool:
@@ -286,7 +298,9 @@ async def _look_up(address: Address) -> Places:
 
 def _why_not_listening(address: Address, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
-        return f"cannot listen on {address}: the host name does not resolve"
+        return (
+            f"cannot listen on {address}: the host name does not resolve; 0.0.0.0 means all addresses of this machine"
+        )
     if error.errno == errno.EADDRINUSE:
         return f"cannot listen on {address}: port {address.port} is taken; choose another, or 0 for a free one"
     if error.errno == errno.EADDRNOTAVAIL:

@@ -27,10 +27,11 @@ from manyhands.transport.tls_stream import TlsStream
 
 logger = logging.getLogger(__name__)
 
-ACCEPT_PAUSE_S = 0.5  # when the system has no sockets left
+ACCEPT_PAUSE_S = 0.5  # after an error, such as when the system has no sockets left
 
 READ_BYTES = 1 << 14
-"""Received at a time. OpenSSL keeps as much memory for each session as has ever waited in it, in each direction."""
+"""Most bytes received in one call. In each direction of a session, OpenSSL keeps memory for the most bytes that ever
+waited there."""
 
 
 class TlsListener:
@@ -47,9 +48,8 @@ class TlsListener:
         self._context = tls_context(transport.identity, is_server=True)
         self._admission = Admission(transport.limits)
         self._accepted: set[socket.socket] = set()  # without a stream yet
-        self._silent: dict[
-            socket.socket, str
-        ] = {}  # handshakes without any received data, with their hosts; the oldest first
+        # the sockets whose handshake has received nothing, with their hosts; the oldest first
+        self._silent: dict[socket.socket, str] = {}
         self._streams: set[TlsStream | SealedStream] = set()
         self._tasks = TaskOwner("listener")
         for sock in sockets:
@@ -219,7 +219,7 @@ class TlsTransport:
             return self.stream_of(sock, session, remote, str(sock.getpeername()[0]))
         except OSError as error:
             sock.close()
-            detail = "it accepts TCP connections, and closes them in the TLS handshake: not a peer, or it has too many"
+            detail = "it accepts TCP connections, and closes them in the TLS handshake: it is not a peer, or is full"
             raise DialFailed(str(address), DialReason.NOT_MANYHANDS, detail) from error
         except BaseException:
             sock.close()
@@ -231,12 +231,12 @@ class TlsTransport:
             async with time_limit(timeout_s, f"in the TLS handshake with {address}"):
                 await _shake_hands(sock, session)
         except Timeout as error:
-            detail = "TCP connects, but no TLS handshake follows: another program, or a peer that hangs"
+            detail = "TCP connects, but no TLS handshake follows: another program listens there, or the peer hangs"
             raise DialFailed(str(address), DialReason.TIMED_OUT, detail) from error
         except TlsFailed as error:
             detail = "it accepts TCP connections, but does not answer in TLS 1.3"
             if error.is_stranger:
-                detail = "a TLS server of something else"
+                detail = "the TLS server of another program"
             raise DialFailed(str(address), DialReason.NOT_MANYHANDS, detail) from error
         return session
 

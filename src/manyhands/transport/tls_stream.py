@@ -62,7 +62,9 @@ class TlsStream(Piecewise):
         self._room.set()
         self._drained.set()
         self._closed: asyncio.Future[None] = self._loop.create_future()
-        self._is_sending = self._is_reading = self._is_closing = False
+        self._is_sending = False
+        self._is_reading = False
+        self._is_closing = False  # this end has shut down sending
         self._read_soon()
 
     # the Stream interface
@@ -120,7 +122,7 @@ class TlsStream(Piecewise):
             with suppress(Timeout, PeerLost):
                 async with time_limit(timeout_s, f"closing a stream to peer {self.remote}"), self._sending:
                     await self._drained.wait()
-                    self._say_goodbye()
+                    self._shut_down_sending()
                     await self.wait_closed()
         finally:
             self.abort()
@@ -179,8 +181,8 @@ class TlsStream(Piecewise):
             self._loop.remove_writer(self._sock)
             self._drained.set()
 
-    def _say_goodbye(self) -> None:
-        """Shut down sending; received data is dropped until the other end closes too."""
+    def _shut_down_sending(self) -> None:
+        """Tell the other end that nothing more is sent; drop received data until it closes too."""
         self._check_open()
         self._is_closing = True
         self._buffer.end(PeerLost(self.remote, "the stream was closed here"))

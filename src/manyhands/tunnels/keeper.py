@@ -24,15 +24,17 @@ logger = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.5
 FIRST_WAIT_S = 1.0
+"""Seconds until the second attempt to reopen a tunnel; each later wait is twice as long."""
+
 MOST_WAIT_S = 30.0
-"""Half of the minute within which the others should find the peer again."""
+"""Longest wait between two attempts: half of the minute within which others should find the peer again."""
 
 
 class Tunnel(Protocol):
     """A way from a public address to a peer. Its methods are called on the network thread, one at a time.
 
     Attributes:
-        name: of the service, for messages.
+        name: the name of the service, for messages.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Tunnel(Protocol):
         """
 
     async def wait_dropped(self) -> str:
-        """Wait until the open tunnel no longer leads here; return the reason."""
+        """Wait until the open tunnel has dropped; return the reason."""
 
     async def close(self) -> None:
         """Close the tunnel, whatever its state. May be called twice."""
@@ -79,7 +81,10 @@ class TunnelKeeper:
         self._presence = presence
         bound = presence.endpoint.bound_addresses
         if not bound:
-            raise ConfigError(f"a tunnel leads to a port, and this peer listens on none; leave {self._tunnel.name} out")
+            raise ConfigError(
+                f"{self._tunnel.name} needs a port to lead to, and this peer listens on none; leave "
+                f"{self._tunnel.name} out, or let the peer listen"
+            )
         self._target = _here(bound[0])
         presence.on_close.append(self.close)
         await self._open()
@@ -111,18 +116,16 @@ class TunnelKeeper:
             await self._close_tunnel()
             await self._reopen()
             if self._presence.endpoint.addresses != before:
-                self._say_who_knows()
+                self._log_new_address()
 
-    def _say_who_knows(self) -> None:
+    def _log_new_address(self) -> None:
         now = " ".join(str(address) for address in self._presence.endpoint.addresses)
         if self._presence.endpoint.num_connected_peers:
-            logger.info(
-                "Connected peers are told the new address. Those that join from now on need it: --initial-peers %s", now
-            )
+            logger.info("Connected peers learn the new address at once. Others join with: --initial-peers %s", now)
         else:
             logger.warning(
-                "No peer is connected now that could be told the new address. Unless one returns, start the others "
-                "again with it: --initial-peers %s",
+                "No peer is connected now, so none learns the new address. Unless one returns, start the others again "
+                "with: --initial-peers %s",
                 now,
             )
 

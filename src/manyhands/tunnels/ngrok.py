@@ -1,6 +1,6 @@
 """TCP tunnels by ngrok (https://ngrok.com), with its package, which needs no other program.
 
-The package reconnects by itself after an outage, but does not say at which address the tunnel is then. So a lost
+The package reconnects by itself after an outage, but does not tell the new address of the tunnel. So a lost
 session is not resumed here: :class:`manyhands.tunnels.TunnelKeeper` opens a new one.
 """
 
@@ -36,7 +36,7 @@ ADVICE = {
     **dict.fromkeys(("108", "324"), _STOP_ANOTHER),
     "8013": _ADD_A_CARD,
 }
-"""What to do about an error, by its number at https://ngrok.com/docs/errors."""
+"""Advice on an error, by its number at https://ngrok.com/docs/errors."""
 
 
 class NgrokTunnel:
@@ -61,7 +61,8 @@ class NgrokTunnel:
     async def open(self, target: Address) -> Address:
         ngrok = importlib.import_module("ngrok")
         loop = asyncio.get_running_loop()
-        dropped = self._dropped = loop.create_future()
+        dropped: asyncio.Future[str] = loop.create_future()
+        self._dropped = dropped
 
         def drop(reason: str) -> None:
             if not dropped.done():
@@ -86,7 +87,8 @@ class NgrokTunnel:
         return await asyncio.shield(self._dropped)
 
     async def close(self) -> None:
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             with suppress(ValueError):  # it is closed already
                 await session.close()
@@ -95,7 +97,9 @@ class NgrokTunnel:
         text = ": ".join(str(part) for part in error.args)
         code = re.search(r"ERR_NGROK_(\d+)", text)
         if code is None:
-            return Unavailable(f"ngrok cannot be reached ({self._readable(text)}); is there a way out to the internet?")
+            return Unavailable(
+                f"ngrok cannot be reached ({self._readable(text)}); check that this machine can reach the internet"
+            )
         advice = ADVICE.get(code[1], f"see https://ngrok.com/docs/errors/{code[0].lower()}")
         said = self._readable(re.sub(r"\S*err_ngrok_\d+\S*", "", text, flags=re.IGNORECASE))
         return ConfigError(f"ngrok refuses the tunnel ({code[0]}: {said}); {advice}")

@@ -46,7 +46,7 @@ async def joined(world: World, *numbers: int) -> list[Presence]:
 @pytest.mark.parametrize(
     ("token", "message"),
     [
-        (b"", "run 'ours' is by invitation, and there is none in this ticket; ask for one"),
+        (b"", "run 'ours' is by invitation, and this ticket contains none; ask its coord"),
         (token_of(expires_at=START_S - 1), "the invitation has expired; ask for another ticket"),
         (token_of(peer_id=identity_of(77).peer_id), "the invitation is for peer .* and this one is"),
         (token_of(charter=charter_of(run_id="other")), "the invitation is for another run; ask for another ticket"),
@@ -78,11 +78,11 @@ async def test_each_use_counts_once_for_each_peer_also_after_a_restart(tmp_path:
         await again.join_run(ticket)
         await again.members[RUN].close()
         await again.join_run(ticket)
-        with pytest.raises(ConfigError, match="the invitation is used up, it was for 2"):
+        with pytest.raises(ConfigError, match="the invitation was for 2 peers and is used up"):
             await (await world.peer(12)).join_run(ticket)
     async with new_world() as world:
         await (await world.peer(2, folder=tmp_path)).serve_charter(CHARTER)
-        with pytest.raises(ConfigError, match="the invitation is used up, it was for 2"):
+        with pytest.raises(ConfigError, match="the invitation was for 2 peers and is used up"):
             await (await world.peer(12)).join_run(world.ticket(token_of(2)))
 
 
@@ -158,7 +158,7 @@ async def test_the_oldest_ban_stays_when_there_are_too_many() -> None:
         banned = [identity_of(100 + number).peer_id for number in range(MAX_BANS + 1)]
         await manage(owner.endpoint, owner.dht, CHARTER, banned[:MAX_BANS])
         assert len(await manage(owner.endpoint, owner.dht, CHARTER, banned[:1])) == MAX_BANS
-        with pytest.raises(Refused, match="1000 peers are banned, and no more can be"):
+        with pytest.raises(Refused, match="1000 peers are banned, the most that a charter allows"):
             await manage(owner.endpoint, owner.dht, CHARTER, banned[-1:])
         (published,) = await read_charters(owner.dht, RUN, publishers=CHARTER.coordinators)
         assert set(published.record.bans) == set(banned[:MAX_BANS])
@@ -219,7 +219,9 @@ async def test_a_peer_that_the_charter_does_not_name_publishes_it_and_signs_noth
 async def test_a_state_dir_is_of_one_charter(tmp_path: Path) -> None:
     async with new_world() as world:
         Ledger(tmp_path).keep_charter(CHARTER)
-        with pytest.raises(ConfigError, match="of a coordinator of run 'ours' with another charter; name another"):
+        with pytest.raises(
+            ConfigError, match="belongs to a coordinator of run 'ours' with another charter; name another"
+        ):
             await (await world.peer(2, folder=tmp_path)).serve_charter(charter_of(created_at=2.0))
 
 
@@ -235,7 +237,9 @@ async def test_nobody_knows_the_charter_of_a_ticket() -> None:
     async with new_world() as world:
         await world.peer(2)
         newcomer = await world.peer(10)
-        with pytest.raises(Unavailable, match="nobody here knows the charter of run 'ours'; start one of its coord"):
+        with pytest.raises(
+            Unavailable, match="none of the peers here has the charter of run 'ours'; start one of its coord"
+        ):
             await newcomer.join_run(world.ticket(token_of()))
         other = charter_of(created_at=2.0)
         await world.peers[0].serve_charter(other)

@@ -121,7 +121,7 @@ def test_a_file_that_holds_no_key(tmp_path: Path, content: bytes) -> None:
 def test_an_empty_file_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "identity.pem"
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"identity.pem is empty: .* put back a copy, or delete it") as caught:
+    with pytest.raises(ConfigError, match=r"identity.pem is empty: .* restore it from a copy, or delete it") as caught:
         Identity.load_or_create(path)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -148,7 +148,7 @@ def test_a_file_that_others_can_read_is_taken_from_them(
     path.chmod(mode)
     assert Identity.load_or_create(path).peer_id == created.peer_id
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert f"was open to others of this machine (mode {mode:o})" in caplog.text
+    assert f"was open to other users of this machine (mode {mode:o})" in caplog.text
     assert "a run's owner: move the key and the charter away" in caplog.text
     caplog.clear()
     Identity.load_or_create(path)
@@ -181,7 +181,7 @@ def test_a_file_that_others_can_write_and_nothing_can_be_done_about_it(
         assert "can act as this peer" in caplog.text
     path.chmod(0o666)
     monkeypatch.setattr(Path, "chmod", refused)
-    with pytest.raises(ConfigError, match=r"can be written by others .*\(mode 666\).* chmod 600"):
+    with pytest.raises(ConfigError, match=r"can be written by other users .*\(mode 666\).* chmod 600"):
         Identity.load_or_create(path)
 
 

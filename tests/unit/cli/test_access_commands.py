@@ -202,7 +202,9 @@ def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys
         host_port = f"127.0.0.1:{first.endpoint.addresses[0].port}"
         for place in (address, host_port):
             said = complaint(["train", "--run-id", "ours", "--initial-peers", place], capsys)
-            assert "run 'ours' is by invitation; ask its owner for a ticket, and use it in place of the address" in said
+            assert (
+                "run 'ours' is by invitation; ask its owner for a ticket, and give that instead of the address" in said
+            )
             options = NetworkOptions(initial_peers=(place,))
             with pytest.raises(ConfigError, match="run 'ours' is by invitation; ask its owner for a ticket"):
                 look_for(options, None, start_new=False)
@@ -299,7 +301,7 @@ def test_a_wrong_clock_is_told_where_no_run_seems_to_be_there(ahead_s: float, wo
         scout._peer.presence.wall_clock = lambda: time.time() + ahead_s
         for name in ("ours", None):
             with pytest.raises(
-                ConfigError, match=f"the clock of this machine is about {words} those of the peers here"
+                ConfigError, match=f"the clock of this machine is about {words} the clocks of the other peers"
             ):
                 scout.choose(name)
 

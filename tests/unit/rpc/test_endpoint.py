@@ -232,7 +232,7 @@ async def test_connect_to_itself() -> None:
         with pytest.raises(DialFailed) as caught:
             await here.connect(Address.of("127.0.0.1", here.addresses[0].port))
         assert caught.value.reason is DialReason.ITSELF
-        with pytest.raises(Unavailable, match="does not call itself"):
+        with pytest.raises(Unavailable, match="this peer cannot call itself"):
             await here.call(here.peer_id, ECHO, Text("hi"))
 
 
@@ -377,7 +377,7 @@ async def test_an_open_call_ends_with_the_connection() -> None:
         calling = asyncio.ensure_future(here.call(there.peer_id, STUCK, Text("hi"), 30.0))
         await stuck.called.wait()
         await there.close()
-        with pytest.raises(PeerLost, match="it said goodbye: it is closing"):
+        with pytest.raises(PeerLost, match="it closed the connection: shutting down"):
             await calling
         assert stuck.cancelled.is_set()
 

@@ -175,7 +175,7 @@ async def test_unknown_fields_are_ignored() -> None:
     ],
 )
 async def test_what_cannot_be_read_is_a_violation(payload: bytes) -> None:
-    with pytest.raises(ProtocolViolation, match=f"peer {identity_of(1).peer_id}: a frame that cannot be read"):
+    with pytest.raises(ProtocolViolation, match=f"peer {identity_of(1).peer_id}: sent a frame that cannot be read"):
         await receive_frame(stream_of(framed(payload)))
 
 
