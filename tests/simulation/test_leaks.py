@@ -166,7 +166,7 @@ def test_bytes_that_nobody_reads_are_named_at_the_end() -> None:
 
     world.start("b", serve)
     world.start("a", send)
-    with pytest.raises(Leaked, match=r"stream #1 b>a: 100 bytes that nobody reads, the last since 100 s"):
+    with pytest.raises(Leaked, match=r"stream #1 b>a: 100 unread bytes, the last of them received 100 s ago"):
         world.run(100.1)
 
 
