@@ -74,7 +74,7 @@ def test_an_archive_of_another_digest_comes_from_the_next_mirror_or_is_refused(h
         bad.url = bad.url.replace("index.json", ARCHIVE)
         bad.changed = lambda name, data: bytes(len(data)) if name == ARCHIVE else data
         assert unpacked([bad.url, host.url], tmp_path / "a").is_dir()
-        with pytest.raises(ConfigError, match="another file than was described"):
+        with pytest.raises(ConfigError, match="the file differs from its description"):
             unpacked([bad.url], tmp_path / "b")
         bad.changed = lambda name, data: b"<html>Log in first</html>".ljust(len(data))  # without a SHA-256
         with pytest.raises(ConfigError, match=r"cannot be unpacked \(it is not a tar archive, perhaps a page"):

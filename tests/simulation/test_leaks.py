@@ -275,5 +275,5 @@ def test_somebody_who_never_waits_is_an_error() -> None:
             await asyncio.sleep(0)
 
     world.start("a", spin)
-    with pytest.raises(Deadlock, match=r"time stands still at 0\.0+ s, .*program of a at test_leaks\.py:\d+ in .*spin"):
+    with pytest.raises(Deadlock, match=r"time stands still at 0\.0+ s: .*program of a at test_leaks\.py:\d+ in .*spin"):
         world.run(10.0)
