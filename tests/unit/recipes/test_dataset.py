@@ -141,7 +141,9 @@ def test_a_run_of_another_tokenizer_or_length_refuses_the_data_and_names_the_fil
     prepared = opened(copy)
     assert prepared.digest is not None
     prepared.check_run("x", replace(recipe, seq_length=512), prepared.digest)
-    with pytest.raises(ConfigError, match=r"tokenizer/tokenizer.json: tokenizer .* is not that of run 'x'.*began it"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer/tokenizer.json: tokenizer .* is not that of run 'x'.*began run .x."
+    ):
         prepared.check_run("x", replace(recipe, seq_length=512), "0" * 64)
     with pytest.raises(ConfigError, match=r"up to 512 tokens, and run 'x' has samples of 128 .*--seq-length 128"):
         prepared.check_run("x", replace(recipe, seq_length=128), prepared.digest)

@@ -78,7 +78,7 @@ def join_run(
         inner = build_optimizer(model, run.recipe)
         return Optimizer(inner, peer=peer, run_id=run_id, **_options(run, tuning), **options)
 
-    return until_reached(join, peer.sleep, f"joining run {run_id!r}")
+    return until_reached(join, lambda seconds: peer.sleep(seconds), f"joining run {run_id!r}")
 
 
 def join_run_as_rank(

@@ -74,7 +74,7 @@ def download(url: str, path: Path, limits: DownloadLimits, watcher: Watcher) -> 
         else:
             _by_fsspec(url, path, limits, watcher)
     except asyncio.TimeoutError as error:
-        raise FetchFailed(f"no data for {limits.silence_s:.0f} s, or the transfer is too slow") from error
+        raise FetchFailed(f"no answer for {limits.silence_s:.0f} s, or the transfer is too slow") from error
     except aiohttp.ClientConnectorError as error:
         cause = error.os_error
         known = os.strerror(cause.errno) if cause.errno is not None and cause.errno > 0 else cause.strerror
