@@ -169,7 +169,7 @@ def _show_machines(there: Region, stack: Described) -> None:
         missing = f"\n{num_workers} of {wanted} workers are there, and AWS tries to start the others: {reason}"
         console.print(missing, markup=False, highlight=False, emoji=False)
     if coordinator:
-        say("\nThe machines take several minutes to install manyhands. Then others can join with:\n")
+        say("\nInstalling manyhands takes some minutes. Then others can join with:\n")
         say(f"    manyhands join {coordinator}:{parameters['Port']}\n")
     else:
         say("\nThe coordinator does not run, so new machines cannot join.")
