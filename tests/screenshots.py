@@ -32,13 +32,13 @@ def made_up_run() -> SyntheticRun:
     run.set_state(peers[4].peer_id, "gone")
     run.set_state(peers[9].peer_id, "left")
     for kind, text, ago_s in (
-        ("joined", "Maple trains here", 70.0),
-        ("died", f"{shown(peers[4])} has not been heard of, and is considered gone", 260.0),
+        ("joined", "Maple has joined", 70.0),
+        ("died", f"{shown(peers[4])} has published nothing for a while, and is considered gone", 260.0),
         ("aborted", "quokka could not make step 700: it lost its connection to two members of its group", 265.0),
         ("reloaded", "old laptop has loaded the state of the others, as it was behind", 1500.0),
         ("left", f"{shown(peers[9])} has left", 2700.0),
-        ("joined", "north star trains here again", 3300.0),
-        ("refused", "1 record of other peers was refused: against the rules", 7400.0),
+        ("joined", "north star has joined again", 3300.0),
+        ("refused", "1 invalid record of other peers was refused", 7400.0),
     ):
         run.tell(kind, text, ago_s)
     run.advance(24.0)

@@ -62,8 +62,8 @@ class Presence:
     Attributes:
         on_close: callbacks of the parts that depend on it, called in reverse order when it stops.
         leaving: held while one of these parts is closed; another one waits for it before it joins a run.
-        members: of the runs with a charter that this peer is in or looks at, by run id.
-        coordinators: of the runs for which this peer signs, by run id.
+        members: by run id, the members of each run with a charter that this peer is in or looks at.
+        coordinators: by run id, the coordinator of each run for which this peer signs leases.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Presence:
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.leaving = asyncio.Lock()
         self._named: Sequence[Address] = ()  # the peers that this one was told to join
-        self._learnt: set[str] = set()  # runs whose charter the named peers serve, of which this peer has no ticket
+        self._learnt: set[str] = set()  # runs without a ticket, whose charter came from the named peers
         self._learning = asyncio.Lock()
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
         self._state_dir = state_dir
@@ -102,7 +102,7 @@ class Presence:
         self.own_mode = OwnMode(self.endpoint, self.dht)
         self.on_close.append(self.own_mode.close)
         self.seen_steps: dict[str, dict[PeerId, int]] = {}
-        """The highest global step at which this peer has seen each other one, of each run whose state it lacks."""
+        """By run id and peer, the highest global step that was seen. Only runs whose state this peer lacks."""
         self._tasks = TaskOwner("presence")
 
     async def start(
@@ -122,7 +122,7 @@ class Presence:
             before_joining: called when this peer listens, and before it joins the DHT.
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
-            JoinFailed: none of the initial peers answered, and no peer seen before.
+            JoinFailed: neither an initial peer nor a peer known from an earlier start answered.
         """
         self._named = initial_peers
         await self._listen(listen, announce)
@@ -140,7 +140,7 @@ class Presence:
         return bool(self._named) or self._knows_others
 
     async def _listen(self, listen: Sequence[Address], announce: Sequence[Address]) -> None:
-        """Listen; the first address, if any free port will do, on the port of the last start: others may dial it."""
+        """Listen. If the first address has no port, take the port of the last start, which others may still dial."""
         if self._state_dir is None:
             await self.endpoint.listen(listen, announce)
             return
@@ -167,7 +167,7 @@ class Presence:
         return coordinator.is_delegated
 
     async def named_charters(self, run_id: str | None = None) -> list[SignedCharter]:
-        """The charters of a run, by default of all runs, that the peers serve whose addresses this peer was given.
+        """The charters that this peer's initial peers serve: those of one run, or by default of all runs.
 
         Other peers are not asked: anybody could publish a charter for a run that has none.
         """
@@ -181,7 +181,7 @@ class Presence:
         return [entry.charter for entries in published for entry in entries]
 
     async def named_peers(self) -> set[PeerId]:
-        """The peers whose addresses this peer was given, except those that cannot be dialled."""
+        """The initial peers, except those whose address has no peer id and cannot be dialled."""
         named = {address.peer_id for address in self._named if address.peer_id is not None}
         for address in self._named:
             if address.peer_id is None:
@@ -190,11 +190,11 @@ class Presence:
         return named
 
     async def check_run(self, run_id: str) -> None:
-        """Check, before this peer takes part in a run, its clock, and that it is not outside of the gate by mistake.
+        """Check this peer's clock, its ticket and the run's charter, before it takes part in the run.
 
         Raises:
-            ConfigError: the others would refuse its records because of its clock, its ticket is for another run, or as
-                for :meth:`learn_charter`.
+            ConfigError: the clock is so wrong that others would refuse this peer's records; the ticket is for another
+                run; or as for :meth:`learn_charter`.
         """
         contacts = [contact.peer_id for contact in self.dht.contacts()]
         await check_clock(self.endpoint, self.wall_clock, contacts, self._max_clock_skew_s)
@@ -224,14 +224,18 @@ class Presence:
         self.check_own(run_id)
 
     def check_own(self, run_id: str) -> None:
-        """Raises ``ConfigError`` if this peer must leave a run: it is banned, or a copy of an earlier coordinator."""
+        """Check that this peer may stay in a run.
+
+        Raises:
+            ConfigError: it is banned, or it is a copy of a coordinator that began earlier.
+        """
         if (members := self.members.get(run_id)) is not None:
             members.check_own()
         if (coordinator := self.coordinators.get(run_id)) is not None:
             coordinator.check()
 
     def signed_manifests(self) -> dict[str, bytes]:
-        """The fingerprints of the run manifests that owners signed, by run id: no others count."""
+        """By run id, the fingerprint of the run manifest that the owner signed. Such a run accepts no other one."""
         charters = {run_id: members.charter.charter for run_id, members in self.members.items()}
         return {run_id: charter.manifest for run_id, charter in charters.items() if charter.manifest}
 
@@ -262,7 +266,7 @@ class Presence:
             self._state_dir.save_peers(known.to_json())
 
     async def stop(self) -> None:
-        """Leave the swarm: end the parts, say goodbye, close all connections, even if one of them fails or hangs."""
+        """Leave the swarm: close the parts, the DHT node and all connections, even if one of them fails or hangs."""
         parts = [*reversed(self.on_close), self._tasks.close, self._save_last, self.dht.close, self.endpoint.close]
         for close_part in parts:
             name = getattr(close_part, "__qualname__", repr(close_part))
@@ -279,7 +283,7 @@ BeforeJoining = Callable[[Presence], Awaitable[None]]
 
 
 class BlockingPeer(Protocol):
-    """What blocking code, such as an optimizer, needs of a :class:`Peer`; simulations have their own implementation."""
+    """The part of a :class:`Peer` that blocking code, such as an optimizer, uses. Simulations implement it too."""
 
     peer_id: PeerId
     presence: Presence
@@ -298,12 +302,12 @@ def check_peer(peer: object) -> None:
     """Check that an optimizer or averager was given a peer.
 
     Raises:
-        ConfigError: it was not; says what to write.
+        ConfigError: it was not; the message shows calls that work.
     """
     if not hasattr(peer, "presence"):
         given = "None" if peer is None else f"of type {type(peer).__name__}"
         raise ConfigError(
-            f"peer is {given}, and this machine's manyhands.Peer is needed: peer=manyhands.Peer() begins a swarm, "
+            f"peer is {given}; it must be this machine's manyhands.Peer: peer=manyhands.Peer() begins a swarm, "
             "peer=manyhands.Peer(initial_peers=[ADDRESS]) joins one"
         )
 
@@ -471,7 +475,7 @@ class Peer(FromHivemind):
         return [str(a) for a in addresses if not a.is_loopback] or [str(a) for a in addresses]
 
     def announce(self, addresses: Sequence[str | Address] = ()) -> None:
-        """Announce other addresses from now on, when the way to this machine has changed.
+        """Replace the announced addresses, for example after the address of this machine or of a tunnel has changed.
 
         Connected peers are told at once. The others find this one through them within a minute, as long as at least one
         connected peer can be dialled.
@@ -518,8 +522,8 @@ class Peer(FromHivemind):
             key: 1 to 256 characters.
             value: bool, int, float, str, bytes, or lists and dicts of them; at most 64 KiB. None deletes.
             ttl_s: lifetime in seconds; at most a day.
-            subkey: one of many values of the key. If it is this peer's own id, only this peer can write it; otherwise
-                all peers can. By default the empty one.
+            subkey: a key has one value for each subkey. If the subkey is this peer's own id, only this peer can write
+                the value; otherwise all peers can. By default the empty one.
         Returns:
             Number of peers that hold it now; 0 if no peer could be reached.
         Raises:
@@ -540,7 +544,7 @@ class Peer(FromHivemind):
             The latest value of each subkey, as it was stored, except that tuples are lists; a value stored without a
             subkey is under ``""``. Empty if there is none, or no peer could be reached.
         Raises:
-            ConfigError: not a key.
+            ConfigError: the key is not 1 to 256 characters.
             Timeout: ``timeout_s`` seconds are over.
         """
         found = self.run(self.dht.get(key), timeout_s, f"reading key {key!r}")
@@ -578,7 +582,7 @@ class Peer(FromHivemind):
             if hasattr(self, "presence"):
                 self.run(self.presence.stop(), CLOSE_TIMEOUT_S, "closing this peer")
         except Timeout as error:
-            logger.warning("%s; the rest ends with the network thread", error)
+            logger.warning("%s; connections that are still open end with the network thread", error)
         except ManyhandsError as error:  # a forked child has this object, but not its thread
             logger.debug("%s", error)
         finally:

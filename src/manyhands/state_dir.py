@@ -25,7 +25,7 @@ class StateDir:
 
     Attributes:
         path: of the folder, where other parts keep files as well.
-        is_new: whether it was made for this.
+        is_new: whether this object created the folder.
         identity_path: the private key, unless the user named another file.
         peers_path: the addresses of other peers.
         port_path: the port that this peer got at its last start, if it asked for a free one.
@@ -56,7 +56,7 @@ class StateDir:
         except FileNotFoundError:
             pass
         except (ConfigError, OSError) as error:
-            logger.warning("the peers in %s are not used: %s; the file will be written anew", self.peers_path, error)
+            logger.warning("the known peers in %s are ignored: %s; the file will be replaced", self.peers_path, error)
         return KnownPeers()
 
     def save_peers(self, raw: bytes) -> None:

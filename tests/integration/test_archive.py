@@ -59,7 +59,7 @@ def test_what_was_cut_is_resumed_also_by_a_second_start(
     size = (host.folder / ARCHIVE).stat().st_size
     host.cut_after = size // 4
     monkeypatch.setattr(fetching, "MAX_RESUMES", 2)
-    with pytest.raises(ConfigError, match=r"broke off 2 times.* is kept: start again"):
+    with pytest.raises(ConfigError, match=r"broke off 2 times.* are kept: start again"):
         unpacked([host.url], tmp_path)
     monkeypatch.undo()
     host.requests.clear()
@@ -74,7 +74,7 @@ def test_an_archive_of_another_digest_comes_from_the_next_mirror_or_is_refused(h
         bad.url = bad.url.replace("index.json", ARCHIVE)
         bad.changed = lambda name, data: bytes(len(data)) if name == ARCHIVE else data
         assert unpacked([bad.url, host.url], tmp_path / "a").is_dir()
-        with pytest.raises(ConfigError, match="another file than was described"):
+        with pytest.raises(ConfigError, match="the file differs from its description"):
             unpacked([bad.url], tmp_path / "b")
         bad.changed = lambda name, data: b"<html>Log in first</html>".ljust(len(data))  # without a SHA-256
         with pytest.raises(ConfigError, match=r"cannot be unpacked \(it is not a tar archive, perhaps a page"):
@@ -104,7 +104,7 @@ def test_no_member_leaves_the_folder(host: Host, tmp_path: Path, name: str) -> N
 def test_a_disk_that_is_too_small_is_said_before(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (host.folder / ARCHIVE).stat().st_size
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, size))
-    with pytest.raises(ConfigError, match=r"has [\d.]+ kB left, and [\d.]+ kB are needed .*--cache-dir"):
+    with pytest.raises(ConfigError, match=r"has [\d.]+ kB free, and [\d.]+ kB are needed .*--cache-dir"):
         unpacked([host.url], tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.rglob("archive*") if path.is_file()) == 0
 

@@ -108,7 +108,7 @@ def test_an_experiment_from_up_to_down(ec2: Any, capsys: pytest.CaptureFixture[s
     assert {one["GroupName"] for one in ec2.describe_security_groups()["SecurityGroups"]} == {"default"}
     assert ec2.describe_launch_templates()["LaunchTemplates"] == []
     assert run(["aws", "status", "--name", "x"]) == 2
-    assert "experiment x has nothing in us-east-1; experiments there: none; other" in capsys.readouterr().err
+    assert "there is no experiment x in us-east-1; experiments there: none" in capsys.readouterr().err
 
 
 def test_a_mistyped_name_or_region_ends_nothing_and_says_so(ec2: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,12 +118,12 @@ def test_a_mistyped_name_or_region_ends_nothing_and_says_so(ec2: Any, capsys: py
         assert run(["aws", "down", "--name", name]) == 2
         said = capsys.readouterr()
         assert said.err == (
-            f"manyhands: experiment {name} has nothing in us-east-1; experiments there: x; other regions were not "
-            "looked at (--region)\n"
+            f"manyhands: there is no experiment {name} in us-east-1; experiments there: x. --region looks in another "
+            "region\n"
         )
         assert not said.out
     assert run(["aws", "down", "--name", "x", "--region", "eu-west-1"]) == 2
-    assert "has nothing in eu-west-1; experiments there: none" in capsys.readouterr().err
+    assert "there is no experiment x in eu-west-1; experiments there: none" in capsys.readouterr().err
     assert states(ec2) == ["running"] * 2
 
 
@@ -279,7 +279,7 @@ def test_credentials_that_expire_meanwhile_are_told_with_what_to_do(
     monkeypatch.setattr(boto3.Session, "client", client)
     assert run(list(UP)) == 2
     said = capsys.readouterr()
-    assert "'manyhands aws down' waits for the end, or tries it again" in said.out
+    assert "'manyhands aws down' waits until that is done, or retries" in said.out
     assert "ExpiredToken" in said.err
     assert "'aws sso login' stores new credentials" in said.err
     assert len(said.err.splitlines()) == 1

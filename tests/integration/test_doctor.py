@@ -179,7 +179,7 @@ async def test_a_port_that_says_nothing_ends_in_time(monkeypatch: pytest.MonkeyP
         report = await examined(address)
     assert failed(report) == ["tls"]
     assert report.seconds < 4.0
-    assert "does not answer in TLS" in the(report, "tls").detail
+    assert "does not answer the TLS handshake" in the(report, "tls").detail
 
 
 async def test_another_protocol_version() -> None:

@@ -101,7 +101,7 @@ def test_wrong_arguments_are_named() -> None:
     model = new_model()
     with peers(1) as (peer,):
         for named, says in (
-            ({"peer": None}, r"this machine's manyhands\.Peer is needed"),
+            ({"peer": None}, r"it must be this machine's manyhands\.Peer"),
             ({"run_id": 4}, "run_id is of type int"),
             ({"into": model.state_dict()}, "into is of type OrderedDict; give the model"),
         ):

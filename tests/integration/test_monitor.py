@@ -125,7 +125,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         wait_until(lambda: len(told(events, StepMade)) == 3)
         wait_until(lambda: "restarted" in [event.kind for event in told(events, Happened)])
         assert told(events, StepMade)[2].step == 1
-        assert caplog.text.count("The run goes on from step 1: the newest one here was #4.") == 1
+        assert caplog.text.count("The run has gone back to step 1 from step #4:") == 1
 
 
 def store_progress(peer: Peer, step: int, lineage: bytes = b"x") -> None:

@@ -107,7 +107,7 @@ def test_a_shard_that_nobody_has_in_order_is_skipped_with_one_warning(
 def test_no_good_shard_at_all_ends_with_a_line(host: Host, tmp_path: Path) -> None:
     host.changed = wrong
     with (
-        pytest.raises(ConfigError, match="none of the 4 shards is as the index says"),
+        pytest.raises(ConfigError, match="none of the 4 shards matches the index"),
         streaming(host, folder=tmp_path),
     ):
         pass
@@ -130,7 +130,7 @@ def test_training_goes_on_from_the_cache_while_the_server_is_down(
         assert held_out.exists()
         assert len(trained_on) >= 2
         assert trained_on <= names, "neither what is held out, nor what is of other data"
-        assert len([record for record in caplog.records if "has not come" in record.message]) == 1
+        assert len([record for record in caplog.records if "has not arrived" in record.message]) == 1
         host.is_down = False
 
         def all_have_come() -> bool:
@@ -251,7 +251,7 @@ def test_verify_says_what_is_wrong(
     assert run(["data", "verify", host.url]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert "train-00001-of-00004.arrow" in line
-    assert "it is another file than was described" in line
+    assert "the file differs from its description" in line
     assert run(["data", "verify", str(tmp_path)]) == 2
 
 

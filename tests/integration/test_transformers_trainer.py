@@ -453,5 +453,5 @@ def test_what_is_missing_or_too_much_is_said(tmp_path: Path) -> None:
         trainer = transformers.Trainer(model, arguments(tmp_path), optimizers=(optimizer, schedule))
         with pytest.raises(ConfigError, match="scheduler=lambda inner"):
             CollaborativeCallback(trainer)
-        with pytest.raises(ConfigError, match="run_id: the Trainer's optimizer is in a run already"):
+        with pytest.raises(ConfigError, match="has a manyhands optimizer already; give run_id to that one"):
             CollaborativeCallback(trainer, run_id="another")

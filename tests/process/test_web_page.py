@@ -70,7 +70,7 @@ def test_monitor_shows_a_run_in_a_browser(text: Path, tmp_path: Path) -> None:
                 expect(rows.filter(has_text="<img src=x>")).to_have_count(1)
                 with running(*third) as newcomer:
                     expect(rows.filter(has_text="eve")).to_have_class("training")
-                    expect(page.locator("#events")).to_contain_text("eve trains here")
+                    expect(page.locator("#events")).to_contain_text("eve has joined")
                     expect(page.locator("#num-peers")).to_have_text("3")
                     expect(page.locator("#leaders")).to_contain_text("eve")
                     victim.kill()

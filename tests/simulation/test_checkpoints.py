@@ -349,12 +349,12 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         values: Any = member.model.state_dict()
         with pytest.raises(ConfigError, match="model is of type OrderedDict"):
             Checkpoints(tmp_path, member.optimizer, values)
-        with pytest.raises(ConfigError, match="5 parameters of the optimizer, of 7, are not in the model"):
+        with pytest.raises(ConfigError, match="the model lacks 5 parameters of the optimizer's 7"):
             Checkpoints(tmp_path, member.optimizer, member.model.first)
         with pytest.raises(ConfigError, match=r"_extra_state in the model's state_dict\(\) is a str"):
             Checkpoints(tmp_path, member.optimizer, member.model)
         wrong: Any = torch.optim.SGD(member.model.parameters())
-        with pytest.raises(ConfigError, match=r"of a manyhands\.Optimizer, and this is a SGD"):
+        with pytest.raises(ConfigError, match=r"optimizer is a SGD; it must be a manyhands\.Optimizer"):
             Checkpoints(tmp_path, wrong, member.model)
 
     alone(train, WithText)

@@ -177,7 +177,7 @@ def test_faults_read_as_they_were_written() -> None:
 def test_faults_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="the second time must be later"):
         between(9, 3)
-    with pytest.raises(ConfigError, match=r"cannot be undone; say at\(1\) instead"):
+    with pytest.raises(ConfigError, match=r"cannot be undone; write at\(1\) instead"):
         between(1, 2).kill("a")
     with pytest.raises(ConfigError, match="is not a virtual time"):
         at(-1)

@@ -5,7 +5,7 @@
     FOLDER/lock                   locked by the process that uses the folder
     FOLDER/checkpoint-STEP/       the newest few
         run.json                  format, step, settings of the run; size and SHA-256 of each other file
-        model.safetensors ...     the model; one of transformers with its config, and the tokenizer
+        model.safetensors ...     the model, its config if it is of transformers, and the tokenizer
         optimizer.safetensors     tensors of the optimizer
         optimizer.json            its other values, and the position in the run
     FOLDER/other-LINEAGE/         checkpoints of another branch of the run, which are never removed; see below
@@ -13,7 +13,7 @@
     FOLDER/.replaced-...          a checkpoint, while one of the same step takes its place
 
 A run has several branches if it was begun anew under the same name, or if its peers were cut off from each other and
-went on on both sides. The model on one branch has nothing of what was trained on another one, whatever the step.
+trained on separately. A model on one branch has learnt nothing from another branch, even if its step is higher.
 LINEAGE is that of the checkpoint of the highest step.
 """
 
@@ -41,10 +41,12 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 """Goes up when an older version could not load a checkpoint, or would load it wrongly."""
 ABOUT = "run.json"
-OPTIMIZER_TENSORS, OPTIMIZER_VALUES = "optimizer.safetensors", "optimizer.json"
+OPTIMIZER_TENSORS = "optimizer.safetensors"
+OPTIMIZER_VALUES = "optimizer.json"
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
-_UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
+_UNFINISHED = ".unfinished-"
+_REPLACED = ".replaced-"
 _OTHER = "other-"
 _LINEAGE_DIGITS = 12
 
@@ -57,11 +59,11 @@ class SavedFile(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a state is in its run; all digests are in hexadecimal, and empty if unknown.
+    """The position of a state in its run. All digests are in hexadecimal, and empty if unknown.
 
     Attributes:
-        lineage: of its step.
-        root: tells two beginnings of the run apart.
+        lineage: digest of its step.
+        root: digest of the run's beginning; another one if the run was begun anew.
         ancestry: the steps that led there (:mod:`manyhands.averaging.state.ancestry`); not stored.
     """
 
@@ -74,13 +76,13 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, place: Mapping[str, Any]) -> Place:
         """Read it from the state of an optimizer."""
         ancestry = place["ancestry"]
-        return cls(
-            step=place["step"], lineage=place["lineage"], root=root_of(bytes.fromhex(ancestry)).hex(), ancestry=ancestry
-        )
+        root = root_of(bytes.fromhex(ancestry)).hex()
+        return cls(step=place["step"], lineage=place["lineage"], root=root, ancestry=ancestry)
 
     def goes_on_from(self, earlier: Place) -> bool:
-        """Whether this is on the branch of an earlier state; true also if that cannot be known any more."""
-        root, lineage = bytes.fromhex(earlier.root), bytes.fromhex(earlier.lineage)
+        """Whether this state continues from an earlier one. True also if that can no longer be known."""
+        root = bytes.fromhex(earlier.root)
+        lineage = bytes.fromhex(earlier.lineage)
         return descends_from(bytes.fromhex(self.ancestry), self.step, earlier.step, root, lineage)
 
 
@@ -126,7 +128,7 @@ class CheckpointDir:
     Args:
         num_kept: number of checkpoints to keep; with more than one, a damaged one can be replaced by an older one.
     Attributes:
-        is_new: whether the folder was made for this.
+        is_new: whether this object created the folder.
     Raises:
         FolderInUse: another process uses the folder.
         ConfigError: the folder cannot be used, or its checkpoints are another run's, or of another format.
@@ -179,7 +181,7 @@ class CheckpointDir:
         return None
 
     def newest_file(self, name: str) -> bytes | None:
-        """The content of a file of the newest checkpoint that has it as it was saved."""
+        """The content of a file, from the newest checkpoint in which it is undamaged; None without one."""
         for step in reversed(_steps_in(self.path)):
             path = self.of_step(step)
             with suppress(OSError, msgspec.MsgspecError):
@@ -198,11 +200,11 @@ class CheckpointDir:
         return max(_steps_in(self.path), default=0)
 
     def of_step(self, global_step: int) -> Path:
-        """The path of the checkpoint of a step, which need not be there."""
+        """The path of the checkpoint of a step, whether it exists or not."""
         return self.path / f"checkpoint-{global_step}"
 
     def of_other_branches(self, here: Place) -> list[tuple[Path, Place]]:
-        """The checkpoints from which a state does not go on; the newest one first. A damaged one is not among them."""
+        """The checkpoints that are on other branches than a state, newest first, without those that are damaged."""
         found: list[tuple[Path, Place]] = []
         for step in reversed(_steps_in(self.path)):
             with suppress(OSError, msgspec.MsgspecError):
@@ -232,7 +234,7 @@ class CheckpointDir:
             stored = msgspec.structs.replace(place, ancestry="")
             about = CheckpointInfo(global_step=global_step, run=run, files=files, place=stored)
             (draft / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
-        # later ones are damaged, or of another start that did not resume
+        # checkpoints of later steps do not count: they are damaged, or this start did not resume from them
         for step in [step for step in _steps_in(self.path) if step <= global_step][: -self._num_kept]:
             self._remove(self.of_step(step))
 
@@ -248,9 +250,9 @@ class CheckpointDir:
         for path, _ in others:
             path.replace(to / path.name)
         logger.warning(
-            "The model that is trained now does not go on from %s here: %s. Moved to %s, where nothing is removed. To "
-            "go on from there instead, end all trainers, and start one with that folder as its checkpoint folder",
-            " and ".join(path.name for path, _ in others), parted(here, newest), to,
+            "The model that is trained now does not continue from %s: %s. The old checkpoints were moved to %s, where "
+            "none is removed. To continue from them instead, end all trainers, and start one with that folder as its "
+            "checkpoint folder", " and ".join(path.name for path, _ in others), parted(here, newest), to,
         )  # fmt: skip
 
     def _remove(self, path: Path) -> None:
@@ -282,12 +284,12 @@ class CheckpointDir:
 
 
 def parted(here: Place, there: Place) -> str:
-    """Why the state of a checkpoint is not one that led here, in words."""
+    """Explain why a checkpoint at ``there`` is on another branch than the state at ``here``."""
     is_anew = here.root != there.root
-    return "the run was begun anew" if is_anew else "the others went on on another branch of the run"
+    return "the run was begun anew" if is_anew else "the other peers continued on another branch of the run"
 
 
-# without a lock, so a trainer may be using the folder
+# functions that take no lock: a trainer may be using the folder
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -433,8 +435,8 @@ def _fault_of(file: Path, saved: SavedFile) -> str:
 
 
 def _differences(here: RunManifest, there: RunManifest) -> list[str]:
-    """The settings that differ from those of a checkpoint, one line each. How values travel makes no difference."""
-    here = msgspec.json.decode(msgspec.json.encode(here), type=RunManifest)  # as the other was
+    """The settings that differ from those of a checkpoint, one line each. Protocol and codec are not compared."""
+    here = msgspec.json.decode(msgspec.json.encode(here), type=RunManifest)  # the same types as read from JSON
     groups: list[dict[str, Any]] = there.hyper_parameters
     if len(groups) == len(here.hyper_parameters):  # a newer torch may have more options
         groups = [{**own, **group} for own, group in zip(here.hyper_parameters, groups, strict=True)]

@@ -25,7 +25,7 @@ from manyhands.runtime.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 120.0
-"""Time that a program has for saving after it was told to leave."""
+"""Longest time in seconds for which a save delays the end of a program that was told to leave."""
 MODEL = "model.safetensors"
 
 
@@ -46,9 +46,9 @@ class Checkpoints:
                 ...  # optimizer.step() as always
                 checkpoints.save_if_due()
 
-    The model is saved in the format of ``transformers`` if it is one of these, and else as ``model.safetensors``. A
-    checkpoint is there whole or not at all, also after a power failure. If it cannot be saved, because the disk is full
-    say, a warning is logged and the training goes on.
+    A model of ``transformers`` is saved in its own format, any other one as ``model.safetensors``. A checkpoint is
+    complete or absent, also after a power failure. If it cannot be saved, for example because the disk is full, a
+    warning is logged and the training goes on.
 
     Args:
         folder: is created if missing, and locked by this process until :meth:`close`; the ``state_dir`` of the peer
@@ -79,8 +79,8 @@ class Checkpoints:
             keep = whole("keep", keep, least=1, example=2)
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"checkpoints are saved of a manyhands.Optimizer, and this is a {type(optimizer).__name__}; of a "
-                "ProcessGroupOptimizer give its leader, on rank 0 alone"
+                f"optimizer is a {type(optimizer).__name__}; it must be a manyhands.Optimizer, which for a "
+                "ProcessGroupOptimizer is its leader, on rank 0 alone"
             )
         if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
             raise ConfigError(f"tokenizer={tokenizer!r} has no save_pretrained(); give the tokenizer itself, or None")
@@ -89,8 +89,8 @@ class Checkpoints:
         trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if num_missing := len(trained - set(model.parameters())):
             raise ConfigError(
-                f"{counted(num_missing, 'parameter')} of the optimizer, of {len(trained)}, are not in the model; give "
-                "the module whose parameters the optimizer has"
+                f"the model lacks {counted(num_missing, 'parameter')} of the optimizer's {len(trained)}; give the "
+                "module whose parameters the optimizer has"
             )
         self._optimizer = optimizer
         self._model: Any = _unwrapped(model)
@@ -123,14 +123,15 @@ class Checkpoints:
             ConfigError: the checkpoint was made with another model or other settings, or none can be loaded.
         """
         here = self._optimizer.global_step
-        self._saved_step, self._must_check = 0, False
+        self._saved_step = 0
+        self._must_check = False
         for checkpoint in self._folder.newest(self._optimizer.manifest):
             if checkpoint.global_step <= here:
                 place = Place.of(self._optimizer.state_dict()[PLACE])
                 if there := dict(self._folder.of_other_branches(place)).get(checkpoint.path):
                     logger.warning(
-                        "The run is at global step %d, and does not go on from %s: %s. The checkpoint is kept. To go "
-                        "on from there instead, end all trainers, and start this one first",
+                        "The run is at global step %d, and does not continue from %s: %s. The checkpoint is kept. To "
+                        "continue from it instead, end all trainers, and start this one first",
                         here, checkpoint.path, parted(place, there),
                     )  # fmt: skip
                 else:
@@ -159,8 +160,8 @@ class Checkpoints:
             newest = self._folder.newest_step()
             if newest > self._optimizer.global_step:
                 raise ConfigError(
-                    f"{self._folder.of_step(newest)} is of a later step than this peer, which would begin anew beside "
-                    "it: call checkpoints.resume() once, before the loop, or give another checkpoint folder"
+                    f"{self._folder.of_step(newest)} is of a later step than this peer, so the folder would hold two "
+                    "runs: call checkpoints.resume() once, before the loop, or give another checkpoint folder"
                 )
             self._must_check = False
         if self._optimizer.global_step >= self._tried_step + self._every:
@@ -186,7 +187,8 @@ class Checkpoints:
             if step <= self._saved_step:
                 return
             with self._optimizer.agreed_parameters():
-                state, run = self._optimizer.state_dict(), self._optimizer.manifest
+                state = self._optimizer.state_dict()
+                run = self._optimizer.manifest
                 if save_checkpoint(self._folder, step, run, self._model, self._tokenizer, state):
                     self._saved_step = step
 
@@ -243,7 +245,7 @@ def _is_of_transformers(model: torch.nn.Module) -> bool:
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module, without what ``torch.compile`` or DDP has put around it."""
+    """The user's own module, without the wrappers of ``torch.compile`` and DDP."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, torch.nn.parallel.DistributedDataParallel):

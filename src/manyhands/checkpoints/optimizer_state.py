@@ -1,6 +1,6 @@
 """The state of an optimizer in files that run no code when they are read: safetensors, and JSON for the rest.
 
-The JSON is that of :mod:`manyhands.optim.state.tree`, with the names of the tensors as their places.
+The JSON is that of :mod:`manyhands.optim.state.tree`, in which each tensor is replaced by its name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 class _Tensors:
-    """Collects tensors, each in memory of its own: safetensors takes no views, and none twice."""
+    """Collects tensors, each in memory of its own: safetensors saves no views and no tensor twice."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, torch.Tensor] = {}

@@ -32,7 +32,7 @@ MANAGE_TIMEOUT_S = 60.0
 
 
 def _duration(kind: type[timedelta], tokens: Sequence[Token]) -> timedelta:
-    """What cyclopts reads; one that is too long for a timedelta is a wrong value too."""
+    """Convert a duration as cyclopts does. One that is too long for a timedelta is a wrong value too."""
     try:
         return cast(timedelta, convert(kind, tokens))
     except OverflowError as error:
@@ -73,7 +73,7 @@ class PowerOptions:
         charter = SignedCharter.load(self.charter) if self.charter is not None else ledger.load_charter()
         if charter is None:
             raise ConfigError(
-                "which run is meant? Name the --state-dir of a coordinator on this machine that was started with "
+                "no run is named; give the --state-dir of a coordinator on this machine that was started with "
                 "--charter, or the owner key and the charter: --key RUN.key --charter RUN.charter"
             )
         return charter
@@ -212,7 +212,9 @@ def described(entry: MemberEntry, wall_now: float) -> str:
     if entry.is_banned:
         return "banned"
     left_h = (entry.expires_at - wall_now) / 3600
-    return f"{entry.role}, " + (f"lease for {left_h:.1f} h more" if left_h > 0 else f"lease over for {-left_h:.1f} h")
+    if left_h > 0:
+        return f"{entry.role}, lease for {left_h:.1f} h more"
+    return f"{entry.role}, lease expired {-left_h:.1f} h ago"
 
 
 def _ask(
@@ -221,8 +223,8 @@ def _ask(
     """Ask the coordinators of the run over the network."""
     if not power.initial_peers:
         raise ConfigError(
-            "with a key alone the coordinators are asked over the network: name a peer of the run, --initial-peers "
-            "HOST:PORT or a multiaddr"
+            "with a key and no --state-dir, the coordinators are asked over the network; name a peer of the run: "
+            "--initial-peers HOST:PORT or a multiaddr"
         )
     addresses, _ = split_tickets(power.initial_peers)
     with Peer(addresses, client_mode=True, identity=identity) as own:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # it imports boto3
 Name = Annotated[str, Parameter(help="Name of the experiment.")]
 RegionName = Annotated[str | None, Parameter(help="Region of AWS; by default that of your AWS configuration.")]
 STATES = {"pending": "starting", "shutting-down": "ending", "stopping": "ending"}
-"""Other words than AWS has."""
+"""The words for some states of a machine, where AWS's own are unclear."""
 
 aws = App(name="aws", help="Run an experiment on machines of AWS, which cost money until manyhands aws down.")
 console = Console(force_terminal=None if sys.stdout.isatty() else False)
-"""A notebook sets FORCE_COLOR, but shows the codes that redraw a line as they are."""
+"""Redraws lines only in a terminal. A notebook sets FORCE_COLOR, but shows the codes for it as text."""
 
 
 @aws.command
@@ -55,7 +55,9 @@ def up(
     problem = what_cannot_be_installed("the machines", "--source") if experiment.source is None else ""
     if dry_run:
         _show_plan(experiment, parameters, region)
-        say(f"Without --dry-run this is refused: {problem}\n" * bool(problem) + "Nothing was created: a dry run.")
+        if problem:
+            say(f"Without --dry-run this is refused: {problem}")
+        say("Nothing was created: a dry run.")
         return
     if problem:
         raise ConfigError(problem)
@@ -100,7 +102,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def _there(region: str | None) -> Iterator[Region]:
-    """The region, while a terminal shows that its answers are waited for."""
+    """Yield the region. A terminal shows meanwhile that the command waits for AWS."""
     if importlib.util.find_spec("boto3") is None:
         raise MissingExtra("manyhands aws", "aws")
     from manyhands.cloud.stack import Region, own_words
@@ -110,9 +112,12 @@ def _there(region: str | None) -> Iterator[Region]:
 
 
 def _check_train_options(experiment: Experiment, train_options: Sequence[str]) -> None:
-    """Raise ConfigError for options of which each worker would fail, for ever and for money.
+    """Check the options that each worker gets: with wrong ones, it would restart again and again, and cost money.
 
-    The words are those of a worker in the template.
+    The command line is that of a worker in the template.
+
+    Raises:
+        ConfigError: ``manyhands train`` refuses them.
     """
     from manyhands.cli.main import check_train  # it imports this module
 
@@ -146,21 +151,25 @@ def _show_machines(there: Region, stack: Described) -> None:
     parameters = {one["ParameterKey"]: one["ParameterValue"] for one in stack["Parameters"]}
     say(f"Stack {stack['StackName']} in {there.name}: {stack['StackStatus']}\n")
     say(f"{'machine':<20} {'role':<12}{'state':<9}{'type':<14}{'zone':<5}address")
-    num_workers, coordinator = 0, ""
+    num_workers = 0
+    coordinator = ""
     for one in there.machines(parameters["Name"]):
-        role, state = tags_of(one).get(ROLE_TAG, "?"), one["State"]["Name"]
+        role = tags_of(one).get(ROLE_TAG, "?")
+        state = one["State"]["Name"]
         zone = one["Placement"]["AvailabilityZone"].removeprefix(there.name)
         address = one.get("PublicIpAddress") or one.get("PrivateIpAddress", "")
         machine_type = one.get("InstanceType", "")
         say(f"{one['InstanceId']:<20} {role:<12}{STATES.get(state, state):<9}{machine_type:<14}{zone:<5}{address}")
-        num_workers += role == "worker" and state in ("pending", "running")
-        coordinator = address if role == "coordinator" and state == "running" else coordinator
+        if role == "worker" and state in ("pending", "running"):
+            num_workers += 1
+        if role == "coordinator" and state == "running":
+            coordinator = address
     if num_workers < (wanted := int(parameters["Workers"])):
         reason = there.why_machines_lack(stack) or "it has given no reason yet"
         missing = f"\n{num_workers} of {wanted} workers are there, and AWS tries to start the others: {reason}"
         console.print(missing, markup=False, highlight=False, emoji=False)
     if coordinator:
-        say("\nThe machines install manyhands for several minutes. Then others can join with:\n")
+        say("\nInstalling manyhands takes some minutes. Then others can join with:\n")
         say(f"    manyhands join {coordinator}:{parameters['Port']}\n")
     else:
         say("\nThe coordinator does not run, so new machines cannot join.")

@@ -26,8 +26,8 @@ Options = TypeVar("Options", bound=PeerOptions)
 def checked_charter(path: Path | None, network: PeerOptions) -> SignedCharter | None:
     """Load the charter that was given to a command, before anything is started.
 
-    By default it is the one that the coordinator with this state dir served last, so that a restart without
-    ``--charter`` goes on giving leases.
+    By default it is the one that the coordinator with this state dir served last, so that it still signs leases after
+    a restart without ``--charter``.
 
     Raises:
         ConfigError: the file is not a charter, or the command has no state dir.
@@ -36,9 +36,7 @@ def checked_charter(path: Path | None, network: PeerOptions) -> SignedCharter | 
         return Ledger(network.state_dir).load_charter()
     charter = SignedCharter.load(path)
     if network.state_dir is None:
-        raise ConfigError(
-            "a coordinator keeps who used an invitation and who is banned in its state dir; name one: --state-dir DIR"
-        )
+        raise ConfigError("a coordinator keeps used invitations and bans in its state dir; name one: --state-dir DIR")
     return charter
 
 
@@ -87,11 +85,13 @@ def run_id_of(network: PeerOptions, given: str | None) -> str | None:
 
 
 def run_of(tickets: Iterable[Ticket], given: str | None) -> str | None:
-    """As :func:`run_id_of`, of tickets that were parsed."""
+    """As :func:`run_id_of`, for tickets that are parsed already."""
     named = list(dict.fromkeys(ticket.run_id for ticket in tickets if ticket.run_id))
     if given is not None and named and given not in named:
         raise ConfigError(f"the ticket is for run {named[0]!r}, and --run-id is {given!r}; leave --run-id out")
-    return given if given is not None else named[0] if named else None
+    if given is not None:
+        return given
+    return named[0] if named else None
 
 
 def with_charter(network: Options, run_id: str, charter: bytes) -> Options:

@@ -34,7 +34,8 @@ def show(folder: Folder, /) -> int:
 
         manyhands checkpoint show manyhands-my-albert
     """
-    newest, code = None, 0
+    newest = None
+    code = 0
     for path in checkpoints_in(folder):
         try:
             about = read_checkpoint_info(path)
@@ -112,7 +113,8 @@ def _lines_of(run: RunManifest) -> list[tuple[str, str]]:
 
 
 def _schedule_of(run: RunManifest) -> str:
-    warmup, total = run.extra.get("warmup_steps"), run.extra.get("total_steps")
+    warmup = run.extra.get("warmup_steps")
+    total = run.extra.get("total_steps")
     if is_recipe(run.extra) and warmup and total:
         return f"linear: warm-up of {warmup} steps, {total} in all"
     return run.scheduler or "none"

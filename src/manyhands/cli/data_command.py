@@ -70,7 +70,7 @@ def verify(
     from manyhands.recipes.albert.data.verify import problems_of
 
     num_problems = 0
-    columns = TextColumn("Checking the data"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    columns = (TextColumn("Checking the data"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
         task = progress.add_task("", total=None)
         for problem in problems_of(place, lambda done, total: progress.update(task, advance=done, total=total)):

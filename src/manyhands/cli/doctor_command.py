@@ -22,10 +22,11 @@ from manyhands.peer import ALL_INTERFACES
 from manyhands.runtime import LoopThread
 from manyhands.state_dir import StateDir
 
-EXIT_ALL_WELL, EXIT_BROKEN = 0, 1
+EXIT_ALL_WELL = 0
+EXIT_BROKEN = 1
 
 TIMEOUT_S = 20.0
-"""Above the 15 s that the checks take in all; each has a timeout of its own."""
+"""Longest wait in seconds for the report. The checks have their own timeouts, and take 15 s at most in all."""
 
 
 def doctor(
@@ -35,7 +36,7 @@ def doctor(
     ] = (),
     /,
     *,
-    initial_peers: Annotated[tuple[str, ...], Parameter(help="More of them, as your peer is given them.")] = (),
+    initial_peers: Annotated[tuple[str, ...], Parameter(help="More such addresses.")] = (),
     listen: Annotated[
         tuple[str, ...], Parameter(help="Where your peer accepts connections: the initial peers try to dial it there.")
     ] = ALL_INTERFACES,

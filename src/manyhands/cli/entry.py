@@ -17,15 +17,15 @@ def main(*before: str) -> None:
         before: the name of a command, put before the arguments of the program.
     """
     _open_closed_streams()
-    atexit.register(gc.freeze)  # else Python's exit visits each object of torch and transformers, for seconds
+    atexit.register(gc.freeze)  # otherwise Python visits each object of torch and transformers at its exit, for seconds
     try:
         from manyhands.cli.main import run
 
         code = run([*before, *sys.argv[1:]])
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    # Python takes a KeyboardInterrupt that went through exec() or eval() of text, as in the making of a dataclass, for
-    # unhandled, and ends the process by SIGINT at its exit; the next eval() clears that mark.
+    # If a KeyboardInterrupt passes through exec() or eval() of text, as in the making of a dataclass, Python marks it
+    # as unhandled, and ends the process by SIGINT at its exit. The next eval() clears that mark.
     eval("None")
     from manyhands.cli.leaving import finish
 
@@ -33,9 +33,9 @@ def main(*before: str) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that the shell has closed (``>&-``), to nothing: Python and libraries count on them."""
+    """Open standard streams that the shell has closed (``>&-``) as null devices: Python and libraries need them."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
-        nowhere = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is that of the stream
+        nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is that of the stream
         setattr(sys, name, open(nowhere, "w" if descriptor else "r"))  # noqa: SIM115, PTH123 (until the end)

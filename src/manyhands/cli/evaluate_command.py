@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 @Parameter(name="*", group="Evaluation")
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """What to measure on, when and where."""
+    """The data, the times and the device of the measurements."""
 
     text: tuple[Path, ...] = ()
-    """UTF-8 text files: those of the trainers, of which a part is held out; needed if the run trains on text files."""
+    """UTF-8 text files: those of the trainers, who hold a part out. Needed if the run trains on text files."""
 
     dataset_path: Path | None = None
     """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext, if it
-    is here and the run trains on it."""
+    exists and the run trains on it."""
 
     dataset_url: tuple[str, ...] = ()
     """Addresses of an index.json of shards, or of an archive; several are mirrors."""

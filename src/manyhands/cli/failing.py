@@ -6,4 +6,4 @@ from manyhands.base.errors import ManyhandsError
 
 
 class CommandFailed(ManyhandsError):
-    """A command has not reached its end, or not with all that was asked; the message says what is missing."""
+    """A command ended early, or did only a part of its work. The message says what is missing."""

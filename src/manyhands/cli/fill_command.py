@@ -30,7 +30,7 @@ def fill(
     if MASK not in text:
         raise ConfigError(f'the text has no {MASK} for the model to fill; for example "The capital of {MASK} is ..."')
     if text.encode("utf-8", "ignore").decode() != text:
-        raise ConfigError("the text is not UTF-8; write it in a terminal or a script that is")
+        raise ConfigError("the text is not UTF-8; give it from a terminal or a script that uses UTF-8")
     require_albert()
     with waiting("Loading PyTorch and the model"):
         from manyhands.recipes.albert.fill import MaskFiller

@@ -36,8 +36,8 @@ class StandingBy(msgspec.Struct, tag="standing_by"):
 
     Attributes:
         num_known_peers: nodes in its routing table, except those that have left. Peers in client mode are not nodes.
-        num_connected_peers: including those in client mode.
-        memory_bytes: resident.
+        num_connected_peers: connected peers, including those in client mode.
+        memory_bytes: resident memory of this process.
     """
 
     num_known_peers: int
@@ -76,7 +76,7 @@ def first_peer(
     signed = checked_charter(charter, network)
     if web.web is not None and signed is None:
         raise ConfigError(
-            "--web shows one run, and this first peer is of none: add --charter FILE, or start "
+            "--web shows one run, and this first peer belongs to none: add --charter FILE, or start "
             "manyhands monitor --run-id NAME --web"
         )
     with ExitStack() as cleanup:
@@ -97,9 +97,7 @@ def first_peer(
         if signed is None or signed.is_open:
             logger.info("Others can join through this peer with:")
         else:
-            logger.info(
-                "Only peers with a ticket can join. Its address, for a ban from elsewhere or another coordinator:"
-            )
+            logger.info("Only peers with a ticket can join. For bans from other machines, and for other coordinators:")
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
         places = " ".join(place.host_port for place in parse_addresses(peer.addresses))
         print(f"    --initial-peers {places}", flush=True)  # noqa: T201
@@ -116,7 +114,7 @@ def first_peer(
 
 
 def what_changes(options: PeerOptions, *, has_state_dir: bool) -> str:
-    """What changes in this peer's address at each start, and the options that prevent it; empty if nothing changes."""
+    """The parts of this peer's address that change at each start, and the options that keep them; empty if none do."""
     advice: dict[str, str] = {}
     if options.identity is None and not has_state_dir:
         advice["its id"] = "--state-dir (or --identity) keeps the id"
@@ -131,7 +129,7 @@ def what_changes(options: PeerOptions, *, has_state_dir: bool) -> str:
 
 
 def tell_standing(peer: Peer, emit: EventWriter) -> None:
-    """Log and emit the peer's status once. A timeout is logged: the machine may have been asleep or overloaded."""
+    """Log and emit the peer's status once, or log a timeout, after which the machine was asleep or is overloaded."""
     try:
         standing = standing_of(peer)
     except Timeout as error:

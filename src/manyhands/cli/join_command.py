@@ -34,7 +34,9 @@ def join(
     ] = (),
     dataset_path: Annotated[
         Path | None,
-        Parameter(help="Folder with prepared samples instead; by default data/albert_tokenized_wikitext if here."),
+        Parameter(
+            help="Folder with prepared samples instead; by default data/albert_tokenized_wikitext, if it exists."
+        ),
     ] = None,
     dataset_url: Annotated[
         tuple[str, ...], Parameter(help="Addresses of an index.json of shards, or of an archive; several are mirrors.")
@@ -44,7 +46,7 @@ def join(
     ] = None,
     cache_mb: Annotated[int | None, Parameter(help="Largest size of the cache in megabytes; by default 4000.")] = None,
     tokenizer: Annotated[
-        Path | None, Parameter(help="Folder with the tokenizer of the run; by default the run hands it out.")
+        Path | None, Parameter(help="Folder with the tokenizer of the run; by default a peer of the run sends it.")
     ] = None,
     batch_size: Annotated[
         int | None, Parameter(help="Samples in one local step; by default as many as take 0.2 to 1 s.")

@@ -77,12 +77,12 @@ class Keeping:
         self._uploads = HubUploads(repo, options.upload_interval) if repo is not None else None
 
     def note(self, event: MonitorEvent) -> None:
-        """Take an event of the monitor."""
+        """Note the last step among the events of the monitor."""
         if isinstance(event, StepMade):
             self.last_step = event
 
     def run(self, peer: Peer) -> None:
-        """Keep checkpoints until interrupted, or until it turns out that the run's state cannot be kept here."""
+        """Keep checkpoints until interrupted, or until an error that shows that this machine cannot keep them."""
         while True:
             try:
                 self._keep(peer)

@@ -19,15 +19,15 @@ from manyhands.runtime.exit_delay import exit_delay_s, is_hurried
 from manyhands.runtime.interrupts import AGAIN_AFTER_S
 
 LEAVE_TIMEOUT_S = 4.5
-"""Time that a command has to shut down after a signal, and again after it has saved what it must."""
+"""Seconds that a command has to shut down after a signal, and once more after it has finished saving."""
 
 SAY_AFTER_S = 0.5
-"""Time after a signal without an end of the command, before it says that it is stopping."""
+"""Seconds after a signal until a command that has not ended prints that it is stopping."""
 
 STDERR = 2
 
 RAISE_AGAIN_AFTER_S = 0.01
-"""Time for a finalizer to end before KeyboardInterrupt is raised again."""
+"""Seconds for a finalizer to end before KeyboardInterrupt is raised again."""
 
 HANGUP = [getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)]
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -66,8 +66,8 @@ def finish(code: int) -> NoReturn:
 def leaving_on_signals() -> Iterator[None]:
     """Within the block, SIGTERM and a closed terminal raise KeyboardInterrupt in the main thread, as Ctrl-C does.
 
-    So does SIGINT where it was ignored, as in background jobs of a shell. A SIGHUP without a terminal, as sent to
-    daemons after log rotation, or under ``nohup`` does not end the command: files are reopened without it.
+    So does SIGINT where it was ignored, as in background jobs of a shell. A SIGHUP without a terminal or under
+    ``nohup`` does not end the command. Daemons get one after log rotation, but log files are reopened without it.
 
     Python discards an exception that is raised in a finalizer, such as ``__del__`` or the callback of a weak reference.
     If that happens to KeyboardInterrupt, it is raised again soon after.
@@ -106,7 +106,8 @@ def leaving_on_signals() -> Iterator[None]:
         threading.Timer(RAISE_AGAIN_AFTER_S, _interrupt_main_thread, [has_left]).start()
 
     before = {number: signal.signal(number, interrupt) for number in SIGNALS}
-    report, sys.unraisablehook = sys.unraisablehook, unraisable
+    report = sys.unraisablehook
+    sys.unraisablehook = unraisable
     try:
         yield
     finally:

@@ -41,10 +41,12 @@ KINDS: dict[type | None, str] = {
     float: "a number, for example 0.5",
     timedelta: "a number with s, m, h or d, for example 7d",
 }
-"""What the value of an option must be."""
+"""Descriptions of the values that an option accepts, by its type."""
 OUT_OF_MEMORY = ("allocate memory", "failed to map segment", "start new thread")
-"""In errors of torch, of the loader of libraries, and of Python's threads."""
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+"""Texts in errors for lack of memory: of torch, of the loader of libraries, and of Python's threads."""
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
 
 
 def _refuse_fractions(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -58,7 +60,7 @@ def _refuse_fractions(app: App, commands: tuple[str, ...], arguments: ArgumentCo
 
 
 def _shown(default: object) -> str | None:
-    """A default value, as it would be written; None for nothing."""
+    """A default value as a user would write it; None if there is none to show."""
     if isinstance(default, tuple):
         return " ".join(map(str, default)) or None
     return str(default) if default is not None else None
@@ -84,7 +86,8 @@ for number, (heading, commands) in enumerate(COMMANDS.items()):
     group = Group(heading, sort_key=number)
     for place, command in enumerate(commands):
         if isinstance(command, App):
-            command.group, command.sort_key = (group,), place
+            command.group = (group,)
+            command.sort_key = place
             app.command(command)
         else:
             old_names = help_of(command.__name__.replace("_", "-"))
@@ -109,7 +112,7 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # by a reader that wants no more, such as head
+    except BrokenPipeError:  # the reader of standard output has ended, as head does
         redirect_stdout_to(None)
         return EXIT_FAILED
     except OSError as error:
@@ -127,7 +130,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def check_train(arguments: Sequence[str]) -> None:
-    """Read a command line of ``manyhands train`` that another machine will run; runs nothing.
+    """Check a command line of ``manyhands train`` that another machine will run, without running it.
 
     Raises:
         ConfigError: it would be refused, or start no trainer.
@@ -143,7 +146,7 @@ def check_train(arguments: Sequence[str]) -> None:
 
 
 def _explained(error: Exception) -> str:
-    """What to write instead."""
+    """The message for an error, with a way to write the command line that works."""
     command = " ".join(error.command_chain or ()) if isinstance(error, CycloptsError) else ""
     if isinstance(error, UnusedCliTokensError):
         return _left_over(command, error.unused_tokens or [])

@@ -91,7 +91,7 @@ class CurveOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """Which run to watch, and what to do with what is seen.
+    """The run to watch, and the outputs of the monitor.
 
     Raises:
         ConfigError: values contradict each other, or are out of bounds.
@@ -137,7 +137,7 @@ class MonitorOptions:
             )
 
     def fill(self) -> Playground | None:
-        """What the box on the page asks, if there is to be one."""
+        """The model behind the box on the page; None without the box."""
         folder = self.keeping.checkpoint_dir
         return Playground(folder) if self.playground and folder is not None else None
 
@@ -208,13 +208,13 @@ def run_to_watch(options: MonitorOptions, charter: SignedCharter | None) -> tupl
 
 @contextmanager
 def started_peer(run_id: str, network: NetworkOptions, charter: SignedCharter | None) -> Iterator[Peer]:
-    """The peer of a monitor, while the block runs. A folder that was made for it goes again if it cannot start.
+    """The peer of a monitor, while the block runs. If it cannot start, a folder that was made for it is removed.
 
     Raises:
         ConfigError: the run is by invitation, and there is no ticket.
     """
     if not network.initial_peers and network.client_mode is None:
-        network = replace(network, client_mode=False)  # it is there to be dialled, also by peers that it knows
+        network = replace(network, client_mode=False)  # others must be able to dial it, also peers that it knows
     folder = own_folder(monitor_folder(run_id), network)
     with Start() as start:
         if folder is not None and folder.is_new:
@@ -242,7 +242,7 @@ def tell_how_to_join(peer: Peer, run_id: str, network: NetworkOptions, charter: 
 
 
 def tell_all(listeners: Sequence[Callable[[MonitorEvent], object]], event: MonitorEvent) -> None:
-    """Hand an event of the monitor to all that want to know."""
+    """Pass an event of the monitor to all listeners."""
     for listener in listeners:
         listener(event)
 
@@ -287,7 +287,8 @@ class Drawing:
         if picture is None or not (picture.num_peers or picture.last):
             return None
         if picture is not self._picture:
-            self._picture, self._points = picture, self._watcher.history.points()
+            self._picture = picture
+            self._points = self._watcher.history.points()
         return screen_of(picture, self._points, width, height, time.time(), log=log, footer=self._footer())
 
 
@@ -312,7 +313,7 @@ def welcome(run_id: str, peer: Peer, initial_peers: Sequence[str], charter: byte
         logger.info("To train with it, run this on any machine that can reach this one:")
     else:
         logger.info(
-            "Others cannot join through this monitor, as it is in client mode; they join through its own peers:"
+            "Others cannot join through this monitor, since it is in client mode; they can join through its peers:"
         )
     shown = addresses or initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"]
     named = shell_option("--run-id", run_id)

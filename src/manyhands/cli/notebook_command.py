@@ -19,9 +19,12 @@ from manyhands.version import __version__
 
 TEMPLATE = Path(__file__).parent / "notebooks" / "join.ipynb"
 """The same file as ``examples/notebooks/join.ipynb``."""
-DATA, S3 = "data", "s3"
-"""Extras with all that a trainer needs, for data at any address and for data in S3."""
+DATA = "data"
+"""The extra with all packages that a trainer needs for data at any address except S3."""
+S3 = "s3"
+"""The extra with all packages that a trainer needs for data in S3."""
 CURVES = "ask for the link."
+"""Text of the template that is replaced by a link to the curves."""
 
 
 def notebook(
@@ -79,7 +82,7 @@ def _warn(message: str) -> None:
 
 
 def filled(template: str, fields: Mapping[str, str], curves_url: str | None = None) -> str:
-    """Return the text of a notebook whose fields have other values.
+    """Return the text of a notebook in which the fields of a template have other values.
 
     Args:
         template: the text of the notebook, with one line ``NAME = "..."`` for each field.

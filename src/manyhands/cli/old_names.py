@@ -1,6 +1,6 @@
 """Options of other tutorials and of earlier versions, and their replacements here (docs/reference/old-names.md).
 
-Each row of the table says what becomes of some options on some commands: another name, another way to write it, or
+Each row of the table translates some options of some commands: to another name, to another way to write it, or to
 nothing, with the reason. Options of the same name need no row. Imports no torch.
 """
 
@@ -19,26 +19,32 @@ Values = list[str]
 Convert = Callable[[str, Values], Values]
 """Takes an old option, as it was written, and its values; returns the arguments that replace it."""
 
-TRAIN, JOIN, MONITOR, FIRST_PEER, EVALUATE, AWS = "train", "join", "monitor", "first-peer", "evaluate", "aws"
+TRAIN = "train"
+JOIN = "join"
+MONITOR = "monitor"
+FIRST_PEER = "first-peer"
+EVALUATE = "evaluate"
+AWS = "aws"
 TRAINERS = (TRAIN, JOIN)
 ANY = (*TRAINERS, MONITOR, FIRST_PEER, EVALUATE)
 
 NOTHING = "None"
 """Options with this value are treated as not given."""
-_TRUE, _FALSE = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
+_TRUE = ("true", "1", "yes", "y", "t")
+_FALSE = ("false", "0", "no", "n", "f")
 
 
 @dataclass(frozen=True)
 class OldName:
-    """What becomes of some old options.
+    """The translation of some old options.
 
     Attributes:
         old: the names in the tutorials, without leading dashes.
         new: the option to write now; empty for options that do nothing here.
         commands: the commands that this row applies to.
-        why: shown to users of the old option; it is logged where ``new`` is empty.
+        why: shown in the help; printed for users of the old option if ``new`` is empty.
         convert: makes the new arguments; by default the new name with the same values.
-        gives_way: an option given in another way overrides this one, instead of contradicting it.
+        gives_way: whether the same option, given in another way, overrides this one instead of contradicting it.
     """
 
     old: tuple[str, ...]
@@ -251,7 +257,9 @@ def _plain(option: str) -> str:
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, Values, list[str]]]:
     """Yield each option, its values, and all its words as written; words before the first option have an empty name."""
-    option, values, written = "", list[str](), list[str]()
+    option = ""
+    values: list[str] = []
+    written: list[str] = []
     for word in words:
         if not word.startswith("--"):
             values.append(word)
@@ -260,7 +268,8 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, Values, list[str]]]:
         if written:
             yield option, values, written
         option, separator, value = word.partition("=")
-        values, written = [value] if separator else [], [word]
+        values = [value] if separator else []
+        written = [word]
     if written:
         yield option, values, written
 

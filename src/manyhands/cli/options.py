@@ -24,10 +24,10 @@ from manyhands.state_dir import StateDir
 from manyhands.tunnels import NgrokTunnel, TunnelKeeper
 
 Count = Annotated[int, Parameter(validator=Number(gte=1))]
-"""A whole number from 1 on."""
+"""A whole number of at least 1."""
 
 DEFAULT_RUN_ID = "albert"
-"""Name of a run that is begun without one, as in the tutorials."""
+"""Name of a run that is begun without a name, as in the tutorials."""
 
 Parameter(name="*", group="Tuning (each machine its own)")(TuningSettings)  # nested in TrainingSettings
 
@@ -215,12 +215,12 @@ class OutputOptions:
 
 
 def what_cannot_be_installed(by: str, option: str, package: str = "") -> str:
-    """Why others could not install what runs here; empty if they can.
+    """The reason why other machines cannot install this manyhands; empty if they can.
 
     Args:
-        by: the others.
-        option: which names another address for pip.
-        package: goes before an address.
+        by: the other machines, as the reason names them.
+        option: the option that names another address for pip.
+        package: goes before the address in the example.
     """
     checkout = own_checkout()
     if checkout is None:

@@ -23,7 +23,7 @@ ELSEWHERE = {
     DialReason.NOT_MANYHANDS: "something else answers there, which is not a manyhands peer",
     DialReason.PROTOCOL_VERSION: "a peer of another version of manyhands answers there",
 }
-"""What it means that a dial of an own address failed for this reason."""
+"""Texts for another program that answers at an announced address, by the reason for which the dial failed."""
 
 
 def announce_public(peer: Peer, *, maps_port: bool) -> PublicAddress | None:
@@ -32,7 +32,7 @@ def announce_public(peer: Peer, *, maps_port: bool) -> PublicAddress | None:
     Args:
         maps_port: ask the router to map the port.
     Returns:
-        What was found; call its ``release`` when the peer ends.
+        The address; call its ``release`` when the peer ends. None if there was none to find.
     """
     local = [Address.parse(text) for text in peer.addresses]
     ip4 = [address for address in local if address.protocol == "ip4"] or local  # many peers have no IPv6
@@ -44,8 +44,8 @@ def announce_public(peer: Peer, *, maps_port: bool) -> PublicAddress | None:
     if found is None:
         upnp = "; with pip install 'manyhands[upnp]' this peer asks the router to open one by UPnP"
         logger.warning(
-            "No public address was found: machines outside of this network cannot join at %s. If a port of the router "
-            "leads here, say so: --announce PUBLIC-HOST:PORT%s", where,
+            "No public address was found: machines outside of this network cannot join at %s. If the router forwards a "
+            "port to this machine, announce it: --announce PUBLIC-HOST:PORT%s", where,
             upnp if maps_port and not public_address.speaks_upnp() else "",
         )  # fmt: skip
         peer.run(_ask_peers(peer), START_TIMEOUT_S, "beginning to ask peers for this one's address")
@@ -54,7 +54,7 @@ def announce_public(peer: Peer, *, maps_port: bool) -> PublicAddress | None:
     logger.info("Public address: %s, says %s. In the local network: %s", place, found.how, where)
     if not found.is_open:
         logger.warning(
-            "Whether port %d of %s leads to this machine is not known: forward it in the router, and check it with "
+            "It is not known whether port %d of %s leads to this machine: forward it in the router, and check it with "
             "manyhands doctor --initial-peers %s on a machine elsewhere", found.port, found.host, place,
         )  # fmt: skip
     peer.run(_announce_beside_local(peer, Address.of(found.host, found.port)), START_TIMEOUT_S, "announcing an address")
@@ -72,8 +72,8 @@ async def _ask_peers(peer: Peer) -> None:
 class AnnouncedCheck:
     """Dials the addresses that the user announces, once, before this peer joins.
 
-    A router may not lead connections from inside of its network back into it, so an address without an answer may
-    still be right.
+    Some routers forward no connections from their own network back into it, so an address without an answer may still
+    be right.
 
     Raises:
         ConfigError: an address cannot be read.
@@ -86,7 +86,7 @@ class AnnouncedCheck:
         """Dial them all at once, as a peer that listens already.
 
         Raises:
-            ConfigError: another peer, or another program, answers; or only this machine could dial it, in vain.
+            ConfigError: another peer or another program answers; or it is a loopback address without an answer.
         """
         if not presence.endpoint.bound_addresses:
             return
@@ -107,13 +107,14 @@ class AnnouncedCheck:
             if reason is not DialReason.ITSELF:
                 logger.warning(
                     "The announced address %s was not reached from this machine (%s). It may still be right, as some "
-                    "routers lead nothing back into their own network. To check it, run this on a machine elsewhere: "
-                    "manyhands doctor --initial-peers %s", address.host_port, reason.value, address.host_port,
+                    "routers forward nothing from their own network back into it. To check it, run this on a machine "
+                    "elsewhere: manyhands doctor --initial-peers %s",
+                    address.host_port, reason.value, address.host_port,
                 )  # fmt: skip
 
 
 async def _dial(transport: TlsTransport, address: Address) -> DialReason | None:
-    """Why the address was not reached; None if another peer answered."""
+    """Dial an address; returns the reason why this failed, or None if another peer answered."""
     try:
         stream = await transport.dial(address, DIAL_TIMEOUT_S)
     except DialFailed as failure:

@@ -67,11 +67,12 @@ def create(
     """
     checked_run_id(run_id)
     if len(coordinator) > MAX_COORDINATORS:
-        raise ConfigError(f"{len(coordinator)} coordinators; name at most {MAX_COORDINATORS}")
+        raise ConfigError(f"{len(coordinator)} coordinators are named; name at most {MAX_COORDINATORS}")
     for peer_id in coordinator:
         public_key_of(PeerId(peer_id))
     limits = Limits(max_weight_ratio, max_weight_share, max_norm_ratio)
-    key_path, path = key or Path(f"{run_id}.key"), charter or Path(f"{run_id}.charter")
+    key_path = key or Path(f"{run_id}.key")
+    path = charter or Path(f"{run_id}.charter")
     if key is not None and not key.exists():
         raise ConfigError(
             f"key {key} does not exist, and a run with a new key has another owner; name the file of the owner key, or "

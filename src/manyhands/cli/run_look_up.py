@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S = 5.0
 PATIENCE_S = 3.0
-"""How long to wait for a run: other peers may be starting just now."""
+"""Longest wait in seconds for a run, since other peers may be starting just now."""
 
 PERIOD_S = 0.5
 BEGINNING_TIMEOUT_S = 300.0
-"""How long to wait for the settings of a run that another peer begins."""
+"""Longest wait in seconds for the settings of a run that another peer begins."""
 
 
 class Scout:
@@ -71,7 +71,7 @@ class Scout:
         """
         with waiting(f"looking for run {run_id}" if run_id is not None else "looking for runs"):
             run = self._choose(run_id, is_trained=is_trained, expected=expected)
-            if self.find_charter(run.run_id):  # then only the members' records and the owner's settings count
+            if self.find_charter(run.run_id):  # then only records of members, and settings of the owner, are valid
                 run = self._choose(run.run_id, is_trained=is_trained, expected=expected)
             return run
 
@@ -149,7 +149,7 @@ class Scout:
         return run_ids[0] if run_ids else None
 
     def runs(self, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
-        """All runs that are found, the largest first; ``wanted`` is looked up in any case."""
+        """All runs that are found, the largest first. ``wanted`` is looked up even if no list names it."""
         by_ticket = {wanted: expected} if wanted is not None else {}
         finding = find_runs(self._peer.dht, wanted, by_ticket | self._peer.presence.signed_manifests())
         return self._peer.run(finding, LOOK_TIMEOUT_S, "looking which runs are there")
@@ -179,7 +179,8 @@ def begin_or_look_up(peer: Peer, run_id: str, meanwhile: Callable[[], object], *
     Raises:
         RunNotFound: this peer is to begin it, and ``may_begin`` is false; or the peer that begins it takes too long.
     """
-    is_told, give_up_at = False, peer.time() + BEGINNING_TIMEOUT_S
+    is_told = False
+    give_up_at = peer.time() + BEGINNING_TIMEOUT_S
     while True:
         run = look_up(peer, run_id)
         if run.manifest is not None:
@@ -203,7 +204,7 @@ def begin_or_look_up(peer: Peer, run_id: str, meanwhile: Callable[[], object], *
 
 
 def _announces(peer: Peer, run_id: str) -> bool:
-    """Announce that this peer begins a run; returns whether it does, as no other peer has announced it."""
+    """Announce that this peer begins a run; returns False if another peer has announced it before."""
     what = f"announcing that this peer begins run {run_id!r}"
     beginning = Beginning(peer.dht, peer.peer_id, run_id)
     peer.presence.on_close.append(beginning.close)

@@ -28,11 +28,11 @@ class RunToFollow(NamedTuple):
 def wait_for_run(
     peer: Peer, run_id: str | None, given: Mapping[str, Any], *, may_be_mistyped: bool = False
 ) -> RunToFollow:
-    """Wait until a run has trainers; without a name, the only run there is.
+    """Wait until a run has trainers. Without a name, it is the only run there is.
 
     Args:
         given: settings of the recipe that this peer chooses itself.
-        may_be_mistyped: do not wait for a run that nobody knows while there are others.
+        may_be_mistyped: do not wait for a run that no peer knows if there are other runs.
     Raises:
         RunNotFound: there are other runs, and none of this name.
         ConfigError: there are several runs, the recipe cannot be used, or its model does not fit into the memory.
@@ -69,7 +69,7 @@ def wait_for_trainers(peer: Peer, run_id: str | None, *, may_be_mistyped: bool =
         if trained and run_id is not None:
             _check_access(peer, run_id)  # its charter may not have been there at first
             return trained[0]
-        if trained:  # look again: if it has a charter, only what its owner signed counts
+        if trained:  # look again: if it has a charter, only a manifest that its owner signed is valid
             run_id = trained[0].run_id
             _check_access(peer, run_id)
             continue

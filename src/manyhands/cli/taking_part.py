@@ -47,9 +47,9 @@ Tell = Callable[[msgspec.Struct], None]
 Folder = TypeVar("Folder")
 MAX_FOLDERS = 64
 ALBERT_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "blake3", "safetensors")
-"""What a trainer imports; a machine may have had some of them before."""
+"""The packages that a trainer imports. All are checked, since a machine may have some of them for other reasons."""
 WORTH_NOTHING = {LOCK_NAME, "identity.pem", "port", "addresses", "peers.json"}
-"""What a start writes into a new folder before it takes part in a run."""
+"""The files that a start writes into a new folder before it takes part in a run."""
 NOTE_TIMEOUT_S = 5.0
 
 
@@ -84,7 +84,7 @@ def with_data(training: TrainingSettings, given: Mapping[str, Any], output: Outp
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
         ConfigError: several sources of data were named, or an archive cannot be used.
     """
-    require_albert()  # first: whatever reads data imports them
+    require_albert()  # first, since all code that reads data imports these packages
     return dict(given) if training.auxiliary else found_data(given, output)
 
 
@@ -128,10 +128,10 @@ class OwnFolders(NamedTuple):
 
 
 class Start(ExitStack):
-    """Undoes what a start has made, if it fails before :meth:`has_succeeded`."""
+    """Undoes the steps of a start if it fails before :meth:`has_succeeded`."""
 
     def removes(self, folder: Path) -> None:
-        """Remove a new folder, unless it holds more than an identity that is in no run: a lease, say."""
+        """After a failure, remove a new folder, unless it has files that are worth keeping, such as a lease."""
 
         def remove(kind: object, error: BaseException | None, traceback: object) -> None:
             if isinstance(error, Exception):
@@ -142,7 +142,7 @@ class Start(ExitStack):
         self.push(remove)
 
     def tells_of_ctrl_c(self) -> None:
-        """Log that nothing was computed; later on a summary says what was."""
+        """After Ctrl-C, log that nothing was computed. Once the training has begun, a summary is printed instead."""
 
         def tell(kind: object, error: BaseException | None, traceback: object) -> None:
             if isinstance(error, KeyboardInterrupt):
@@ -170,8 +170,8 @@ def take_part(
     Args:
         given: settings of the recipe that the user named.
         run: the run as found before this peer joined; None if this peer may begin it.
-        start_new: as for :class:`manyhands.Optimizer`; False if it is an error that the run has no settings.
-        page: address at which to show the run, if it is to be shown.
+        start_new: as for :class:`manyhands.Optimizer`. If it is False, a run without settings is an error.
+        page: bound address of the page of the run; None for no page.
     Raises:
         ConfigError: this peer does not fit the run, or has too little memory.
         RunNotFound: the run has no settings, and ``start_new`` is False.
@@ -192,7 +192,7 @@ def take_part(
         if folders.checkpoint_dir is not None and folders.checkpoint_dir.is_new:
             start.removes(folders.checkpoint_dir.path)
         if training.auxiliary and network.client_mode is None:
-            network = replace(network, client_mode=False)  # else it would be of no use
+            network = replace(network, client_mode=False)  # in client mode it could not help
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
         name_in_logs(run=run_id, peer=str(peer.peer_id))
         _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
@@ -333,12 +333,12 @@ def first_free(name: str, open_folder: Callable[[Path], Folder]) -> Folder:
 
 
 def own_folder(name: str, network: PeerOptions) -> StateDir | None:
-    """Open the folder that keeps id and port of a peer where none is named: those who join have its address.
+    """Open a folder for the id and port of a peer if the options name none: others join with its address.
 
     Args:
-        name: has a dot, as no run id has one: a trainer of any run has another folder.
+        name: it has a dot, which no run id has, so that it is not the folder of a trainer.
     Returns:
-        None if the folder of the options serves, or if none can be created.
+        None if the options name a folder or an identity, or if no folder can be created.
     """
     if network.state_dir is not None or network.identity is not None:
         return None
@@ -353,14 +353,14 @@ def own_folder(name: str, network: PeerOptions) -> StateDir | None:
 
 
 def _folders(name: str) -> Iterator[Path]:
-    """The folders of processes that are started in one place, in order."""
+    """The names of the folders of processes that are started in one place, in order."""
     yield Path(name)
     for number in range(2, MAX_FOLDERS + 1):
         yield Path(f"{name}-{number}")
 
 
 def with_peers_here(network: NetworkOptions, run_id: str, output: OutputOptions) -> NetworkOptions:
-    """Name the monitors and trainers of a run that were started in this folder as initial peers if none are named."""
+    """If no initial peers are named, use a monitor or trainer of the run that was started in this folder."""
     if network.initial_peers or own_rank() > 0:
         return network
     for name in (monitor_folder(run_id), trainer_folder(run_id)):
@@ -397,7 +397,11 @@ def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: Tra
 def _run_to_join(
     run: Run, training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions
 ) -> RunToJoin | None:
-    """What this peer takes over from a run, checked against its data and memory; None without a run manifest."""
+    """The run and the recipe that this peer takes over, checked against its data and memory.
+
+    Returns:
+        None if the run has no manifest.
+    """
     if run.manifest is None:
         return None
     found = _with_data(run.run_id, adopted(run.run_id, run.manifest.extra, given), training, given, output.begin_log)
@@ -479,7 +483,7 @@ def _note_peers(peer: Peer, run: Run) -> None:
         others = {peer_id: record for peer_id, record in run.peers.items() if peer_id != peer.peer_id}
         for peer_id, record in others.items():
             peer.endpoint.learn(peer_id, readable_addresses(record.addresses))
-        # they may be gone when this peer has its data
+        # noted now, since they may have left when this peer has its data
         seen = {peer_id: record.position.step for peer_id, record in others.items() if record.position.step}
         peer.presence.seen_steps.setdefault(run.run_id, {}).update(seen)
 

@@ -49,7 +49,7 @@ def ticket(
 
 
 def print_tickets(peer: Peer, run_id: str, fingerprint: bytes = b"", *, charter: bytes = b"") -> None:
-    """As :func:`print_ticket`, with the addresses of a peer; log another ticket when they change."""
+    """As :func:`print_ticket`, with the addresses of a peer. Logs a new ticket when they change."""
     print_ticket(run_id, peer.addresses, fingerprint, charter=charter)
 
     def tell() -> None:
@@ -68,7 +68,7 @@ def print_ticket(
     charter: bytes = b"",
     token: bytes = b"",
 ) -> None:
-    """Print the command that joins a run; without ``run_id``, the only run that has trainers.
+    """Print the command that joins a run. With an empty ``run_id``, it joins the only run that has trainers.
 
     Args:
         fingerprint: of the run manifest, if it is known.

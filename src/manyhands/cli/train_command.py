@@ -72,7 +72,8 @@ def train(
         checked_run_id(run_id)
     run_id = run_id_of(network, run_id)
     found = with_peers_here(network, run_id or DEFAULT_RUN_ID, output)
-    is_of_folder, network = found is not network, found
+    is_of_folder = found is not network
+    network = found
     if not network.initial_peers:
         AlbertRecipe(**given)
     if (start_new or is_of_folder) and run_id is None:
@@ -91,13 +92,15 @@ def train(
 
 
 def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) -> tuple[Run | None, NetworkOptions]:
-    """The existing run to join; None for one that is to be begun.
+    """Look for the run to join.
 
     A run is begun without --start-new if no name was given and no run is found, or if this peer was invited to a run
-    that has no trainers yet: in both cases no name can be mistyped. If the named peers serve a charter, it is that run.
+    that has no trainers yet: in both cases no name can be mistyped. If the initial peers serve the charter of one run,
+    it is that run.
 
     Returns:
-        The run, and the options to join with, which name the charter of the run if it has one.
+        The run, or None if this peer begins it; and the options to join with, which name the run's charter if it has
+        one.
     Raises:
         RunNotFound: the named run does not exist, and ``start_new`` is false.
         ConfigError: the run is by invitation, and there is no ticket.

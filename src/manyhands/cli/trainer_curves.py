@@ -29,7 +29,8 @@ class TrainerCurves:
         if isinstance(event, BatchDone):
             self._samples_per_second = event.samples_per_second
         elif isinstance(event, StepDone):
-            used, self._samples_used = event.counts.samples_used - self._samples_used, event.counts.samples_used
+            used = event.counts.samples_used - self._samples_used
+            self._samples_used = event.counts.samples_used
             point = {
                 "step": event.step,
                 "samples": used,

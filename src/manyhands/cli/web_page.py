@@ -38,7 +38,7 @@ class WebOptions:
 
     def __post_init__(self) -> None:
         if self.web is not None and len(self.web) > 1:
-            raise ConfigError(f"--web takes one HOST:PORT, and got {' '.join(self.web)}")
+            raise ConfigError(f"--web is {' '.join(self.web)}; it takes one HOST:PORT, for example {DEFAULT_ADDRESS}")
 
     @property
     def address(self) -> str | None:
@@ -62,7 +62,7 @@ class WebOptions:
 
 
 def place_of(bound: socket.socket) -> str:
-    """The address of a page as ``--web`` takes it, with the port that it has."""
+    """The address of a page as a value for ``--web``, with its actual port."""
     host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -80,7 +80,7 @@ def page_of(source: Source, bound: socket.socket | None, fill: Fill | None = Non
     try:
         yield
     finally:
-        if not server.close():  # a model is computing: torch aborts the process if its exit takes the thread away
+        if not server.close():  # a model is computing: torch aborts the process if its thread is killed at the exit
             skip_libraries_at_exit()
 
 
@@ -105,7 +105,7 @@ def page_beside(peer: Peer, run_id: str, bound: socket.socket | None, state_dir:
 
 
 def command_to_join(peer: Peer, run_id: str) -> str:
-    """The command with which others join the run through this peer; empty if that takes a ticket, or is impossible."""
+    """The command that joins the run through this peer; empty if others need a ticket, or cannot dial this peer."""
     places = [place for place in parse_addresses(peer.addresses) if not place.is_loopback]
     members = peer.presence.members.get(run_id)
     if not places or (members is not None and not members.charter.is_open):
@@ -120,8 +120,8 @@ class Playground:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()  # has a name, also if it was given as "."
-        self._newest: tuple[Path, int] | None = None  # when the model was loaded, and its time
+        self._folder = folder.absolute()  # so that it has a name, even if it was given as "."
+        self._newest: tuple[Path, int] | None = None  # newest checkpoint when the model was loaded, and its time
         self._model: MaskFiller | None = None
 
     def __call__(self, text: str) -> Filled:
@@ -134,17 +134,18 @@ class Playground:
             raise ConfigError(f"the text has no {MASK} for the model to fill")
         try:
             filled = self._load_newest().fill(text)
-        except ConfigError as error:  # a page may be public, and where the folder is concerns nobody
+        except ConfigError as error:  # a page may be public, and must not show the path of the folder
             raise ConfigError(str(error).replace(str(self._folder), self._folder.name)) from error
         return Filled(filled.text, [[Guess(*guess) for guess in of_mask] for of_mask in filled.guesses])
 
     def _load_newest(self) -> MaskFiller:
         newest = checkpoints_in(self._folder)[0]
-        version = newest, newest.stat().st_mtime_ns
+        version = (newest, newest.stat().st_mtime_ns)
         if self._model is None or version != self._newest:
             path = newest_checkpoint(self._folder)  # an older one, if the newest is damaged
             from manyhands.recipes.albert.fill import MaskFiller  # imports torch, which takes seconds
 
-            self._model = None  # no two at a time
-            self._model, self._newest = MaskFiller(path), version
+            self._model = None  # so that two models are never in memory
+            self._model = MaskFiller(path)
+            self._newest = version
         return self._model

@@ -1,4 +1,4 @@
-"""What runs in AWS for one experiment, as a template and its parameters. Pure: calls nothing, and imports no boto3."""
+"""The machines of one experiment in AWS, as a CloudFormation template and its parameters. Imports no boto3."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from manyhands.base.errors import ConfigError
 from manyhands.version import __version__
 
 TRAIN_EXTRAS = "s3,tensorboard,web"
-"""All that options of ``manyhands train`` import: a trainer that lacks a package fails for ever, and costs money."""
+"""The extras that an option of ``manyhands train`` can need. Without one, a worker would restart again and again."""
 
 WORKER_TYPES = ("g4dn.xlarge", "g5.xlarge", "g6.xlarge", "g4dn.2xlarge", "g5.2xlarge", "g6.2xlarge")
 TEMPLATE = Path(__file__).with_name("template.yaml")
 TYPES = "[{InstanceType: g4dn.xlarge}]"
-"""What the types of workers replace in the template: a parameter cannot be a list of structures."""
+"""The text of the template that the worker types replace: a parameter cannot be a list of structures."""
 
 
 class NoAccount(ConfigError):
-    """No account of AWS can be asked: credentials or a region are missing."""
+    """No AWS account can be used: credentials or a region are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What to start; each experiment is one run of the same name.
+    """The machines to start. Each experiment is one run of the same name.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -43,10 +43,10 @@ class Experiment:
     """Machines on demand, without a GPU, that lend bandwidth and keep the state of the run."""
 
     client_mode: bool = False
-    """Nobody can dial the workers; needs --auxiliary 1 or more."""
+    """Workers only dial out, and accept no connections; needs --auxiliary 1 or more."""
 
     worker_types: tuple[str, ...] = WORKER_TYPES
-    """Types of machines for workers; AWS takes cheap ones of those that it can spare."""
+    """Machine types of the workers; AWS picks cheap ones among those that it has free."""
 
     coordinator_type: str = "t3.small"
     """Type of the coordinator."""
@@ -67,7 +67,7 @@ class Experiment:
     """Image of the other machines; by default the newest Ubuntu 24.04."""
 
     source: str | None = None
-    """Address of manyhands for pip, git+https://... or that of a wheel; by default this version on PyPI."""
+    """Where pip gets manyhands: git+https://... or the address of a wheel; by default this version on PyPI."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}", self.name, re.ASCII):
@@ -116,5 +116,5 @@ class Experiment:
         }
 
     def _requirement(self, package: str) -> str:
-        """What pip installs, quoted for a shell: this very version, or that at another address."""
+        """The requirement for pip, quoted for a shell: this version, or the one at ``source``."""
         return shlex.quote(f"{package}=={__version__}" if self.source is None else f"{package} @ {self.source}")

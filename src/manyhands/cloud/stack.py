@@ -1,7 +1,7 @@
-"""The stack of an experiment in AWS, which creates its machines, replaces lost ones, and deletes all of them.
+"""The CloudFormation stack of an experiment: AWS creates its machines, replaces lost ones, and deletes all of them.
 
-AWS does that by itself, also while this computer sleeps, and nothing is kept here. Credentials come from boto3's own
-chain (environment, ~/.aws, single sign-on, the role of a machine); they are neither read nor stored.
+AWS does that by itself, also while this computer sleeps; this computer keeps no state. Credentials come from boto3's
+own chain (environment, ~/.aws, single sign-on, the role of a machine); they are neither read nor stored.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from manyhands.cloud.experiment import Experiment, NoAccount
 from manyhands.runtime.exit_delay import delay_exit
 from manyhands.runtime.interrupts import uninterrupted
 
-EXPERIMENT_TAG, ROLE_TAG = "manyhands:experiment", "manyhands:role"
+EXPERIMENT_TAG = "manyhands:experiment"
+ROLE_TAG = "manyhands:role"
 
 UBUNTU = "/aws/service/canonical/ubuntu/server/24.04/stable/current/amd64/hvm/ebs-gp3/ami-id"
+"""SSM parameter with the id of the newest official image of Ubuntu."""
 DEEP_LEARNING = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
-"""SSM parameters with the newest official images. The second one has NVIDIA's driver."""
+"""SSM parameter with the id of the newest official image of Ubuntu with NVIDIA's driver."""
 EXTRA_DISK_GB = 20
 """Room for Python packages, data and checkpoints on top of the size of the image."""
 
 CREATE_LIMIT_MIN = 15
 """AWS deletes a stack that is not complete by then."""
 WAIT = {"Delay": 5, "MaxAttempts": 2 * CREATE_LIMIT_MIN * 60 // 5}
-"""Seconds between two looks at a stack, and how many there are: twice as long as AWS itself waits."""
+"""Polls a stack every 5 s, for twice as long as AWS itself waits."""
 
 Described = Mapping[str, Any]
-"""What AWS says about something."""
+"""A stack, a machine or an image, as boto3 describes it."""
 
 
 @contextmanager
@@ -52,7 +54,8 @@ def own_words() -> Iterator[None]:
     try:
         yield
     except aws_errors.ClientError as error:
-        code, reason = error.response["Error"]["Code"], reason_of(error)
+        code = error.response["Error"]["Code"]
+        reason = reason_of(error)
         if code.startswith(("Throttling", "RequestLimitExceeded")):
             raise Unavailable(f"AWS throttles this account, try again in a minute: {reason}") from None
         if any(word in code for word in ("AuthFailure", "Expired", "Signature", "Token", "UnrecognizedClient")):
@@ -71,7 +74,7 @@ class Region:
     """The stacks of all experiments in one region of an account. Its methods raise the errors of boto3 too.
 
     Args:
-        tell: receives a line for people at each event.
+        tell: called with a line of text for the user at each event.
     """
 
     def __init__(self, name: str | None, tell: Callable[[str], None]) -> None:
@@ -83,7 +86,7 @@ class Region:
         self._cloudformation = self._client("cloudformation")
         self._tell = tell
         self.name: str = self._ec2.meta.region_name
-        session.get_partition_for_region(self.name)  # raises if there can be no such region
+        session.get_partition_for_region(self.name)  # raises if no region can have this name
 
     # what an experiment needs
 
@@ -123,7 +126,7 @@ class Region:
         return image_id, str(disks["/dev/sda1"]["VolumeSize"] + EXTRA_DISK_GB)
 
     def spot_prices(self, types: tuple[str, ...]) -> dict[str, float]:
-        """The spot price of now of each type in its cheapest zone, in US dollars per hour."""
+        """The current spot price of each type in its cheapest zone, in US dollars per hour."""
         pages = self._ec2.get_paginator("describe_spot_price_history").paginate(
             InstanceTypes=list(types), ProductDescriptions=["Linux/UNIX"], StartTime=datetime.now(timezone.utc)
         )
@@ -139,15 +142,15 @@ class Region:
         """The stack of an experiment.
 
         Raises:
-            ConfigError: there is none; names those that there are.
+            ConfigError: there is none; names the existing ones.
         """
         pages = self._cloudformation.get_paginator("describe_stacks").paginate()
         stacks: list[Described] = [one for page in pages for one in page["Stacks"]]
         by_experiment = {tags_of(one)[EXPERIMENT_TAG]: one for one in stacks if EXPERIMENT_TAG in tags_of(one)}
         if experiment not in by_experiment:
             raise ConfigError(
-                f"experiment {experiment} has nothing in {self.name}; experiments there: "
-                f"{', '.join(sorted(by_experiment)) or 'none'}; other regions were not looked at (--region)"
+                f"there is no experiment {experiment} in {self.name}; experiments there: "
+                f"{', '.join(sorted(by_experiment)) or 'none'}. --region looks in another region"
             )
         return by_experiment[experiment]
 
@@ -162,11 +165,11 @@ class Region:
         return sorted(machines, key=lambda one: (tags_of(one).get(ROLE_TAG, ""), one["InstanceId"]))
 
     def log_of(self, machine_id: str) -> str:
-        """What a machine wrote to its console; AWS shows it with a delay."""
+        """The console output of a machine; AWS shows it with a delay."""
         return str(self._ec2.get_console_output(InstanceId=machine_id, Latest=True).get("Output", ""))
 
     def why_machines_lack(self, stack: Described) -> str:
-        """What AWS said when it last could not start a machine for a stack; empty if it could start all."""
+        """AWS's reason why it last could not start a machine of a stack; empty if it could start all."""
         groups = [f"{stack['StackName']}-{role}" for role in ("workers", "auxiliary")]
         for one in self._client("autoscaling").describe_scaling_activities(IncludeDeletedGroups=True)["Activities"]:
             is_ours = one["AutoScalingGroupName"] in groups and one["StartTime"] >= stack["CreationTime"]
@@ -205,7 +208,7 @@ class Region:
             ) from None
         except BaseException as error:
             if stack_id and "DELETE_COMPLETE" not in str(error):
-                self._tell("Deleting what AWS has created; 'manyhands aws down' waits for the end, or tries it again.")
+                self._tell("Deleting what AWS has created; 'manyhands aws down' waits until that is done, or retries.")
                 with delay_exit(60.0):
                     self._cloudformation.delete_stack(StackName=stack_id)
             if isinstance(error, aws_errors.WaiterError):
@@ -221,7 +224,7 @@ class Region:
             Unavailable: something is left.
         """
         stack_id = self.find(experiment)["StackId"]
-        self._tell("AWS ends the machines, which takes a few minutes. It goes on with it if you do not wait.")
+        self._tell("AWS ends the machines, which takes a few minutes. It continues if you do not wait.")
         self._cloudformation.delete_stack(StackName=stack_id)
         try:
             self._cloudformation.get_waiter("stack_delete_complete").wait(StackName=stack_id, WaiterConfig=WAIT)

@@ -31,7 +31,7 @@ STEPS: Final[tuple[Kind, ...]] = ("dns", "tcp", "tls", "identity", "protocol", "
 """Steps that an address must pass before a peer can join there, in this order."""
 
 NEEDED: Final[tuple[Kind, ...]] = ("listen", "run")
-"""Checks of this machine and the swarm without which no peer starts."""
+"""Checks of this machine and of the swarm that must not fail if a peer is to join."""
 
 _ORDER = {kind: number for number, kind in enumerate(NAMES)}
 
@@ -91,8 +91,9 @@ def report_of(checks: Sequence[Check], peer_id: str, seconds: float) -> Report:
     addresses = list(dict.fromkeys(check.address for check in checks if check.address is not None))
     in_order = sorted(checks, key=lambda check: _ORDER[check.check])
     ordered = [check for address in [*addresses, None] for check in in_order if check.address == address]
-    can_join = any(_passes([check for check in checks if check.address == address]) for address in addresses)
-    can_join &= not any(check.ok is False and check.check in NEEDED for check in checks)
+    some_peer_passes = any(_passes([check for check in checks if check.address == address]) for address in addresses)
+    is_hindered = any(check.ok is False and check.check in NEEDED for check in checks)
+    can_join = some_peer_passes and not is_hindered
     ok = can_join and all(check.ok is not False for check in checks)
     return Report(ok, can_join, peer_id, round(seconds, 3), ordered)
 

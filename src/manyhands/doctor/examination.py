@@ -28,7 +28,7 @@ from manyhands.transport import Listener, Stream, TlsTransport
 MAX_INITIAL_PEERS = 16
 
 DIAL_BACK_TIMEOUT_S = 5.5
-"""The called peer takes 4 s at most."""
+"""Longest wait in seconds for the answer to a dial-back: the peer takes 4 s at most, and the call the rest."""
 
 SWARM_TIMEOUT_S = 5.0
 
@@ -43,8 +43,8 @@ class Examination:
         initial_peers: as given to a peer.
         listen, announce, client_mode: likewise.
         run_id: the run that the peer should join; None to list the runs.
-        digest: what the fingerprint of its settings begins with, by a ticket; may be empty.
-        charter: digest of its charter, by a ticket; empty for that of the initial peers, if they have one.
+        digest: the beginning of the fingerprint of the run's settings, from a ticket; may be empty.
+        charter: digest of the run's charter, from a ticket; empty for that of the initial peers, if they have one.
     Raises:
         ConfigError: there are no initial peers, or too many.
     """
@@ -65,7 +65,8 @@ class Examination:
             )
         if len(set(self.initial_peers)) > MAX_INITIAL_PEERS:
             raise ConfigError(
-                f"{len(self.initial_peers)} initial peers; at most {MAX_INITIAL_PEERS} are examined at once"
+                f"{len(self.initial_peers)} initial peers are given, and at most {MAX_INITIAL_PEERS} can be examined "
+                "at once; give fewer"
             )
 
     async def run(
@@ -77,8 +78,8 @@ class Examination:
     ) -> Report:
         """Run all checks; takes 15 s at most.
 
-        The examiner is in client mode: it is in no peer's table, and does not introduce the examined peers to each
-        other.
+        The doctor's own peer is in client mode, so no peer adds it to its routing table, and it does not introduce the
+        examined peers to each other.
 
         Args:
             on_check: called with each check once it is done.
@@ -118,8 +119,11 @@ class _Examiner:
         addresses = dict.fromkeys(self._examination.initial_peers)
         probed = await asyncio.gather(*(self._probe(address) for address in addresses))
         self._checks += [check for peer in probed for check in peer.checks]
-        # each peer once, even if it has several of the addresses
-        joined = list({peer.peer_id: peer for peer in reversed(probed) if peer.peer_id is not None}.values())[::-1]
+        by_peer: dict[PeerId, Probed] = {}  # each peer once, even if it has several of the addresses
+        for peer in probed:
+            if peer.peer_id is not None:
+                by_peer.setdefault(peer.peer_id, peer)
+        joined = list(by_peer.values())
         self._compare_clocks(joined)
         await asyncio.gather(self._join(joined), self._look_at_pairs(joined), *map(self._be_dialled, joined))
         return report_of(self._checks, self._presence.peer_id, loop.time() - began)
@@ -239,7 +243,8 @@ class _Examiner:
         self._note("run", finding, None, began)
 
     async def _found_run(self, joined: Collection[PeerId]) -> Finding:
-        dht, run_id = self._presence.dht, self._examination.run_id
+        dht = self._presence.dht
+        run_id = self._examination.run_id
         if run_id is None:
             return findings.runs_seen(await find_runs(dht))
         wanted = self._examination.charter
@@ -264,7 +269,9 @@ class _Examiner:
             because = "there is one only" if is_alone else "fewer than two can be joined"
             self._note("coordinators", findings.not_tried(because))
             return
-        pairs = list(zip(joined, [*joined[1:], joined[0]], strict=True))[: len(joined) if len(joined) > 2 else 1]
+        pairs = list(itertools.pairwise([*joined, joined[0]]))
+        if len(joined) == 2:  # the second pair is the first one again
+            pairs = pairs[:1]
         sights = await asyncio.gather(*(self._see_each_other(first, second) for first, second in pairs))
         for (first, second), (first_sees, second_sees) in zip(pairs, sights, strict=True):
             if not (first_sees and second_sees):
@@ -281,5 +288,5 @@ class _Examiner:
     async def _sees(self, first: Probed, second: Probed) -> bool:
         assert first.peer_id is not None
         assert second.peer_id is not None
-        start, wanted = first.peer_id, second.peer_id
-        return await can_find(self._presence.endpoint, DHT_CONFIG, start, wanted, DHT_CONFIG.lookup_timeout_s)
+        timeout_s = DHT_CONFIG.lookup_timeout_s
+        return await can_find(self._presence.endpoint, DHT_CONFIG, first.peer_id, second.peer_id, timeout_s)

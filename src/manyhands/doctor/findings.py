@@ -93,7 +93,7 @@ def tls_failed(address: Address, failure: DialFailed) -> Finding:
     if failure.reason is DialReason.TIMED_OUT:
         return Finding(
             False,
-            f"{_place(address)} accepts connections, but does not answer in TLS",
+            f"{_place(address)} accepts connections, but does not answer the TLS handshake",
             "the peer hangs, or something in between (a proxy, a tunnel whose other end is gone) took the connection: "
             "look at the peer's machine and at the tunnel",
         )
@@ -117,7 +117,7 @@ def identified(address: Address, found: PeerId) -> Finding:
     if address.peer_id is None:
         return Finding(
             None,
-            f"the address does not say who should answer; {found} does",
+            f"the address names no peer id; {found} answers",
             f"to be sure that it is always this peer, write {address.with_peer(found)}",
         )
     if found == address.peer_id:
@@ -133,7 +133,7 @@ def identified(address: Address, found: PeerId) -> Finding:
 def itself() -> Finding:
     return Finding(
         None,
-        "the peer there has the identity with which the doctor was started: it is this peer itself",
+        "the peer there has the identity that the doctor was started with, so it is this peer itself",
         "to check this address, leave out --identity",
     )
 
@@ -182,7 +182,7 @@ def clock(offset_s: float, error_s: float, limit_s: float, others_agree: bool | 
     Args:
         offset_s: how far the clock of this machine is ahead of the peer's.
         error_s: maximum error of the offset.
-        limit_s: the difference that peers tolerate without loss.
+        limit_s: the largest difference that does no harm.
         others_agree: whether the clocks of the other initial peers agree with this machine's; None if there are none.
     """
     if abs(offset_s) - error_s <= limit_s:
@@ -239,8 +239,8 @@ def dialled_back(
 
     Args:
         outcomes: for each address.
-        are_announced: the user gave the addresses, so all must work. Else one is enough.
-        port_was_chosen: the user gave the port; else any free one was taken.
+        are_announced: whether the user gave the addresses. All of these must work; of others one is enough.
+        port_was_chosen: whether the user gave the port. Otherwise any free one was taken.
         listens_with: the IP versions that this machine listens with.
     """
     worked = ", ".join(str(address) for address, outcome in outcomes if not outcome.code)
@@ -332,8 +332,8 @@ def peers_seen(num_peers: int, num_initial: int, *, is_part: bool) -> Finding:
     """How many peers answer, including the initial ones; ``is_part`` if a large swarm was not searched completely."""
     if num_peers > num_initial:
         return Finding(True, f"{'at least ' if is_part else ''}{num_peers} peers can be seen")
-    who = "the initial peer" if num_initial == 1 else f"the {num_initial} initial peers"
-    return Finding(True, f"{who} can be seen, and nobody else yet")
+    initial = "the initial peer" if num_initial == 1 else f"the {num_initial} initial peers"
+    return Finding(True, f"{initial} can be seen, and no other peer yet")
 
 
 def no_peers_seen(error: ManyhandsError) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from manyhands.base.text import counted
 from manyhands.doctor.checks import NAMES, NEEDED, Check, Report
 
 _MARKS = {True: "ok", False: "FAIL", None: "-"}
@@ -22,7 +23,7 @@ def lines_of(report: Report) -> Iterator[str]:
 
 def _block(checks: Sequence[Check]) -> Iterator[str]:
     for (ok, detail, advice), group in itertools.groupby(checks, lambda check: (check.ok, check.detail, check.advice)):
-        names = ", ".join(NAMES[check.check] for check in group)  # several were skipped for the same reason
+        names = ", ".join(NAMES[check.check] for check in group)  # one line for checks that were skipped together
         yield f"  {_MARKS[ok]:<4}  {names:<{_NAME_WIDTH}}  {detail}"
         if advice:
             yield f"  {'':<4}  {'':<{_NAME_WIDTH}}  -> {advice}"
@@ -33,7 +34,7 @@ def verdict(report: Report) -> str:
     if report.ok:
         return "All is well: a peer with these options can join."
     num_failed = sum(check.ok is False for check in report.checks)
-    failed = {0: "", 1: "1 check failed. "}.get(num_failed, f"{num_failed} checks failed. ")
+    failed = f"{counted(num_failed, 'check')} failed. " if num_failed else ""
     if report.can_join:
         return f"{failed}A peer with these options can join all the same, since one initial peer is enough."
     obstacles = [check.check for check in report.checks if check.ok is False and check.check in (*NEEDED, "clock")]

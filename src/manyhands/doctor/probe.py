@@ -21,7 +21,7 @@ OnCheck = Callable[[Check], None]
 
 STEP_TIMEOUT_S = 4.0
 ADDRESS_TIMEOUT_S = 8.0
-"""For all steps together."""
+"""Longest time in seconds for all steps of one address together; a step takes :data:`STEP_TIMEOUT_S` at most."""
 
 MIN_TIMEOUT_S = 0.2
 
@@ -34,7 +34,7 @@ class Probed:
         checks: in the order in which they were made.
         peer_id: the peer at this address, once it has passed all steps.
         clock_offset_s: how far this machine's clock is ahead of the peer's; None if unknown.
-        clock_error_s: the maximum error of that: half of the round trip.
+        clock_error_s: the largest error of ``clock_offset_s``: half of the round trip.
         dialled_host: the IP address at which the peer was reached.
         seen_host: this machine's IP address as the peer sees it; empty if unknown.
         examine_error: why the peer did not report its clock and view.

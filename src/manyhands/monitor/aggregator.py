@@ -1,6 +1,6 @@
-"""Adds one look at what the peers of a run have published to what is known of it: its picture and its history.
+"""Builds the picture of a run, and its history, from what its peers publish: one look at a time.
 
-Pure, except that it hands what is new to the history, which writes it later.
+Pure, except that it hands new entries to the history, which writes them later.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from manyhands.optim.run.progress import MAX_COUNT, MAX_SPEED, Progress
 MAX_EVENTS = 50
 MAX_LEADERS = 100
 MAX_OPEN_POINTS = 64
-"""Points of the last steps, which may still change."""
+"""Number of points of the last steps that later looks may still change."""
 REFUSED_PERIOD_S = 60.0
-"""Shortest time between two events about refused records."""
+"""Shortest time in seconds between two events about refused records."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a monitor has read at one moment.
+    """The records that a monitor has read at one moment.
 
     Attributes:
-        observed: the progress records that count.
+        observed: the valid progress records.
         accounts: the last account of each peer, also of strangers.
-        trained_lately: the peers whose accounts count.
+        trained_lately: the peers that trained lately. Only their accounts count.
         step: of the run.
         progress: towards the next step; None while no peer trains.
-        num_refused: records that were refused so far, as they broke a rule.
+        num_refused: number of records that were refused so far because they broke a rule.
         now: loop time; ``wall_time`` is the same instant in seconds since 1970.
     """
 
@@ -62,11 +62,11 @@ class Aggregator:
 
     Attributes:
         all_leaders: the whole leaderboard of the last picture; replaced, never changed.
-        made: steps whose metrics are complete since the last picture.
-        heldout: likewise, held-out losses by step.
-        told: likewise, what each of other monitors has told of the time before.
+        made: steps whose metrics became complete since the last picture.
+        heldout: held-out losses that were read since the last picture, by step.
+        told: histories that other monitors sent since the last picture.
         first_step: the first step that was seen since the start; 0 before it.
-        silence_due_s: seconds from the last look until a peer counts as gone, if it stays silent.
+        silence_due_s: seconds from the last look until the first peer counts as gone, if it stays silent.
     """
 
     def __init__(self, run_id: str, history: History) -> None:
@@ -78,9 +78,10 @@ class Aggregator:
         self._known_until = self._events[-1].time if self._events else 0.0
         self._points = {point.step: point for point in history.points(limit=1)}
         self.all_leaders: list[LeaderboardRow] = []
-        self._leaders_of = (-1, -1)  # versions
+        self._leaders_of = (-1, -1)  # versions of the credit and of the table that the leaderboard is made of
         self._unit = history.read_unit()
-        self._behind, self._behind_since = 0, math.inf  # step from which the run has gone back, and when
+        self._behind = 0  # step from which the run has gone back
+        self._behind_since = math.inf
         self._num_refused = 0
         self._told_refused_at = -math.inf
         self._news: list[RunEvent] = []
@@ -94,24 +95,26 @@ class Aggregator:
         self.silence_due_s = math.inf
 
     def restarted(self, before: int, after: int, wall_time: float) -> None:
-        """The run was begun anew, or resumed from a checkpoint; its later points are removed if it stays there."""
+        """Note that the run was begun anew, or resumed from a checkpoint. Later points go if it stays behind them."""
         text = f"the run has gone back from step {before} to step {after}"
         self._news.append(RunEvent(time=wall_time, kind="restarted", text=text, step=after))
         self._points = {step: point for step, point in self._points.items() if step <= after}
         self._behind = max(self._behind, before)
 
     def _remove_later_points(self, look: Look) -> None:
-        """Remove the points that the run no longer has, once it has been behind them for a while, as for credit."""
+        """Remove the points of steps that the run no longer has, after the same time as their credit."""
         if look.step >= self._behind:
-            self._behind, self._behind_since = 0, math.inf
+            self._behind = 0
+            self._behind_since = math.inf
             return
         self._behind_since = min(self._behind_since, look.now)
         if look.now - self._behind_since >= PATIENCE_S:
             self._history.remove_points_after(look.step)
-            self._behind, self._behind_since = 0, math.inf
+            self._behind = 0
+            self._behind_since = math.inf
 
     def _add_told(self, told: Told) -> None:
-        """Fill gaps with what another monitor has told; the events are those of the first one that knows of any."""
+        """Fill gaps with the history of another monitor. The events come from the first monitor that has any."""
         self._history.add_missing_points(told.points)
         self._first_step = None  # it may begin earlier now
         missed = [event for event in told.events if event.time > self._known_until]  # others are in the history already
@@ -124,7 +127,8 @@ class Aggregator:
     def add(self, look: Look) -> tuple[RunPicture, list[Happened]]:
         """Add a look; returns the picture after it, and what has happened since the last one."""
         self.began_at = min(self.began_at, look.wall_time)
-        credit, trained = self._credit, look.trained_lately
+        credit = self._credit
+        trained = look.trained_lately
         accounts = {peer_id: account for peer_id, account in look.accounts.items() if peer_id in trained}
         positions = {
             peer_id: seen.record.position
@@ -165,7 +169,7 @@ class Aggregator:
         ]
 
     def _note_first_point(self) -> None:
-        """Note with which step the history begins, and when that was."""
+        """Note the first step of the history, and its time."""
         first = next(iter(self._history.points_after(0, since=0.0, limit=1)), None)
         self._first_step = first.step if first is not None else None
         self._first_time = first.time if first is not None and first.step > 1 else None
@@ -173,14 +177,14 @@ class Aggregator:
     def _note_refused(self, look: Look) -> None:
         more = look.num_refused - self._num_refused
         if more > 0 and look.now >= self._told_refused_at + REFUSED_PERIOD_S:
-            self._num_refused, self._told_refused_at = look.num_refused, look.now
-            text = (
-                f"{counted(more, 'record')} of other peers {'was' if more == 1 else 'were'} refused: against the rules"
-            )
+            self._num_refused = look.num_refused
+            self._told_refused_at = look.now
+            verb = "was" if more == 1 else "were"
+            text = f"{counted(more, 'invalid record')} of other peers {verb} refused"
             self._news.append(RunEvent(time=look.wall_time, kind="refused", text=text, step=look.step))
 
     def _note_unit(self, accounts: Iterable[AccountRecord]) -> None:
-        """What weights count, as most peers say that have made batches."""
+        """Note the unit of weights that most peers report. A peer that has made no batch reports none."""
         if said := Counter(account.unit for account in accounts if account.unit is not None):
             ((unit, _),) = said.most_common(1)
             if unit != self._unit:
@@ -207,20 +211,23 @@ class Aggregator:
                 bytes_sent=bytes_sent,
             )
         for credited in changes.put:
-            shares, before = unpacked(credited.shares), point_of(credited.step)
+            shares = unpacked(credited.shares)
+            before = point_of(credited.step)
             changed[credited.step] = msgspec.structs.replace(
                 before, samples=sum(shares.values()), peers=max(before.peers, len(shares))
             )
         for step, loss in self.heldout.items():
             changed[step] = msgspec.structs.replace(point_of(step), heldout_loss=loss)
-        self.made, self.heldout = [], {}
+        self.made = []
+        self.heldout = {}
         self._points |= changed
         for step in sorted(self._points)[:-MAX_OPEN_POINTS]:
             del self._points[step]
         return list(changed.values())
 
     def _picture(self, look: Look) -> RunPicture:
-        progress, credit = look.progress, self._credit
+        progress = look.progress
+        credit = self._credit
         eta_s = progress.eta_s if progress is not None else math.inf
         is_averaging = progress is not None and 0 < look.target_batch_size <= progress.samples
         return RunPicture(

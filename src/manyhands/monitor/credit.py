@@ -1,16 +1,16 @@
 """Adds up the samples that each peer has contributed to a run, from committed global steps alone. Pure.
 
-Each trainer publishes the lists of its last committed steps (:mod:`manyhands.optim.metrics`). Of these:
+Each trainer publishes the lists of its last committed steps (:mod:`manyhands.optim.metrics`). The rules:
 
-* The *leading branch* is the position that most trainers are at; of equal ones the furthest. Those that are one step
-  behind a position count for it too, if at least two peers have published the step to it. The steps behind it are found
-  backwards, as each published step names the lineage before it.
+* The *leading branch* ends at the position that most trainers are at, or the furthest of several such positions. A
+  trainer that is one step behind a position counts for it too, if at least two peers have published the step to it.
+  The earlier steps of the branch are found backwards, as each published step names the lineage before it.
 * A list is believed if more than half of the contributors that it names have published it, and it is of the leading
-  branch. Of several lists of a step, the one with the most publishers comes first; in a grid of groups, further lists
+  branch. Of several lists of a step, the one with the most publishers comes first. In a grid of groups, further lists
   are believed if they name no peer of those before.
-* Nobody is credited by its own word alone, so a second peer must have published the list, which need not be one of its
-  contributors. The exception is a step that a peer made alone, which leads to a lineage of its own: it is believed only
-  while the run is on that branch.
+* No peer is credited on its own word alone: a second peer, which need not be a contributor, must have published the
+  list. The exception is a step that a peer made alone, which leads to a lineage of its own. Such a step is believed
+  only while the run is on that branch.
 * Each peer is credited once for each step.
 
 Credit follows the leading branch. If the run restarts from an earlier checkpoint, or two parts of a split run meet, the
@@ -32,9 +32,9 @@ from manyhands.monitor.picture import LeaderboardRow
 from manyhands.optim.metrics import SHARE_BYTES, AccountRecord, CommittedStep, packed, short_lineage, unpacked
 
 PATIENCE_S = 60.0
-"""A run that has gone back is believed to stay there after this time: twice the lifetime of a progress record."""
+"""Seconds after which a run that has gone back is taken to stay there: twice the lifetime of a progress record."""
 MAX_KEPT_SHARES = 4_000_000
-"""Lists are kept, to take them back, as long as they have at most this many entries together; older ones are final."""
+"""Most entries in all kept lists together. The steps of kept lists can be taken back; those before them are final."""
 
 
 class CreditedStep(msgspec.Struct, frozen=True, gc=False):
@@ -42,7 +42,7 @@ class CreditedStep(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         after: the lineage that it led to, shortened.
-        num_signers: peers that have published its lists; 0 if another monitor has told of it.
+        num_signers: number of contributors that have published its lists; 0 if another monitor has sent it.
         shares: short ids and samples, as packed by :func:`manyhands.optim.metrics.packed`.
     """
 
@@ -53,17 +53,17 @@ class CreditedStep(msgspec.Struct, frozen=True, gc=False):
 
 
 class Total(NamedTuple):
-    """What one peer is credited with: ``samples`` in ``rounds`` global steps."""
+    """The credit of one peer: ``samples`` in ``rounds`` global steps."""
 
     samples: int
     rounds: int
 
 
 class Changes(msgspec.Struct):
-    """What one look has changed.
+    """The changes of one look.
 
     Attributes:
-        put: steps that are credited now, also in the place of earlier ones.
+        put: steps that are credited now. They replace what was credited for the same steps.
         removed: numbers of the steps that were taken back.
         settled: steps that are final now.
     """
@@ -109,26 +109,26 @@ class Credit:
 
     @property
     def num_samples(self) -> int:
-        """Of all peers."""
+        """The credited samples of all peers."""
         return sum(self._samples.values())
 
     @property
     def totals(self) -> dict[bytes, Total]:
-        """By short id."""
+        """The credit of each peer, by short id."""
         return {peer: Total(samples, self._rounds[peer]) for peer, samples in self._samples.items() if samples > 0}
 
     def total_of(self, peer_id: PeerId) -> Total:
-        """What a peer is credited with."""
+        """The credit of a peer."""
         peer = short_id(peer_id)
         return Total(self._samples[peer], self._rounds[peer])
 
     @property
     def num_seen_steps(self) -> int:
-        """Steps that were credited since this was made."""
+        """Number of steps that were credited since the monitor started."""
         return len(self._seen)
 
     def seen_rounds_of(self, peer_id: PeerId) -> int:
-        """Of these steps, those with samples of a peer."""
+        """Number of these steps that have samples of a peer."""
         return self._seen_rounds[short_id(peer_id)]
 
     def shares_of(self, step: int) -> dict[bytes, int]:
@@ -140,7 +140,7 @@ class Credit:
     def look(
         self, accounts: Mapping[PeerId, AccountRecord], positions: Mapping[PeerId, Position], now: float
     ) -> Changes:
-        """Credit what is believed now.
+        """Credit the steps that are believed now.
 
         Args:
             accounts: the last account of each peer that has trained lately.
@@ -168,22 +168,23 @@ class Credit:
         return changes
 
     def add_told(self, steps: Iterable[CreditedStep]) -> Changes:
-        """Credit what another monitor has told, for steps before the newest one that this one has seen."""
-        changes, newest = Changes(), self.newest_step
+        """Credit the steps that another monitor has sent, if they are before the newest one that this one knows."""
+        changes = Changes()
+        newest = self.newest_step
         for step in steps:
             if self._final_step < step.step < newest and step.step not in self._steps and _is_list(step.shares):
                 self._put(msgspec.structs.replace(step, num_signers=0), changes, is_seen=False)
         return changes
 
     def _leading_without_trainers(self, published: _Published) -> tuple[int, bytes] | None:
-        """The leading position of before, or the one to which most of those that were there have gone."""
+        """The last leading position, moved along the steps that most of the peers there have made since."""
         leading = self._leading
         while leading is not None and (onwards := published.onwards(*leading)) is not None:
             leading = onwards
         return leading
 
     def _take_back_forks(self, branch: Mapping[int, bytes], changes: Changes) -> None:
-        """Take back the steps of another branch than the leading one, as far as these are known to differ."""
+        """Take back the steps that are known to be on another branch than the leading one."""
         forked = [step for step, after in branch.items() if step in self._steps and self._steps[step].after != after]
         if not forked:
             return
@@ -239,9 +240,9 @@ class _List(NamedTuple):
     """A list of a step that some peers have published.
 
     Attributes:
-        num_signers: of the contributors.
-        num_publishers: also others, which made the step without samples.
-        is_proven: the lineage is that of a step made alone, by the only contributor.
+        num_signers: number of contributors that have published it.
+        num_publishers: number of all peers that have published it, also of those without samples in the step.
+        is_proven: whether the lineage proves that the only contributor made the step alone.
     """
 
     shares: Mapping[bytes, int]
@@ -282,7 +283,7 @@ class _Published:
 
         def support(place: tuple[int, bytes]) -> tuple[int, int, bytes]:
             before = self._before.get(place)
-            is_shared = len(self._made.get(place, ())) > 1  # else one peer has gone on alone
+            is_shared = len(self._made.get(place, ())) > 1  # otherwise one peer alone may have made it
             earlier = there[place[0] - 1, before] if is_shared and before is not None else 0
             return (there[place] + earlier, *place)
 
@@ -301,22 +302,25 @@ class _Published:
         branch = {}
         while (before := self._before.get((step, lineage))) is not None:
             branch[step] = lineage
-            step, lineage = step - 1, before
+            step -= 1
+            lineage = before
         return branch
 
     def num_signers(self, step: int, after: bytes) -> int:
-        """The most peers that a believed step could have."""
+        """The largest number of signers that a believed list of a step can have."""
         return len(self._made[step, after])
 
     def believed(self, step: int, after: bytes) -> CreditedStep | None:
-        """The lists of a step that are believed, together; None if none is.
+        """The believed lists of a step, combined; None if none is believed.
 
-        They are the first in their order, and in a grid also those after it that name none of the same peers.
+        The first list by ``order`` is considered, and in a grid also each later one that shares no peer with those
+        before it.
         """
         lists = sorted(self._lists(step, after), key=lambda found: found.order)
         if lists:
             lists = [found for found in lists if found.is_grid] if lists[0].is_grid else lists[:1]
-        num_signers, shares = 0, dict[bytes, int]()
+        num_signers = 0
+        shares: dict[bytes, int] = {}
         for found in lists:
             if found.is_believable and shares.keys().isdisjoint(found.shares):
                 num_signers += found.num_signers
@@ -338,7 +342,7 @@ class _Published:
 
 
 def _most(counts: Mapping[bytes, int]) -> bytes:
-    """The most frequent one; of equal ones the lowest."""
+    """The most frequent key; the lowest of several."""
     return min(counts, key=lambda name: (-counts[name], name))
 
 

@@ -32,10 +32,10 @@ CurvePoint = Mapping[str, float]
 
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 6.0
-"""Points that have not reached wandb's server by then stay on the disk."""
+"""Longest time in seconds for wandb to send its points when it ends; the others stay on the disk."""
 CLOSE_TIMEOUT_S = 8.0
 REOPEN_S = 60.0
-"""Time from the failure of a sink until it is opened again."""
+"""Seconds from the failure of a sink until it is opened again."""
 MAX_WAITING = 1000
 """Largest backlog of a slow sink, in points."""
 
@@ -74,8 +74,8 @@ class Sink(Protocol):
 class Curves:
     """Sends each point to all sinks, each in its own thread.
 
-    A sink that fails lacks one point, and is opened again every :data:`REOPEN_S`. The newest :data:`MAX_WAITING` points
-    wait for it. One that falls so far behind while it works is dropped. One warning says either.
+    A sink that fails loses one point. It is opened again every :data:`REOPEN_S`, and the newest :data:`MAX_WAITING`
+    points wait for it. A sink that works but falls so far behind is dropped. Each case is logged with one warning.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
@@ -93,7 +93,7 @@ class Curves:
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             for writer in self._writers:
                 writer.end()
-            ended = [writer.join(deadline) for writer in self._writers]  # each one logs what it lacks
+            ended = [writer.join(deadline) for writer in self._writers]  # each one logs missing points
         return all(ended)
 
 
@@ -152,7 +152,7 @@ class _Writer:
                     logger.info("%s gets points again", self._name)
                     self._has_failed = False
             self._sink.close()
-        except Exception as error:  # noqa: BLE001 (whatever a library of others raises: the monitor goes on)
+        except Exception as error:  # noqa: BLE001 (a tracker may raise anything; the monitor goes on)
             if not self._has_failed:
                 then = "the monitor ends" if self._is_over.is_set() else f"the monitor tries again every {REOPEN_S:g} s"
                 logger.warning("%s gets no points (%s); %s", self._name, reason_of(error), then)
@@ -173,7 +173,7 @@ class WandbSink:
     Without an API key, or when the server does not answer, it is written to disk for ``wandb sync``.
 
     Args:
-        mode: None for wandb's own environment variable, else online.
+        mode: None for that in wandb's own variable ``WANDB_MODE``, or online without it.
     Raises:
         MissingExtra: wandb is not installed.
     """
@@ -192,11 +192,11 @@ class WandbSink:
         mode = self._mode or os.environ.get("WANDB_MODE") or "online"
         wandb.setup(wandb.Settings(silent=True))
         if mode == "online" and not wandb.login(prompt=False, verify=False):
-            logger.warning("No API key for wandb is here (wandb login stores one): the curves are written offline")
+            logger.warning("There is no API key for wandb (wandb login stores one): the curves are written offline")
             mode = "offline"
         try:
             self._run = self._begin(mode)
-        except Exception as error:  # wandb has many errors; offline none of them matters
+        except Exception as error:  # wandb raises errors of many kinds when its server is not reached
             if mode == "offline":
                 raise
             logger.warning("wandb cannot be reached (%s): the curves are written offline", reason_of(error))
@@ -282,7 +282,7 @@ class TensorBoardSink:
 class TrackioSink:
     """A Trackio run in a project, in the group of the training run.
 
-    It is kept on this machine, or sent to where Trackio's own ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL`` say.
+    It is kept on this machine, or sent to the place in Trackio's own ``TRACKIO_SPACE_ID`` or ``TRACKIO_SERVER_URL``.
 
     Args:
         name: of the Trackio run.

@@ -1,7 +1,7 @@
-"""How a monitor that starts late gets the history of a run from others, and hands out its own.
+"""A monitor that starts late fetches the history of a run from other monitors, and serves its own history to others.
 
-It asks the peers that were named to it, and nobody else: the coordinators in the charter of the run, and its initial
-peers. It believes what they tell, but that only fills gaps before its own time.
+It asks only the peers that were named to it: the coordinators in the charter of the run, and its initial peers. It
+trusts their answers, which fill gaps before its own start and change nothing after it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from manyhands.rpc.rate import Buckets
 
 CALL_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 600.0
-"""For the whole history of one monitor."""
+"""Longest time in seconds to fetch the whole history of one monitor."""
 MAX_POINTS = 2000
-"""In one answer: 200 KB."""
+"""Most points in one answer: 200 KB."""
 MAX_EVENTS = 500
 MAX_PEERS = 4000
 MAX_STEPS = 1000
 MAX_LISTS = 256_000
-"""Bytes of the lists in one answer."""
+"""Most bytes of the lists in one answer. An answer with a single list may have more."""
 REQUESTS_PER_S_OF_PEER = 2.0
 REQUESTS_PER_S = 10.0
 PAUSE_S = 1 / REQUESTS_PER_S_OF_PEER
@@ -49,10 +49,10 @@ K = TypeVar("K")
 
 
 class HistoryRequest(msgspec.Struct, frozen=True):
-    """Asks for what was before.
+    """Asks for a part of the earlier history.
 
     Attributes:
-        kind: what of it.
+        kind: which part.
         before_step: points and credited steps below this one.
         before: events before this time, in seconds since 1970.
     """
@@ -84,9 +84,9 @@ class ToldPoint(msgspec.Struct, frozen=True, array_like=True):
     bytes_sent: Count | None
 
     def __post_init__(self) -> None:
-        said = (self.loss, self.heldout_loss, self.learning_rate)
-        if not all(number is None or math.isfinite(number) for number in said):
-            raise ValueError("numbers are finite")
+        numbers = (self.loss, self.heldout_loss, self.learning_rate)
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ValueError("loss, heldout_loss and learning_rate must be finite")
 
 
 class ToldEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -108,11 +108,11 @@ class ToldPeer(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
-            raise ValueError("a name has no control characters")
+            raise ValueError("a name must have no control characters")
 
 
 class HistoryResponse(msgspec.Struct, frozen=True):
-    """A page of what was asked for, the last part of it; empty at the beginning of the history."""
+    """One page: the last of the requested entries. It is empty if there are none."""
 
     points: Annotated[list[ToldPoint], msgspec.Meta(max_length=MAX_POINTS)] = []
     steps: Annotated[list[ToldStep], msgspec.Meta(max_length=MAX_STEPS)] = []
@@ -124,7 +124,7 @@ HISTORY = Method("monitor.history", HistoryRequest, HistoryResponse)
 
 
 class Told(msgspec.Struct):
-    """What another monitor has told."""
+    """The history that another monitor has sent."""
 
     points: list[Point] = []
     steps: list[CreditedStep] = []
@@ -141,7 +141,7 @@ def named_peers(presence: Presence, run_id: str) -> list[PeerId]:
 
 
 class Exchange:
-    """One monitor's part. Lives on the network thread.
+    """Serves the history of one monitor, and asks others for theirs. For use on the network thread only.
 
     Args:
         history: read in the loop's executor.
@@ -175,10 +175,10 @@ class Exchange:
             return HistoryResponse(peers=[ToldPeer(PeerId(peer.peer_id), peer.name) for peer in known[:MAX_PEERS]])
         if request.kind == "events":
             events = self._history.events(MAX_EVENTS, request.before)
-            return HistoryResponse(events=[_told(event, ToldEvent) for event in events])
+            return HistoryResponse(events=[_to_wire(event, ToldEvent) for event in events])
         if request.kind == "points":
             points = self._history.points_before(request.before_step, MAX_POINTS)
-            return HistoryResponse(points=[_told(point, ToldPoint) for point in points])
+            return HistoryResponse(points=[_to_wire(point, ToldPoint) for point in points])
         steps: list[ToldStep] = []
         room = MAX_LISTS
         for step in self._history.steps(request.before_step, MAX_STEPS):
@@ -191,12 +191,13 @@ class Exchange:
     # ask
 
     async def ask(self, peer_id: PeerId, before_step: int, before: float) -> Told:
-        """Ask a peer for what was before.
+        """Ask a peer for the history before this monitor's own.
 
         Args:
-            before_step: the first step that this monitor has seen; ``before``: the time.
+            before_step: the first step that this monitor has seen.
+            before: the time at which it began, in seconds since 1970.
         Raises:
-            ManyhandsError: it has not told all; it may watch no run.
+            ManyhandsError: the peer has not sent all of it; it may be no monitor.
         """
         told = Told()
         async with time_limit(ASK_TIMEOUT_S, f"for the history that {peer_id} has"):
@@ -215,7 +216,7 @@ class Exchange:
             numbers = [entry.step for entry in page]
             if not numbers or max(numbers) >= before_step:
                 return
-            told.points += [_untold(point) for point in answer.points]
+            told.points += [_from_wire(point) for point in answer.points]
             told.steps += [CreditedStep(step.step, step.after, 0, step.shares) for step in answer.steps]
             num_bytes += sum(len(step.shares) + 64 for step in answer.steps) + 128 * len(answer.points)
             before_step = min(numbers)
@@ -228,11 +229,11 @@ class Exchange:
         )
 
 
-def _told(entry: Point | RunEvent, kind: Callable[..., K]) -> K:
+def _to_wire(entry: Point | RunEvent, kind: Callable[..., K]) -> K:
     return kind(**{name: getattr(entry, name) for name in kind.__struct_fields__})  # type: ignore[attr-defined]
 
 
-def _untold(point: ToldPoint) -> Point:
+def _from_wire(point: ToldPoint) -> Point:
     return Point(**msgspec.structs.asdict(point))
 
 

@@ -1,7 +1,7 @@
 """The history of a run in an SQLite file: points of the curves, credited steps, peers and events.
 
-What is new is kept in memory and written by a thread of its own, once a second in one transaction. While the disk is
-full, or another program locks the file, it stays in memory; reads show both. So nothing here ever ends a monitor.
+New entries are kept in memory, and a thread of its own writes them once a second in one transaction. While the disk is
+full, or another program locks the file, they stay in memory; reads show both. So a failing disk never ends a monitor.
 
 Size: about 120 bytes for a point, 12 for each contributor to a step, and 150 for an event. A step every 30 s by 20
 peers makes 1 MB a day. The lists of steps have at most 50 MB together, and events 4 MB, however long the run is.
@@ -37,7 +37,7 @@ BUSY_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 1.5
 MAX_EVENTS = 20_000
 MAX_UNWRITTEN = 100_000
-"""Of each kind, while the file cannot be written; further ones are lost, the oldest first."""
+"""Most entries of each kind that are kept while the file cannot be written; beyond it, the oldest are lost."""
 
 _TABLES = """
 CREATE TABLE meta (run_id TEXT NOT NULL, unit TEXT NOT NULL);
@@ -66,7 +66,7 @@ class SeenPeer(msgspec.Struct, frozen=True):
     Attributes:
         peer: its short id.
         since, since_step: time (seconds since 1970) and global step of the run at which its session began.
-        began_at: of its process, as it says, which tells sessions apart.
+        began_at: start of its process, as the peer reports it; another value is another session.
     """
 
     peer: bytes
@@ -90,8 +90,8 @@ class History:
     def __init__(self, run_id: str, path: Path | None = None) -> None:
         self._run_id = run_id
         self._where = str(path) if path is not None else "memory"
-        self._using = threading.Lock()  # the connection
-        self._changing = threading.Lock()  # what is not written yet
+        self._using = threading.Lock()  # guards the connection
+        self._changing = threading.Lock()  # guards the entries that are not written yet
         self._new = _Unwritten()
         self._has_failed = False
         try:
@@ -153,13 +153,13 @@ class History:
                 rows = self._chosen_rows(rows[0][0], since, max(limit - len(unwritten), limit // 2, 1))
         found = {row[0]: _point(row) for row in rows} | {point.step: point for point in unwritten}
         ordered = [found[step] for step in sorted(found)]
-        stride = -(-len(ordered) // limit)
-        return ordered[::-1][:: max(stride, 1)][::-1]
+        stride = max(_quotient_rounded_up(len(ordered), limit), 1)
+        return ordered[(len(ordered) - 1) % stride :: stride]
 
     def _chosen_rows(self, first_step: int, since: float, limit: int) -> list[tuple[Any, ...]]:
         """The last row of each of ``limit`` ranges of steps; a scan of all rows takes a second after a year."""
         (last,) = self._connection.execute("SELECT max(step) FROM points").fetchone()
-        stride = max(1, -(-(last - first_step + 1) // limit))
+        stride = max(_quotient_rounded_up(last - first_step + 1, limit), 1)
         columns = ", ".join(f"points.{name}" for name in _POINT.split(", "))
         return self._connection.execute(
             "WITH RECURSIVE ends(step) AS (SELECT ? UNION ALL SELECT step - ? FROM ends WHERE step - ? >= ?) "
@@ -220,7 +220,7 @@ class History:
         return {peer: Total(samples, rounds) for peer, samples, rounds in rows}
 
     def read_unit(self) -> Unit:
-        """What the samples in credited steps are: those of the last :meth:`set_unit`."""
+        """The unit of the samples in credited steps, as given to the last :meth:`set_unit`."""
         with self._using:
             (unit,) = self._connection.execute("SELECT unit FROM meta").fetchone()
         return self._new.unit or msgspec.convert(unit, Unit)
@@ -254,13 +254,13 @@ class History:
                 self._failed(error)
 
     def remove_points_after(self, step: int) -> None:
-        """The run has gone back: forget the later points."""
+        """Forget the points after a step, to which the run has gone back."""
         with self._changing:
             self._new.points = {number: point for number, point in self._new.points.items() if number <= step}
             self._new.points_until = step if self._new.points_until is None else min(step, self._new.points_until)
 
     def add_credit(self, changes: Changes) -> None:
-        """Write what :class:`manyhands.monitor.credit.Credit` has changed."""
+        """Write the changes of :class:`manyhands.monitor.credit.Credit`."""
         with self._changing:
             for number in changes.removed:
                 self._new.steps[number] = None
@@ -269,12 +269,12 @@ class History:
             self._new.settle(changes.settled)
 
     def set_unit(self, unit: Unit) -> None:
-        """Write what the samples in credited steps are."""
+        """Write the unit of the samples in credited steps."""
         with self._changing:
             self._new.unit = unit
 
     def add_peers(self, peers: Iterable[SeenPeer]) -> None:
-        """Write what is known of peers."""
+        """Write peers in the place of their earlier rows."""
         with self._changing:
             self._new.peers.update({known.peer: known for known in peers})
 
@@ -290,7 +290,7 @@ class History:
             del self._new.events[:-MAX_UNWRITTEN]
 
     def flush(self) -> bool:
-        """Write what is new; returns whether the file could be written."""
+        """Write the new entries; returns whether the file could be written."""
         with self._using:
             with self._changing:
                 writing, self._new = self._new, _Unwritten()
@@ -336,14 +336,14 @@ class History:
 
 
 class _Unwritten:
-    """What is not written yet, each row in its last version."""
+    """The rows that are not written yet, each in its newest version."""
 
     def __init__(self) -> None:
         self.points: dict[int, Point] = {}
         self.points_until: int | None = None  # later ones are deleted first
         self.unit: Unit | None = None
         self.steps: dict[int, CreditedStep | None] = {}
-        self.settled: dict[bytes, Total] = {}  # what is added to the totals
+        self.settled: dict[bytes, Total] = {}  # added to the totals in the file
         self.settled_until = -1  # this step and those before it are in the totals, and are deleted
         self.peers: dict[bytes, SeenPeer | None] = {}  # None: to be deleted
         self.events: list[RunEvent] = []
@@ -373,7 +373,7 @@ class _Unwritten:
         self.steps = {number: step for number, step in self.steps.items() if number > until}
 
     def followed_by(self, later: _Unwritten) -> _Unwritten:
-        """This and what came later."""
+        """Add later rows to these, and return these."""
         if later.points_until is not None:
             until = later.points_until
             self.points = {step: point for step, point in self.points.items() if step <= until}
@@ -454,6 +454,10 @@ def _row(entry: Point | RunEvent, columns: str) -> tuple[object, ...]:
 
 def _point(row: Sequence[object]) -> Point:
     return Point(**dict(zip(_POINT.split(", "), row, strict=True)))  # type: ignore[arg-type]
+
+
+def _quotient_rounded_up(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def _last(rows: dict[K, V]) -> dict[K, V]:

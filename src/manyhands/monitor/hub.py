@@ -67,7 +67,7 @@ class HubUploads:
         self._interval_s = interval_s
         self._offered: tuple[Path, str] | None = None
         self._sent: tuple[Path, str] | None = None
-        self._stirred = threading.Condition()
+        self._news = threading.Condition()
         self._is_closing = False
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="uploading", daemon=True)
@@ -75,25 +75,25 @@ class HubUploads:
 
     def offer(self, checkpoint: Path, message: str) -> None:
         """Set the newest checkpoint and its commit message."""
-        with self._stirred:
+        with self._news:
             self._offered = (checkpoint, message)
-            self._stirred.notify()
+            self._news.notify()
 
     def close(self) -> None:
         """Abort an upload in progress: the Hub then has all of it or nothing."""
-        with self._stirred:
+        with self._news:
             self._is_closing = True
             if self._process is not None:
                 self._process.kill()
-            self._stirred.notify()
+            self._news.notify()
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         due_at = 0.0
         while True:
-            with self._stirred:
+            with self._news:
                 while not self._is_closing and (self._offered == self._sent or time.monotonic() < due_at):
-                    self._stirred.wait(max(due_at - time.monotonic(), 0.1) if self._offered != self._sent else None)
+                    self._news.wait(max(due_at - time.monotonic(), 0.1) if self._offered != self._sent else None)
                 if self._is_closing or self._offered is None:
                     return
                 offered = self._offered
@@ -119,7 +119,7 @@ class HubUploads:
         with tempfile.TemporaryDirectory(prefix="manyhands-upload-") as folder:
             copy = Path(folder) / checkpoint.name  # old checkpoints are deleted while the upload runs
             shutil.copytree(checkpoint, copy)
-            with self._stirred:
+            with self._news:
                 if self._is_closing:
                     raise OSError("the monitor ends")
                 self._process = process = subprocess.Popen(
@@ -130,10 +130,11 @@ class HubUploads:
             try:
                 assert process.stdout is not None
                 process.wait(MAX_UPLOAD_S)
-                *_, said = process.stdout.read().decode(errors="replace").strip().splitlines() or [""]
+                lines = process.stdout.read().decode(errors="replace").strip().splitlines()
+                last_line = lines[-1] if lines else ""
                 if process.returncode:
-                    raise OSError(said or f"exit code {process.returncode}")
-                return said
+                    raise OSError(last_line or f"exit code {process.returncode}")
+                return last_line
             finally:
                 process.kill()
                 process.communicate()
@@ -150,6 +151,7 @@ def upload(repo: str, folder: str, message: str) -> str:
 
 
 def _end_with_parent() -> None:
+    """Wait until the parent's end closes the standard input, and exit."""
     sys.stdin.buffer.read()
     os._exit(1)
 
@@ -159,7 +161,7 @@ if __name__ == "__main__":
     try:
         print(upload(*sys.argv[1:]), flush=True)  # noqa: T201
         code = 0
-    except Exception as error:  # noqa: BLE001 (whatever it is, the monitor says it)
+    except Exception as error:  # noqa: BLE001 (the monitor logs any failure)
         print(reason_of(error), flush=True)  # noqa: T201
         code = 1
     os._exit(code)  # do not wait for threads of libraries

@@ -52,21 +52,21 @@ logger = logging.getLogger(__name__)
 MAX_REFRESH_S = 3.0
 MIN_REFRESH_S = 0.5
 LONGEST_REFRESH_S = METRICS_S
-"""Lifetime of metrics."""
+"""Largest ``refresh_s``: the lifetime of metrics, which a slower monitor would miss."""
 SILENCE_STEP_S = 0.1
-"""A look may come this much after a peer was silent for too long."""
+"""Shortest delay in seconds of the look at which a silent peer counts as gone."""
 
 TELL_PERIOD_S = 60.0
-"""From one line that says that nobody trains to the next."""
+"""Seconds between two log lines that say that no peer trains."""
 
 CROWD_PERIOD_S = 1.5
-"""Between two pictures, times how much larger than a crowd the run is: 7.5 s with 240 peers and more."""
+"""Seconds between two pictures for each unit of ``crowd_factor`` above 1: 7.5 s with 240 peers and more."""
 ASK_PERIOD_S = 15.0
-"""Others are asked for what was before after this time, and again as long as none answers."""
+"""Seconds until other monitors are asked for the earlier history, and between two attempts while none answers."""
 
 
 class WatchingPeer(Protocol):
-    """What a monitor needs of a :class:`manyhands.Peer`."""
+    """The part of a :class:`manyhands.Peer` that a monitor uses."""
 
     presence: Presence
 
@@ -87,7 +87,7 @@ class WatchingReader(ProgressReader):
         self._keep(self._endpoint.peer_id, seen)
 
     def present(self) -> dict[PeerId, SeenRecord]:
-        """The records of the peers that have been heard of lately: a dead one must not hold the run back."""
+        """The records of the peers that have published lately: a dead one must not hold the progress back."""
         now = asyncio.get_running_loop().time()
         return {
             peer_id: seen
@@ -101,13 +101,13 @@ class RunMonitor:
 
     Attributes:
         picture: of the last look; None before the first one.
-        history: what has happened before.
+        history: of the run.
 
     Args:
         history: closed with the peer; by default one in memory.
         on_event: called on the network thread with each :data:`manyhands.monitor.events.MonitorEvent`; must not block.
         refresh_s: longest time between two reads; reads are more frequent shortly before a global step.
-        is_quiet: log warnings alone, for a process that logs the progress of the run itself.
+        is_quiet: log only warnings, for a process that logs the progress of the run itself.
     Raises:
         ConfigError: an argument is out of bounds.
     """
@@ -172,7 +172,7 @@ class RunMonitor:
         await asyncio.get_running_loop().run_in_executor(None, self.history.close)
 
     async def _ask_others(self) -> None:
-        """Fetch what was before this monitor's time, once, from each of the peers that were named to it."""
+        """Fetch the history before this monitor's start, once, from each of the peers that were named to it."""
         is_told = False
         while not is_told:
             await asyncio.sleep(ASK_PERIOD_S)
@@ -185,14 +185,14 @@ class RunMonitor:
                 try:
                     told = await self._exchange.ask(peer_id, before_step, self._aggregator.began_at)
                 except ManyhandsError as error:
-                    logger.debug("peer %s has not told the history of the run: %s", peer_id, error)
+                    logger.debug("peer %s did not send the history of the run: %s", peer_id, error)
                     continue
                 is_told = True
                 self._aggregator.told.append(told)
                 logger.log(
                     self._told_level,
-                    "Peer %s has told %s and %s from before", peer_id, counted(len(told.points), "point"),
-                    counted(len(told.steps), "credited step"),
+                    "Peer %s sent %s and %s from before this monitor started", peer_id,
+                    counted(len(told.points), "point"), counted(len(told.steps), "credited step"),
                 )  # fmt: skip
 
     async def _watch_forever(self) -> None:
@@ -232,7 +232,8 @@ class RunMonitor:
         if not target:  # no manifest has been read yet, as after a restart beside trainers in client mode
             progress = replace(progress, eta_s=math.inf)
         delay_s = next_refresh_s(progress, self._config)
-        self._progress, self._target = progress, target
+        self._progress = progress
+        self._target = target
         if (leading.step, progress) != self._last_progress:
             self._report_progress(leading.step, target, progress, delay_s)
             self._last_progress = (leading.step, progress)
@@ -240,10 +241,12 @@ class RunMonitor:
             self._aggregator.restarted(self._steps.newest_step, leading.step, self._peer.presence.wall_clock())
             logger.log(
                 self._told_level,
-                "The run goes on from step %d: the newest one here was #%d. It was begun anew, or from a checkpoint",
+                "The run has gone back to step %d from step #%d: it was begun anew, or resumed from a checkpoint",
                 leading.step, self._steps.newest_step,
             )  # fmt: skip
-            self._steps, self._heldout_step, self._stale = CompleteSteps(), -1, self._read
+            self._steps = CompleteSteps()
+            self._heldout_step = -1
+            self._stale = self._read
         self._leading_step = leading.step
         await self._report_what_was_learnt(trainers)
         return min(delay_s, SETTLED_S) if self._steps.is_waiting else delay_s
@@ -286,12 +289,12 @@ class RunMonitor:
             self._report_heldout(dict(measured.items() - self._stale))
 
     async def _aggregate(self) -> None:
-        """Add what was read to the picture and the history; in a crowd less often, as that takes longer."""
+        """Add the records that were read to the picture and the history; less often in a crowd, as it takes longer."""
         crowd = crowd_factor(len(self._reader.observed())) - 1
         if asyncio.get_running_loop().time() < self._aggregated_at + CROWD_PERIOD_S * crowd:
             return
         accounts = await read_metrics(self._peer.dht, self._run_id, AccountRecord)
-        now, presence = asyncio.get_running_loop().time(), self._peer.presence
+        now = asyncio.get_running_loop().time()
         look = Look(
             observed=self._reader.observed(),
             accounts=accounts,
@@ -301,7 +304,7 @@ class RunMonitor:
             target_batch_size=self._target,
             num_refused=sum(self._peer.dht.refusals.values()),
             now=now,
-            wall_time=presence.wall_clock(),
+            wall_time=self._peer.presence.wall_clock(),
         )
         self._aggregated_at = now
         loop = asyncio.get_running_loop()  # in the executor: with thousands of peers it takes a quarter of a second
@@ -324,7 +327,7 @@ class RunMonitor:
             self._aggregator.made.append(made)
 
     def _report_heldout(self, measured: Mapping[PeerId, HeldoutRecord]) -> None:
-        """Report the measurements of evaluators; of several for one step, the first counts."""
+        """Report the measurements of evaluators; the first one of each step."""
         for record in sorted(measured.values(), key=lambda record: record.step):
             if self._heldout_step < record.step <= self._leading_step:
                 self._heldout_step = record.step
@@ -338,7 +341,7 @@ class RunMonitor:
 
 
 def _all_at(leading: Position, present: Mapping[PeerId, SeenRecord], now: float) -> dict[PeerId, SeenRecord]:
-    """The records, with peers one step off counted at ``leading``: of a step, some records tell before others do."""
+    """The records, with peers one step off counted at ``leading``: after a step, the records change one by one."""
     counted_there = dict(present)
     for peer_id, seen in present.items():
         if abs(seen.record.position.step - leading.step) == 1:

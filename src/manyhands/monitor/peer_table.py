@@ -19,17 +19,17 @@ from manyhands.monitor.picture import EventKind, PeerRow, PeerState, Reachabilit
 from manyhands.optim.metrics import AccountRecord
 
 SILENT_S = 13.5
-"""A peer that was not heard of for this long is gone; it publishes every 10 s, and more rarely in a crowd."""
+"""Seconds without a record after which a peer is gone. It publishes every 10 s, and less often in a crowd."""
 SILENT_SHARE = 0.45
-"""The same as a share of the lifetime of its records, of which it publishes three in one."""
+"""The same as a share of the lifetime of its records. It publishes three records in one lifetime."""
 SHOWN_S = 3600.0
-"""Peers that are not there any more are listed for this long."""
+"""Seconds for which a peer that is gone or has left stays in the table."""
 MAX_GONE = 1000
-"""The most of these that are listed."""
+"""Most such peers in the table."""
 MAX_KNOWN = 50_000
-"""Peers whose names are known. Of more, those without credit are forgotten: a new id costs nothing."""
+"""Most peers whose names are kept. Beyond it, peers without credit are forgotten: anybody can make up new ids."""
 MAX_ALIKE = 5
-"""Events of one kind at one look; more are told together."""
+"""Most events of one kind at one look; further ones are summed up in one event."""
 MAX_NAMED = 3
 
 
@@ -41,7 +41,7 @@ class Person:
         since, last_seen: seconds since 1970.
         since_step: global step of the run when its session began.
         expires_at: of its progress record, which was published at ``heard_at`` (loop time).
-        rounds_before, steps_before: credited to it, and in all, when it came.
+        rounds_before, steps_before: number of steps credited to it, and in all, when it came.
         missed: steps without its samples; None as long as it is here.
     """
 
@@ -65,7 +65,7 @@ class Person:
 
     @property
     def longest_silence_s(self) -> float:
-        """After this time without a record of it, it is gone."""
+        """Seconds without a record of it after which it is gone."""
         return longest_silence_s(self.record)
 
     @property
@@ -74,7 +74,7 @@ class Person:
         return self.name or f"peer ...{self.peer_id[-6:]}"
 
     def known(self) -> SeenPeer:
-        """For the history."""
+        """Its entry in the history."""
         return SeenPeer(
             short_id(self.peer_id), self.peer_id, self.name, self.since, self.since_step, self.record.began_at,
             self.last_seen,
@@ -110,7 +110,7 @@ class PeerTable:
         return {peer: (known.peer_id, known.name) for peer, known in self._known.items()}
 
     def learn(self, names: Mapping[PeerId, str]) -> list[SeenPeer]:
-        """Note the names of peers that were here before this monitor's time; returns those that are new."""
+        """Note the names of peers that were here before this monitor started; returns those that are new."""
         learnt = [
             SeenPeer(short_id(peer_id), peer_id, name, 0.0, 0, 0.0, 0.0)
             for peer_id, name in names.items()
@@ -131,7 +131,7 @@ class PeerTable:
         step: int,
         credit: Credit,
     ) -> tuple[list[RunEvent], list[SeenPeer]]:
-        """Take in what was read; returns what has happened, the oldest first, and the peers that have changed.
+        """Add the records of a look; returns the events, the oldest first, and the peers that have changed.
 
         Args:
             observed: the progress records that count now.
@@ -153,7 +153,9 @@ class PeerTable:
             elif is_silent and person.is_here:
                 self._went(person, "gone", credit, news)
                 changed.append(person)
-            person.record, person.expires_at, person.heard_at = seen.record, seen.expires_at, seen.since
+            person.record = seen.record
+            person.expires_at = seen.expires_at
+            person.heard_at = seen.since
             person.last_seen = wall_time - max(silent_s, 0.0)
         for peer_id, person in self._people.items():
             account = accounts.get(peer_id)
@@ -203,33 +205,38 @@ class PeerTable:
         before: Person | None,
         news: _News,
     ) -> Person:
-        known, began_at = self._known.get(short_id(peer_id)), seen.record.began_at
+        known = self._known.get(short_id(peer_id))
+        began_at = seen.record.began_at
         is_same_session = known is not None and began_at > 0 and began_at == known.began_at
         person = Person(peer_id, seen.record, wall_time, step, wall_time, seen.expires_at, seen.since)
         person.name = known.name if known is not None else ""
         lag = max(step - credit.newest_step, 0) if credit.newest_step >= 0 else 0  # steps that are credited soon
-        person.rounds_before, person.steps_before = credit.seen_rounds_of(peer_id), credit.num_seen_steps + lag
+        person.rounds_before = credit.seen_rounds_of(peer_id)
+        person.steps_before = credit.num_seen_steps + lag
         if is_same_session:
             assert known is not None
-            person.since, person.since_step = known.since, known.since_step
+            person.since = known.since
+            person.since_step = known.since_step
         if before is not None:
             person.account = before.account
         if before is not None or not is_same_session:
-            back = " again" if before is not None or known is not None else ""
-            news.add("joined", person, f"trains here{back}")
+            again = " again" if before is not None or known is not None else ""
+            news.add("joined", person, f"has joined{again}")
         return person
 
     @staticmethod
     def _went(person: Person, state: PeerState, credit: Credit, news: _News) -> None:
-        person.state, person.missed = state, _counts(person, credit)[1]
+        person.state = state
+        _, person.missed = _counts(person, credit)
         if state == "left":
             news.add("left", person, "has left")
         else:
-            news.add("died", person, "has not been heard of, and is considered gone")
+            news.add("died", person, "has published nothing for a while, and is considered gone")
 
     def rows(self, credit: Credit, *, is_averaging: bool) -> list[PeerRow]:
         """All peers: those that train first, by samples."""
-        newest, of_all = credit.newest_step, credit.num_samples
+        newest = credit.newest_step
+        of_all = credit.num_samples
         last = credit.shares_of(newest)
         rows = [
             _row(person, credit, newest, last, of_all, is_averaging=is_averaging) for person in self._people.values()
@@ -240,14 +247,15 @@ class PeerTable:
 def _row(
     person: Person, credit: Credit, newest: int, last: Mapping[bytes, int], of_all: int, *, is_averaging: bool
 ) -> PeerRow:
-    record, account, total = person.record, person.account, credit.total_of(person.peer_id)
-    reach: Reachability = "auxiliary" if record.is_auxiliary else "client" if record.is_client else "direct"
+    record = person.record
+    account = person.account
+    total = credit.total_of(person.peer_id)
     committed, missed = _counts(person, credit)
     return PeerRow(
         peer_id=person.peer_id,
         name=person.name,
         state="averaging" if person.state == "training" and is_averaging else person.state,
-        reach=reach,
+        reach=_reach_of(record),
         version=account.version if account is not None else "",
         device=account.device if account is not None else "",
         since=person.since,
@@ -262,16 +270,24 @@ def _row(
     )
 
 
+def _reach_of(record: PeerRecord) -> Reachability:
+    if record.is_auxiliary:
+        return "auxiliary"
+    return "client" if record.is_client else "direct"
+
+
 def _counts(person: Person, credit: Credit) -> tuple[int, int]:
-    """The credited steps since a peer came, with its samples and without."""
+    """The number of credited steps since a peer came: with its samples, and without."""
     committed = max(credit.seen_rounds_of(person.peer_id) - person.rounds_before, 0)
-    missed = max(credit.num_seen_steps - person.steps_before - committed, 0)
-    return committed, missed if person.missed is None else person.missed
+    if person.missed is not None:
+        return committed, person.missed
+    return committed, max(credit.num_seen_steps - person.steps_before - committed, 0)
 
 
 def _reason(person: Person, newest: int) -> str:
     """Why no samples of a peer are in the newest credited step."""
-    record, account = person.record, person.account
+    record = person.record
+    account = person.account
     if newest < 0:
         return ""
     if record.is_auxiliary:
@@ -281,16 +297,16 @@ def _reason(person: Person, newest: int) -> str:
     if not person.is_here:
         return "it is not there any more"
     if person.since_step >= newest:
-        return "it has joined since"
+        return "it joined after that step"
     if account is None:
-        return "it publishes no account of its steps: its program or version does not"
+        return "it publishes no account of its steps: its program or version cannot"
     if record.position.step < newest:
         return f"it has not made step {newest} yet"
-    return "it had no samples in it"
+    return "it had no samples in that step"
 
 
 def _compare(person: Person, account: AccountRecord, news: _News) -> None:
-    """Tell what has failed since the last account."""
+    """Report what has failed since the last account of a peer."""
     before = person.account
     if before is None or account.rounds_committed + account.rounds_aborted < (
         before.rounds_committed + before.rounds_aborted
@@ -306,7 +322,7 @@ def _compare(person: Person, account: AccountRecord, news: _News) -> None:
 
 
 class _News:
-    """Collects events, and tells many of one kind together."""
+    """Collects events, and sums up many of one kind in one event."""
 
     def __init__(self, time: float, step: int) -> None:
         self._time = time
@@ -314,11 +330,11 @@ class _News:
         self._found: defaultdict[tuple[EventKind, str], list[tuple[Person, str]]] = defaultdict(list)
 
     def add(self, kind: EventKind, person: Person, text: str, cause: str = "") -> None:
-        """Note an event; those of one kind and cause are told together if they are many."""
+        """Note an event. Many of one kind and cause become one event."""
         self._found[kind, cause].append((person, text))
 
     def told(self) -> list[RunEvent]:
-        """All of them; at most some of each kind."""
+        """The events to report."""
         events: list[RunEvent] = []
         by_kind: defaultdict[EventKind, list[tuple[list[tuple[Person, str]], str]]] = defaultdict(list)
         for (kind, cause), found in self._found.items():
@@ -350,14 +366,14 @@ class _News:
 
 
 _PLURAL: Mapping[EventKind, str] = {
-    "joined": "train here",
+    "joined": "have joined",
     "left": "have left",
-    "died": "have not been heard of, and are considered gone",
+    "died": "have published nothing for a while, and are considered gone",
     "reloaded": "have loaded the state of the others",
 }
 
 
 def median_of(accounts: Iterable[AccountRecord], value: Callable[[AccountRecord], float | None]) -> float | None:
-    """The median of what peers say; None if no peer does."""
-    said = [number for account in accounts if (number := value(account)) is not None]
-    return statistics.median(said) if said else None
+    """The median of a value that peers report; None if no peer reports it."""
+    values = [number for account in accounts if (number := value(account)) is not None]
+    return statistics.median(values) if values else None

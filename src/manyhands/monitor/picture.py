@@ -1,7 +1,7 @@
-"""What a coordinator knows of a run, as plain data: for the page, the terminal, programs and the history. Pure.
+"""The state of a run as a monitor knows it, as plain data: for the page, the terminal, programs and the history. Pure.
 
-Everything in it was said by peers. Names, versions, devices and reasons are text of strangers: they are cut to length,
-and whoever shows them must escape them.
+All of it comes from the records of peers. Names, versions, devices and reasons are text of strangers: they are cut to
+length, and a program that shows them must escape them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import msgspec
 from manyhands.optim.metrics import Unit
 
 SCHEMA_VERSION = 1
-"""Of the JSON of all classes here: raised when a field is removed or redefined, not when one is added."""
+"""Version of the JSON of all classes here. It is raised when a field is removed or redefined, not when one is added."""
 
 PeerState = Literal["training", "averaging", "gone", "left"]
-"""``left`` said so; ``gone`` did not, and has not been heard of for 15 s."""
+"""A peer that said goodbye has ``left``. A peer that did not, and has published nothing for 15 s, is ``gone``."""
 
 Reachability = Literal["direct", "client", "auxiliary"]
 
@@ -30,9 +30,9 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
         name: chosen by its owner; empty without one.
         since, last_seen: seconds since 1970, by the clock of this coordinator.
         step: the last global step that it has made.
-        samples: of its own, in committed global steps; all its sessions.
-        share: ``samples`` of those of all peers, 0 to 1.
-        samples_per_second: its speed, as it says.
+        samples: its own samples in committed global steps, over all its sessions.
+        share: ``samples`` divided by those of all peers, 0 to 1.
+        samples_per_second: its speed, as it reports it.
         rounds_committed, rounds_missed: global steps made since ``since`` with its samples, and without.
         reason: why its samples are not in the last global step; empty if they are.
     """
@@ -58,7 +58,7 @@ class LeaderboardRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the leaderboard: all peers of one name, or one peer without a name.
 
     Attributes:
-        rank: from 1; equal samples, equal rank.
+        rank: from 1; rows with equal samples have the same rank.
         name: empty for a peer without one.
         peer_ids: of all its peers, also of those that have left.
         samples: in committed global steps.
@@ -73,13 +73,13 @@ class LeaderboardRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One committed global step on the curves; None where nobody has said.
+    """One committed global step on the curves. A value that no peer has published is None.
 
     Attributes:
         time: seconds since 1970.
         loss: mean over the micro-batches of all peers.
         samples: committed in this step.
-        samples_per_second: of all peers; 0 if the monitor was not there, or looked elsewhere, when they said it.
+        samples_per_second: of all peers; 0 if the monitor did not read the metrics of this step.
         bytes_sent: by all peers together since the step before.
     """
 

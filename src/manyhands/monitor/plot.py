@@ -19,10 +19,10 @@ ENDINGS = (".png", ".svg")
 SQLITE_MAGIC = b"SQLite format 3\x00"
 EVENTS_VERSION = 1
 MAX_POINTS = 2000
-"""Points of one curve in the chart: a width of about as many pixels. More are averaged."""
+"""Most points of one curve, about the width of the chart in pixels; more are averaged."""
 
 MAX_LINE_BYTES = 1 << 20
-"""Of an event: a longer line is that of a file of another kind."""
+"""Most bytes of one event: a file with a longer line is not an event file."""
 
 COLUMNS = ("step", "loss", "heldout_loss", "samples_per_second", "peers")
 
@@ -59,7 +59,7 @@ class Curve:
 
 @dataclass
 class RunCurves:
-    """What one file says of a run.
+    """The curves in one file.
 
     Attributes:
         label: for the legend.
@@ -209,7 +209,7 @@ def _add_step(curves: RunCurves, events: Sequence[_Event]) -> None:
     last = events[-1]
     assert last.step is not None
     step = last.step + 1
-    if last.type == "progress":  # at first a monitor counts only the peers that have told it of the step before
+    if last.type == "progress":  # the first events of a step lack the peers that had not published the step before it
         events = [last]
         curves.peers.add(step, last.num_peers)
     speeds = [event.samples_per_second for event in events if event.samples_per_second is not None]
@@ -224,7 +224,7 @@ def _add_history(curves: RunCurves, path: Path) -> None:
                 row = msgspec.convert(dict(zip(COLUMNS, values, strict=True)), _Row)
                 curves.loss.add(row.step, row.loss)
                 curves.heldout_loss.add(row.step, row.heldout_loss)
-                curves.throughput.add(row.step, row.samples_per_second or None)  # 0: nobody said
+                curves.throughput.add(row.step, row.samples_per_second or None)  # 0 stands for unknown
                 curves.peers.add(row.step, row.peers)
     except (sqlite3.Error, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} is not the history of a monitor: {error}") from None

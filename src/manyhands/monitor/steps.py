@@ -10,9 +10,9 @@ from manyhands.monitor.events import StepMade
 from manyhands.optim.metrics import MetricsRecord
 
 SETTLED_S = 1.0
-"""Peers publish metrics right after a step. After this time without a new one, the others had no batch in the step."""
+"""Seconds without new metrics after which those of a step are complete: the other peers had no batch in it."""
 LONGEST_SILENCE_S = 30.0
-"""A step that was overtaken before it was complete is reported anyway, if no step was for this long."""
+"""Seconds without a report after which a step is reported although the next one came before it was complete."""
 
 
 class CompleteSteps:
@@ -52,7 +52,9 @@ class CompleteSteps:
         if step > self._step:
             if not self._is_told and now - self._told_at >= LONGEST_SILENCE_S:
                 told.append(self._tell(now))
-            self._step, self._is_told, self._records = step, False, {}
+            self._step = step
+            self._is_told = False
+            self._records = {}
         if self._is_told:
             return told
         records = {peer_id: record for peer_id, record in metrics.items() if record.step == self._step}
@@ -65,7 +67,8 @@ class CompleteSteps:
         return told
 
     def _tell(self, now: float) -> StepMade:
-        self._is_told, self._told_at = True, now
+        self._is_told = True
+        self._told_at = now
         return sum_up(self._step, self._records.values())
 
 

@@ -44,7 +44,7 @@ def wait_for(awaitable: Awaitable[T]) -> T:
     """Wait for an awaitable, within a function that :func:`run_blocking` runs."""
     current = greenlet.getcurrent()
     if not isinstance(current, _Blocking) or current.parent is None:
-        raise RuntimeError("this waits inside a simulated world only; start it with run_blocking(function)")
+        raise RuntimeError("wait_for() works only in a function that run_blocking(function) has started")
     result: T = current.parent.switch(awaitable)
     return result
 

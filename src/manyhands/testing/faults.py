@@ -77,7 +77,8 @@ class When:
 
     def partition(self, some: Iterable[str], others: Iterable[str]) -> Fault:
         """Block all traffic between two sets of hosts, in both directions."""
-        left, right = sorted(some), sorted(others)
+        left = sorted(some)
+        right = sorted(others)
         pairs = [(a, b) for a in left for b in right]
         pairs += [(b, a) for a, b in pairs]
         text = f"partition({set_text(left)}, {set_text(right)})"
@@ -111,7 +112,7 @@ class When:
 
     def _fault(self, what: str, begin: Action, undo: Action | None = None) -> Fault:
         if self.stop_s is not None and undo is None:
-            raise ConfigError(f"{self.text}.{what}: this fault cannot be undone; say at({self.start_s:g}) instead")
+            raise ConfigError(f"{self.text}.{what}: this fault cannot be undone; write at({self.start_s:g}) instead")
         return Fault(f"{self.text}.{what}", self.start_s, self.stop_s, self.every_s, begin, undo)
 
 

@@ -55,7 +55,7 @@ class Host:
         self.skew_s = 0.0
         self._loop = loop
         self._tasks: list[asyncio.Task[Any]] = []
-        self._buried: list[asyncio.Task[Any]] = []  # kept from the garbage collector, which would run their clean-up
+        self._buried: list[asyncio.Task[Any]] = []  # referenced so that no garbage collection runs their clean-up
         self._begin_life()
 
     def _begin_life(self) -> None:

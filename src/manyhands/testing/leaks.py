@@ -28,7 +28,7 @@ def unread_in(network: SimNetwork) -> list[str]:
     """Streams of running hosts whose bytes have stayed unread for a minute."""
     now = network.loop.now
     return [
-        f"{stream}: {stream.num_unread} bytes that nobody reads, the last since {now - stream.last_received:.0f} s"
+        f"{stream}: {stream.num_unread} unread bytes, the last of them received {now - stream.last_received:.0f} s ago"
         for stream in network.streams
         if stream.num_unread and stream.life.is_running and now - stream.last_received >= UNREAD_FOR_S
     ]

@@ -78,7 +78,8 @@ class Pipe:
 
     def limit(self, bytes_per_s: float) -> None:
         """Set the rate."""
-        self.bytes_per_s, self.is_limited = bytes_per_s, True
+        self.bytes_per_s = bytes_per_s
+        self.is_limited = True
 
     def enter(self, stream: object, num_bytes: int, passed: Callable[[], None]) -> None:
         """Call ``passed`` when ``num_bytes`` of a stream have gone through, after its earlier bytes."""

@@ -60,7 +60,8 @@ class SimNetwork:
         number = len(self.hosts) + 1
         host = Host(self.loop, name, f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}")
         self.hosts[name] = self._by_ip[host.ip] = host
-        self._up[name], self._down[name] = Pipe(self.loop), Pipe(self.loop)
+        self._up[name] = Pipe(self.loop)
+        self._down[name] = Pipe(self.loop)
         return host
 
     def link(self, source: str, destination: str) -> Link:
@@ -107,14 +108,15 @@ class SimNetwork:
             stream.is_silent = stream.other.is_silent = True
 
     def move(self, name: str, ip: str) -> None:
-        """Give a machine another address: its ports are there from now on, and neither end of its connections hears."""
+        """Give a machine another address. Its ports move there; its connections go silent, and neither end is told."""
         host = self.hosts[name]
         for stream in [stream for stream in self.streams if stream.host is host]:
             stream.is_silent = stream.other.is_silent = True
         for key in [key for key, listener in self.listeners.items() if listener.host is host]:
             self.listeners[ip, key[1]] = self.listeners.pop(key)
         self._by_ip.pop(host.ip)
-        host.ip, self._by_ip[ip] = ip, host
+        host.ip = ip
+        self._by_ip[ip] = host
 
     def died(self, host: Host) -> None:
         """Close the connections and ports of a killed process, as its operating system does."""
@@ -233,8 +235,8 @@ class SimTransport:
         target = self._network.host_at(address.host)
         if target is None:
             raise DialFailed(str(address), DialReason.UNREACHABLE)
-        knocking = _Knock(self._network, self._host, self.identity, target, address, answered, is_bulk)
-        self._network.carry(self._host, target, knocking.knock, trips=HANDSHAKE_TRIPS - 1)
+        dial = _Dial(self._network, self._host, self.identity, target, address, answered, is_bulk)
+        self._network.carry(self._host, target, dial.reached, trips=HANDSHAKE_TRIPS - 1)
         try:
             await asyncio.wait([answered], timeout=timeout_s)
         except asyncio.CancelledError:
@@ -249,7 +251,7 @@ class SimTransport:
         return outcome
 
 
-class _Knock:
+class _Dial:
     """One dial, from the first packet to the answer."""
 
     def __init__(
@@ -263,12 +265,16 @@ class _Knock:
         is_bulk: bool,
     ) -> None:
         self._is_bulk = is_bulk
-        self._network, self._host, self._identity = network, host, identity
+        self._network = network
+        self._host = host
+        self._identity = identity
         self._life = host.life
-        self._target, self._address, self._answered = target, address, answered
+        self._target = target
+        self._address = address
+        self._answered = answered
 
-    def knock(self) -> None:
-        """The first packet reaches the machine; a frozen process does not answer."""
+    def reached(self) -> None:
+        """Handle the first packet at the other machine. A frozen process does not answer it."""
         if self._target.is_alive and self._listener() is not None:
             self._network.loop.call_soon(self._accept, context=self._target.context)
         else:
@@ -278,7 +284,8 @@ class _Knock:
         return self._network.listeners.get((self._address.host, self._address.port))
 
     def _accept(self) -> None:
-        listener, address = self._listener(), str(self._address)
+        listener = self._listener()
+        address = str(self._address)
         if listener is None:
             self._answer(DialFailed(address, DialReason.REFUSED))
         elif listener.identity.peer_id == self._identity.peer_id:
@@ -292,7 +299,8 @@ class _Knock:
             self._answer(near)
 
     def _answer(self, outcome: SimStream | DialFailed) -> None:
-        loop, life = self._network.loop, self._life
+        loop = self._network.loop
+        life = self._life
         self._network.carry(self._target, self._host, lambda: loop.call_in(life, self._answer_came, outcome))
 
     def _answer_came(self, outcome: SimStream | DialFailed) -> None:

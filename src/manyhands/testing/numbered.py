@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Life(Protocol):
-    """One process of a host, as the loop sees it."""
+    """One process of a host: what the loop needs of it."""
 
     is_running: bool
     """Whether its callbacks run now."""

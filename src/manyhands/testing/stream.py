@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 BACKLOG_BYTES = 256 * 1024
 HEARD_BYTES = 64
-"""Size limit of the small messages for :attr:`SimStream.hear`."""
+"""Messages of at most this many bytes go to :attr:`SimStream.hear`."""
 
 WINDOW_BYTES = 1 << 20
-"""Bytes in flight before the sender waits, as with the window of TCP."""
+"""The sender waits while this many bytes are in flight, as with the window of TCP."""
 
 LONG_LATENCY_S = 0.005
-"""One way; on shorter links :meth:`SimStream.delivery` reports nothing, as with real transports."""
+"""One-way latency in seconds below which :meth:`SimStream.delivery` reports nothing, as with real transports."""
 
 
 class SimStream(Piecewise):
@@ -43,7 +43,7 @@ class SimStream(Piecewise):
         num_unread: received bytes that the program has not read.
         hear: takes small messages as they arrive, so that no task must be woken for them; returns False for all others.
             Called while the program waits for bytes, outside of its context.
-        is_handed_over: whether its host's program has it; a dialler gets it after the handshake.
+        is_handed_over: whether its host's program has received it; a dialler receives it after the handshake.
     """
 
     def __init__(self, network: SimNetwork, host: Host, other_host: Host, remote: PeerId, number: int) -> None:
@@ -65,7 +65,8 @@ class SimStream(Piecewise):
         self._rng = network.rng
         self._trace = network.trace
         self._link = network.link(host.name, other_host.name)
-        self._up, self._down = network.up(host.name), network.down(other_host.name)
+        self._up = network.up(host.name)
+        self._down = network.down(other_host.name)
         self._unread: deque[bytes] = deque()
         self.num_unread = 0
         self._reader: asyncio.Future[None] | None = None
@@ -84,7 +85,8 @@ class SimStream(Piecewise):
 
     def pair_with(self, other: SimStream) -> None:
         """Connect two ends."""
-        self.other, other.other = other, self
+        self.other = other
+        other.other = self
 
     # sending
 
@@ -120,12 +122,12 @@ class SimStream(Piecewise):
                 self._room = self._room or asyncio.Event()
                 await self._room.wait()
         except asyncio.CancelledError:
-            if number > 0:  # in the middle of a message: the next one could not be found
+            if number > 0:  # a part of the message was sent: the receiver could not tell where the next one begins
                 self.abort()
             raise
 
     def look_for_room(self) -> None:
-        """The other end has read something."""
+        """Wake the sender if there is room now; called when the other end has read something."""
         if self._room is not None and (self._has_room() or self._end_reason):
             self._room.set()
             self._room = None
@@ -180,7 +182,8 @@ class SimStream(Piecewise):
         """Receive bytes, or the end of the stream."""
         if self._end_reason:
             return
-        now, other = self._loop.now, self.other
+        now = self._loop.now
+        other = self.other
         if chunk is None:
             self._network.note(f"{other.host.name}>{self.host.name} #{self.number} closed")
             self._end("connection closed")

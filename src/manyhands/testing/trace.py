@@ -8,11 +8,13 @@ from typing import TextIO
 
 import msgspec
 
-REMEMBERED_LINES = 2000  # formatted on demand
-FLUSH_AT = 1000  # events: hashing many at once takes half the time
+REMEMBERED_LINES = 2000
+"""Number of the last events that :attr:`Trace.lines` shows."""
+FLUSH_AT = 1000
+"""Number of events that are hashed at once, which takes half the time of hashing each."""
 
-_HEADER_BYTES = (1, 3)
-"""Sizes of msgpack's array header for up to 15 elements, and up to 65,535."""
+_SHORT_ARRAY = 15
+"""Most elements of an array whose header in msgpack is 1 byte; it is 3 bytes up to 65,535 elements."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -67,7 +69,8 @@ class Trace:
             return
         self._last.extend(self._new)
         encoded = _encoder.encode(self._new)
-        self._sha256.update(encoded[_HEADER_BYTES[len(self._new) > 15] :])  # independent of how often it is flushed
+        header_bytes = 1 if len(self._new) <= _SHORT_ARRAY else 3
+        self._sha256.update(encoded[header_bytes:])  # without the header, so that flushes do not change the digest
         if self.log is not None:
             self.log.write("".join(_line(event) + "\n" for event in self._new))
         self._new.clear()

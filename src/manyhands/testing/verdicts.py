@@ -1,4 +1,4 @@
-"""Caches signature checks, as one CPU simulates all hosts: a signature is verified once, not once for each host."""
+"""Caches the checks of signatures: all hosts of a simulation are one process, which verifies each signature once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class _RememberingKey:
     """A public key that remembers the signatures it has verified; a bad signature is checked each time."""
 
     def __init__(self, peer_id: str, key: Ed25519PublicKey, good: dict[SignatureArguments, None]) -> None:
-        self._peer_id, self._key, self._good = peer_id, key, good
+        self._peer_id = peer_id
+        self._key = key
+        self._good = good
 
     def verify(self, signature: bytes, message: bytes) -> None:
         signed = (self._peer_id, bytes(signature), bytes(message))

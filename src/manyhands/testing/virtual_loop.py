@@ -1,8 +1,8 @@
 """An asyncio event loop with virtual time, which jumps to the next timer when nothing is ready.
 
 Nothing waits, and nothing depends on memory addresses, so the same program with the same seed does the same things in
-the same order, in any process. There are no threads or sockets: executor jobs run on the loop, and take the virtual
-time that a model gives.
+the same order, in any process. There are no threads or sockets: executor jobs run on the loop, and take as much virtual
+time as ``executor_cost_s`` says.
 
 The loop handles one event at a time: a timer runs, then everything that it made ready, then the next timer, even if
 both are due at the same instant. Between two events the loop is *settled*; a world then checks its invariants.
@@ -48,7 +48,10 @@ MIN_CANCELLED = 100
 
 
 Timer = tuple[float, int, "VirtualHandle | None", Callable[..., Any], tuple[Any, ...]]
-"""Time, a serial number that orders timers of one instant, and a handle; without one, a callback of no host."""
+"""Due time, serial number that orders timers of one instant, handle, callback and its arguments.
+
+The timer of a host has a handle. The timer of no host has None, and the callback and arguments instead.
+"""
 
 
 class Deadlock(Exception):
@@ -60,7 +63,7 @@ class VirtualTimeout(Exception):
 
 
 class VirtualHandle(msgspec.Struct, eq=False):
-    """A scheduled callback; replaces asyncio's ``TimerHandle``, and takes a third of the time to make."""
+    """A scheduled callback. Creating one takes a third of the time of asyncio's ``TimerHandle``, which it replaces."""
 
     loop: Any
     callback: Callable[..., Any]
@@ -74,7 +77,8 @@ class VirtualHandle(msgspec.Struct, eq=False):
     def cancel(self) -> None:
         if not self.is_cancelled:
             self.is_cancelled = True
-            self.callback, self.args = _nothing, ()
+            self.callback = _nothing
+            self.args = ()
             if self.is_timer:
                 self.loop.num_cancelled += 1
 
@@ -119,7 +123,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._order = itertools.count()
         self._outside = contextvars.Context()
         self.create_future = functools.partial(NumberedFuture, loop=self)  # type: ignore[method-assign]
-        self.get_debug = bool  # type: ignore[method-assign]  # False; each future and each task asks
+        self.get_debug = _is_no_debug_mode  # type: ignore[method-assign]  # called for each future and each task
 
     def run(self, main: Coroutine[Any, Any, T], limit_s: float = 3600.0) -> T:
         """Run ``main`` to its end, and close the loop.
@@ -216,7 +220,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             heapq.heappop(timers)
             self.num_cancelled -= 1
         if not timers:
-            raise Deadlock("nothing will ever happen again; " + self.who_waits())
+            raise Deadlock("no timer is left that could wake a task; " + self.who_waits())
         if timers[0][0] > self._limit_s:
             raise VirtualTimeout(f"not done after {self._limit_s:g} virtual seconds; " + self.who_waits())
         if self.num_callbacks >= self._collect_at:
@@ -245,11 +249,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         gc.collect(1 if self._num_collections % COLLECT_ALL_EVERY else 2)
 
     def _let_others_in(self, num_rounds: int) -> None:
-        """Callbacks are ready again and again: they may be waiting for another timer of this instant."""
+        """Run another timer of this instant, since callbacks that are ready again and again may wait for it."""
         if self._timers and self._timers[0][0] <= self.now:
             self._begin_next_timer()
         elif num_rounds >= MAX_ROUNDS:
-            raise Deadlock(f"time stands still at {self.now:.6f} s, since somebody never waits; " + self.who_waits())
+            raise Deadlock(f"time stands still at {self.now:.6f} s: a task runs without end; " + self.who_waits())
 
     def time(self) -> float:
         return self.now
@@ -292,7 +296,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_in(self, life: Life, callback: Callable[..., Any], *args: Any) -> None:
         """Call at once if a host runs, when it thaws if it is frozen, and never if it is dead.
 
-        The callback must not depend on its context: at once means in the caller's.
+        The callback must not depend on its context: a call at once runs in the context of the caller.
         """
         if life.is_running:
             callback(*args)
@@ -336,17 +340,22 @@ def _nothing() -> None:
     """Replaces a cancelled callback."""
 
 
+def _is_no_debug_mode() -> bool:
+    """Replaces ``get_debug``: the loop has no debug mode."""
+    return False
+
+
 def _run_job(future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]) -> None:
     if future.cancelled():
         return
     try:
         future.set_result(func(*args))
-    except Exception as error:  # noqa: BLE001 (it belongs to whoever waits for the job)
+    except Exception as error:  # noqa: BLE001 (raised where the result of the job is awaited)
         future.set_exception(error)
 
 
 def _close_quietly(coro: Coroutine[Any, Any, Any] | Generator[Any, Any, Any]) -> None:
     try:
         coro.close()
-    except BaseException:  # noqa: BLE001 (clean-up of what was abandoned, in a world that has ended)
+    except BaseException:  # noqa: BLE001 (the clean-up of a task that was abandoned at the end of its world)
         return

@@ -32,6 +32,10 @@ class Leaked(AssertionError):
     """A program ended and left something open, or received bytes are never read."""
 
 
+def _no_details() -> str:
+    return ""
+
+
 class World:
     """Hosts that run programs over a simulated network in virtual time.
 
@@ -99,7 +103,7 @@ class World:
         """The fault schedule as written."""
         return "; ".join(str(fault) for fault in self._faults) or "no faults"
 
-    def invariant(self, name: str, holds: Callable[[], bool], details: Callable[[], object] = str) -> None:
+    def invariant(self, name: str, holds: Callable[[], bool], details: Callable[[], object] = _no_details) -> None:
         """Require that ``holds()`` is true after every event and everything that it led to, and at the end.
 
         Events are arriving bytes, streams that open or close, faults, and timers of programs. Make the check cheap, as
@@ -117,11 +121,12 @@ class World:
 
         Args:
             stop_within_s: programs that still run at the end are cancelled, as by SIGTERM, and must return within this
-                many seconds without leaks. Frozen and dead hosts are excused. None ends the world at once.
+                many seconds without leaks. Frozen and dead hosts are exempt. None ends the world at once.
         Raises:
             InvariantBroken: with its name, the virtual time, the event, and how to reproduce it.
             Leaked: a program left something open, or did not read something.
-            Deadlock: programs wait for something that can never happen; lists them. One with an open port may wait.
+            Deadlock: programs wait for something that can never happen; lists them. A program with an open port may
+                wait for ever.
             Exception: an exception of a program.
         """
         with self._alive():
@@ -267,7 +272,7 @@ class World:
         self.trace.add(self.loop.now, text)
         try:
             action(self)
-        except Exception as error:  # noqa: BLE001 (raised by whoever runs the world)
+        except Exception as error:  # noqa: BLE001 (the method that runs the world raises it)
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -284,7 +289,7 @@ class World:
     async def _supervise(self, host: Host) -> None:
         try:
             await self._programs[host.name](host)
-        except Exception as error:  # noqa: BLE001 (raised by whoever runs the world)
+        except Exception as error:  # noqa: BLE001 (the method that runs the world raises it)
             self._fail(error)
         finally:
             self._returned.append((host, host.life))

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def counted(loader: Iterable[T], optimizer: Any, accelerator: Accelerator) -> Iterator[T]:
-    """Yield the batches of a loader; the optimizer counts for each the samples that are in it.
+    """Yield the batches of a loader, and tell the optimizer how many samples each of them has.
 
     Example::
 

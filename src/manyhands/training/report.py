@@ -30,20 +30,19 @@ logger = logging.getLogger(__name__)
 
 METRICS_TIMEOUT_S = 10.0
 FAILURE_PERIOD_S = 5.0
-"""Shortest time between two publications because of failures."""
+"""Shortest time in seconds between two publications because of failures."""
 LEAVE_TIMEOUT_S = 1.0
-"""As for the goodbye of a progress record: closing the peer must not wait for it."""
+"""Longest wait in seconds for the last record while the peer closes, the same as for its last progress record."""
 
 
 class AccountPublisher:
-    """Publishes the account of one peer for monitors: when it comes, after each global step, after failures, and when
-    it leaves.
+    """Publishes the account of one peer for monitors: at its start, after global steps and failures, and at its end.
 
-    The training thread makes the record, and waits for nothing; a task on the network thread publishes it.
+    The training thread makes the record and does not wait; a task on the network thread publishes it.
 
     Args:
         name: under which the peer is shown; empty for none.
-        device: what it computes on, for people.
+        device: the name of the device it computes on, as people read it.
         weight_unit: what ``weight`` of ``Optimizer.step`` counts, if it is given.
         ttl_s: lifetime of the published record.
     Raises:
@@ -67,16 +66,17 @@ class AccountPublisher:
         self._bytes_of_step = 0
         self._told: Failure | None = None
         self._told_at = -FAILURE_PERIOD_S
-        self._next: AccountRecord | None = None  # on the network thread, as is the rest
+        self._next: AccountRecord | None = None  # this and what follows is used on the network thread
         self._is_publishing = False
         self._tasks = TaskOwner("account")
         optimizer.peer.presence.on_close.append(self._leave)
-        self._publish()  # its name is known before its first step, which may take long
+        self._publish()  # so that monitors know its name before its first step, which may take long
 
     def step_made(self) -> None:
         """Publish the account after a global step."""
-        sent = self._optimizer.peer.presence.endpoint.bytes_sent  # from now on, it belongs to the next step
-        self._bytes_of_step, self._bytes_before = sent - self._bytes_before, sent
+        sent = self._optimizer.peer.presence.endpoint.bytes_sent  # what is sent from now on counts for the next step
+        self._bytes_of_step = sent - self._bytes_before
+        self._bytes_before = sent
         self._publish()
 
     def look(self) -> None:
@@ -87,7 +87,8 @@ class AccountPublisher:
 
     def _publish(self) -> None:
         peer = self._optimizer.peer
-        self._told, self._told_at = self._optimizer.last_failure, peer.time()
+        self._told = self._optimizer.last_failure
+        self._told_at = peer.time()
         try:
             peer.run(self._hand_over(self._record()), METRICS_TIMEOUT_S, "handing over the account of this peer")
         except Timeout as error:  # only monitors need it
@@ -112,27 +113,21 @@ class AccountPublisher:
             self._is_publishing = False
 
     async def _store(self, record: AccountRecord) -> None:
-        """Errors of the DHT are only logged."""
-        presence, run_id = self._optimizer.peer.presence, self._optimizer.manifest.run_id
+        """Publish a record; errors of the DHT are only logged."""
+        presence = self._optimizer.peer.presence
+        run_id = self._optimizer.manifest.run_id
         await publish_metrics(presence.dht, presence.peer_id, run_id, record, self._ttl_s)
 
     def _record(self, *, has_left: bool = False) -> AccountRecord:
         optimizer = self._optimizer
-        counts, failure, groups = optimizer.statistics, optimizer.last_failure, optimizer.param_groups
-        rate = float(groups[0]["lr"]) if groups and "lr" in groups[0] else -1.0
-        unit = (
-            None
-            if optimizer.weighs_by_samples is None
-            else "samples"
-            if optimizer.weighs_by_samples
-            else self._weight_unit
-        )
+        counts = optimizer.statistics
+        failure = optimizer.last_failure
         return AccountRecord(
             name=self._name,
             version=__version__,
             device=self._device,
             step=optimizer.global_step,
-            learning_rate=rate if 0 <= rate <= MAX_LEARNING_RATE else None,
+            learning_rate=self._learning_rate(),
             bytes_sent=self._bytes_of_step,
             samples_used=counts.samples_used,
             samples_dropped=counts.samples_dropped,
@@ -143,9 +138,23 @@ class AccountPublisher:
             failed_step=failure.step if failure is not None else 0,
             failure=readable(failure.reason)[:MAX_FAILURE] if failure is not None else "",
             has_left=has_left,
-            unit=unit,
+            unit=self._unit(),
             steps=optimizer.recent_steps.listed(),
         )
+
+    def _learning_rate(self) -> float | None:
+        """That of the first parameter group; None if it has none, or one that a record cannot hold."""
+        groups = self._optimizer.param_groups
+        if not groups or "lr" not in groups[0]:
+            return None
+        rate = float(groups[0]["lr"])
+        return rate if 0 <= rate <= MAX_LEARNING_RATE else None
+
+    def _unit(self) -> Unit | None:
+        """The unit of the weights of batches; None until the first batch."""
+        if self._optimizer.weighs_by_samples is None:
+            return None
+        return "samples" if self._optimizer.weighs_by_samples else self._weight_unit
 
     async def _leave(self) -> None:
         await self._tasks.close(LEAVE_TIMEOUT_S)
@@ -169,12 +178,13 @@ def report_step(
         losses: of the batches since the last step; only finite ones count, and without any no metrics are published.
         mean_loss: their mean, weighted by samples.
         ttl_s: lifetime of the published metrics.
-        account: published too.
+        account: of this peer, published too.
     """
-    contribution, speed = optimizer.last_contribution, optimizer.samples_per_second
+    contribution = optimizer.last_contribution
+    speed = optimizer.samples_per_second
     logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
     logger.info("Your current contribution: %s", counted(contribution, "sample"), extra=SHOWN_LIVE)
-    if speed > 0:  # else this peer came right before the step, and has computed no whole batch
+    if speed > 0:  # it is 0 if this peer joined right before the step and has computed no whole batch
         logger.info("Performance: %.3f samples/sec", speed, extra=SHOWN_LIVE)
     if account is not None:
         account.step_made()
@@ -182,9 +192,9 @@ def report_step(
     if not finite:
         return
     logger.info("Local loss: %.5f", mean_loss, extra=SHOWN_LIVE)
-    presence, run_id = optimizer.peer.presence, optimizer.manifest.run_id
+    presence = optimizer.peer.presence
     record = MetricsRecord(optimizer.global_step, speed, contribution, sum(finite), len(finite))
-    publication = publish_metrics(presence.dht, presence.peer_id, run_id, record, ttl_s)
+    publication = publish_metrics(presence.dht, presence.peer_id, optimizer.manifest.run_id, record, ttl_s)
     try:
         optimizer.peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
     except Timeout as error:  # metrics are optional

@@ -1,8 +1,8 @@
 """Lets a ``transformers.Trainer`` train in a run, whose peers share each optimizer step.
 
 A global step of the run may take many batches, but the Trainer makes an optimizer step for each. So each batch is a
-step to the Trainer, and the callback replaces the Trainer's step count by that of the run: what the Trainer does once
-for each optimizer step, it then does once for each global step.
+step to the Trainer, and the callback replaces the Trainer's step count by that of the run. Whatever the Trainer does
+once for each optimizer step, it then does once for each global step.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class CollaborativeCallback(transformers.TrainerCallback):
     its global steps, and so are ``max_steps``, ``logging_steps``, ``save_steps`` and ``eval_steps``. All peers need the
     same ones, except for those about their own batches and files.
 
-    With a :class:`manyhands.Optimizer` in ``Trainer(..., optimizers=(optimizer, None))`` leave the options out: its own
-    learning rate, schedule and clipping apply, and those of the arguments do not.
+    If the Trainer has a :class:`manyhands.Optimizer` already, as in ``Trainer(..., optimizers=(optimizer, None))``,
+    leave the options out: the optimizer's own learning rate, schedule and clipping apply, not those of the arguments.
 
-    The weight of a batch is its number of labels other than -100, over which the loss is a mean (its samples, if each
-    has one label); see :meth:`weight_of`.
+    The weight of a batch is its number of labels other than -100, since the loss is their mean. That is the number of
+    samples if each has one label; see :meth:`weight_of`.
 
     Args:
         trainer: add the callback to this one, before ``trainer.train()``.
         name: under which monitors show this peer: 1 to 32 characters; by default none.
-        options: of :class:`manyhands.Optimizer`, to wrap the Trainer's own optimizer: at least ``peer``, ``run_id`` and
-            ``target_batch_size``. Under ``torchrun`` it becomes a :class:`manyhands.ProcessGroupOptimizer`.
+        options: of the :class:`manyhands.Optimizer` that wraps the Trainer's own optimizer: at least ``peer``,
+            ``run_id`` and ``target_batch_size``. Under ``torchrun`` it is a :class:`manyhands.ProcessGroupOptimizer`.
 
     Attributes:
         optimizer: of the run.
@@ -77,11 +77,11 @@ class CollaborativeCallback(transformers.TrainerCallback):
         is_local = getattr(trainer.optimizer, "makes_local_steps", options.get("local_steps") is not None)
         check_accumulation(trainer.args.gradient_accumulation_steps, makes_local_steps=is_local)
         self.optimizer = self._optimizer_of(trainer, options)
-        self._account = (
-            AccountPublisher(leader, shown_name, str(trainer.args.device), weight_unit="tokens")
-            if (leader := self._leader)
-            else None
-        )
+        self._account: AccountPublisher | None = None
+        leader = self._leader
+        if leader is not None:
+            device = str(trainer.args.device)
+            self._account = AccountPublisher(leader, shown_name, device, weight_unit="tokens")
         self._trainer = trainer
         self._has_begun = False
         self._step = 0  # last global step reported to the Trainer
@@ -92,7 +92,9 @@ class CollaborativeCallback(transformers.TrainerCallback):
         self._loss_shifts_labels = getattr(trainer, "_loss_shifts_labels", False)
         self._switch_off_what_the_optimizer_does()
         self._shuffle_unlike_others()
-        self._original = trainer.training_step, trainer.get_batch_samples, trainer.log
+        self._original_training_step = trainer.training_step
+        self._original_get_batch_samples = trainer.get_batch_samples
+        self._original_log = trainer.log
         self._original_report = getattr(trainer, "_maybe_log_save_evaluate")  # noqa: B009 (private to transformers)
         self._original_values = trainer.set_initial_training_values
         overrides = {
@@ -111,7 +113,8 @@ class CollaborativeCallback(transformers.TrainerCallback):
 
     @staticmethod
     def _optimizer_of(trainer: Any, options: dict[str, Any]) -> Any:
-        args, given = trainer.args, trainer.optimizer
+        args = trainer.args
+        given = trainer.optimizer
         if not isinstance(given, OptimizerWrapper):
             if not options:
                 raise ConfigError(
@@ -123,15 +126,18 @@ class CollaborativeCallback(transformers.TrainerCallback):
             inner = trainer.optimizer
             trainer.create_scheduler(num_training_steps=args.max_steps, optimizer=inner)
             kind = ProcessGroupOptimizer if args.world_size > 1 else Optimizer
-            said = {
+            from_arguments = {
                 "scheduler": trainer.lr_scheduler,
                 "max_grad_norm": args.max_grad_norm or None,
                 "model": trainer.model,
             }
-            trainer.optimizer = kind(inner, must_match=facts, **(said | options))
+            trainer.optimizer = kind(inner, must_match=facts, **(from_arguments | options))
             return trainer.optimizer
         if options:
-            raise ConfigError(f"{', '.join(options)}: the Trainer's optimizer is in a run already; give these to it")
+            raise ConfigError(
+                f"the Trainer has a manyhands optimizer already; give {', '.join(options)} to that one instead of to "
+                "CollaborativeCallback"
+            )
         if trainer.lr_scheduler is not None:
             raise ConfigError(
                 "the schedule belongs to the optimizer, which steps it once for each global step on all peers: "
@@ -158,14 +164,16 @@ class CollaborativeCallback(transformers.TrainerCallback):
                 "max_grad_norm=%g of the Trainer is set to 0: the optimizer clips the averaged gradient, not that of "
                 "each batch", args.max_grad_norm,
             )  # fmt: skip
-        args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
+        args.gradient_accumulation_steps = 1
+        args.max_grad_norm = 0.0
         args.ignore_data_skip = True  # peers share the steps, so the batches before a checkpoint are unknown
         trainer.model_accepts_loss_kwargs = False  # each loss is a mean over its own batch
         trainer.lr_scheduler = self._shown_schedule
 
     def _shuffle_unlike_others(self) -> None:
         """Change the seed of this peer: with the same ``seed``, all peers would train on the same batches."""
-        trainer, leader = self._trainer, self._leader
+        trainer = self._trainer
+        leader = self._leader
         if trainer.args.data_seed is not None:
             return
         seeds = [None if leader is None else f"{leader.peer.peer_id} from step {leader.global_step}"]
@@ -182,7 +190,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
     # replacements of the Trainer's methods
 
     def _endless_epochs(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """The Trainer computes its number of epochs for one batch per step, which is too few here."""
+        """Let epochs go on without end: the Trainer computes their number for one batch per step, which is too few."""
         endless = copy.copy(args)
         endless.max_steps = sys.maxsize
         return (*self._original_values(endless, dataloader)[:-1], args.max_steps)
@@ -190,12 +198,12 @@ class CollaborativeCallback(transformers.TrainerCallback):
     def _create_scheduler(self, *args: Any, **kwargs: Any) -> ShownSchedule:
         trainer = self._trainer
         trainer.lr_scheduler = self._shown_schedule
-        # the Trainer counts on from here
+        # the step from which the Trainer goes on counting
         trainer.state.global_step = max(trainer.state.global_step, self.optimizer.global_step)
         return self._shown_schedule
 
     def _get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, num_items = self._original[1](*args, **kwargs)
+        batches, num_items = self._original_get_batch_samples(*args, **kwargs)
         if not batches:  # with unknown length, an epoch ends with its data
             self._trainer.control.should_epoch_stop = True
         return batches, num_items
@@ -204,12 +212,13 @@ class CollaborativeCallback(transformers.TrainerCallback):
         if not self._has_begun:
             raise ConfigError("the Trainer has no CollaborativeCallback: call trainer.add_callback(callback) first")
         if self._trainer.control.should_training_stop:  # the run was complete from the start
-            self._trainer.optimizer.train()  # it may have evaluated
+            self._trainer.optimizer.train()  # an evaluation may have changed its mode
             self.optimizer.next_batch(0)
             return torch.zeros((), device=self._trainer.args.device)
-        samples, weight = find_batch_size(inputs), self.weight_of(inputs)
+        samples = find_batch_size(inputs)
+        weight = self.weight_of(inputs)
         self._shown_schedule.note()
-        loss: torch.Tensor = self._original[0](model, inputs, *args, **kwargs)
+        loss: torch.Tensor = self._original_training_step(model, inputs, *args, **kwargs)
         self.optimizer.next_batch(samples, weight)
         self._losses.append((loss.detach(), samples if weight is None else weight))
         return torch.zeros_like(loss)  # the Trainer would sum the batches of a step; see _log_save_evaluate
@@ -219,12 +228,15 @@ class CollaborativeCallback(transformers.TrainerCallback):
 
         Override it, on all peers alike, if the loss is a mean over something else.
         """
-        labels, shifts = inputs.get("shift_labels"), False
-        if labels is None:
-            labels, shifts = inputs.get("labels"), self._loss_shifts_labels
+        labels = inputs.get("shift_labels")
+        is_shifted = labels is not None
+        if not is_shifted:
+            labels = inputs.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
             return None
-        return float((labels[..., 1:] if shifts else labels).ne(IGNORED_LABEL).sum())
+        if self._loss_shifts_labels and not is_shifted:
+            labels = labels[..., 1:]
+        return float(labels.ne(IGNORED_LABEL).sum())
 
     def _log_save_evaluate(self, loss_sum: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         loss_sum += self._loss_of_steps
@@ -237,7 +249,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
         if "train_runtime" in logs:  # computed by the Trainer for one batch per step
             samples = self.optimizer.statistics.samples_computed - self._samples_before
             logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
-        self._original[2](logs, *args, **kwargs)
+        self._original_log(logs, *args, **kwargs)
 
     # events
 
@@ -276,7 +288,8 @@ class CollaborativeCallback(transformers.TrainerCallback):
         self._losses = []
         pairs = [(loss, weight) for loss, weight in pairs if math.isfinite(loss) and weight > 0]
         total = sum(weight for _, weight in pairs)
-        return [loss for loss, _ in pairs], sum(loss * weight for loss, weight in pairs) / total if total else 0.0
+        mean = sum(loss * weight for loss, weight in pairs) / total if total else 0.0
+        return [loss for loss, _ in pairs], mean
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stay until peers that are behind have loaded the state."""
@@ -301,14 +314,14 @@ class ShownSchedule:
         return self._rates
 
     def step(self, *args: Any) -> None:
-        """Does nothing."""
+        """Do nothing: the optimizer steps the real schedule."""
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the schedule is in the optimizer's state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing."""
+        """Do nothing: the schedule is in the optimizer's state."""
 
 
 def facts_of(trainer: Any) -> dict[str, str]:
@@ -327,7 +340,7 @@ def check_arguments(trainer: Any) -> None:
     """Check that a Trainer can take part in a run.
 
     Raises:
-        ConfigError: it cannot; says what to write instead.
+        ConfigError: it cannot; the message shows arguments that work.
     """
     args = trainer.args
     if args.max_steps <= 0:

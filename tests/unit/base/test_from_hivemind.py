@@ -97,7 +97,7 @@ def test_names_of_ours_are_not_among_them_and_the_page_has_them_all() -> None:
 
 @pytest.mark.parametrize("peer", [None, object()])
 def test_what_is_no_peer_is_told_how_to_make_one(peer: Any) -> None:
-    says = r"this machine's manyhands.Peer is needed: peer=manyhands.Peer\(\) begins a swarm"
+    says = r"must be this machine's manyhands.Peer: peer=manyhands.Peer\(\) begins a swarm"
     with pytest.raises(ConfigError, match=says):
         manyhands.Optimizer(inner(), peer=peer, run_id="run", target_batch_size=8)
     with pytest.raises(ConfigError, match=says):

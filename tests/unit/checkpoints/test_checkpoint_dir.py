@@ -131,11 +131,11 @@ def test_checkpoints_of_another_branch_are_set_aside_and_neither_counted_nor_rep
     assert names(tmp_path) == sorted(["checkpoint-4", "checkpoint-5", folder_of(one), folder_of(other)])
     assert models(tmp_path / folder_of(one)) == [one[:2], one]
     assert models(tmp_path / folder_of(other)) == [other[:3], other]
-    why = "the run was begun anew" if one[0] != other[0] else "the others went on on another branch of the run"
+    why = "the run was begun anew" if one[0] != other[0] else "the other peers continued on another branch of the run"
     assert [why in record.getMessage() for record in caplog.records] == [True, True]
     folder.close()
     with contextlib.closing(CheckpointDir(tmp_path / folder_of(one), "run")) as kept:
-        assert steps(kept) == [3, 2], "a trainer can go on from there"
+        assert steps(kept) == [3, 2], "a trainer can continue from there"
 
 
 def test_checkpoints_that_are_set_aside_twice_at_one_step_are_both_kept(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["invite"], "which run is meant? Name the --state-dir of a coordinator on this machine"),
+        (["invite"], "no run is named; give the --state-dir of a coordinator on this machine"),
         (["invite", "--charter", "ours.charter"], "needs its owner key (--key FILE), or the --state-dir of one"),
         (["invite", "--charter", "ours.charter", "--key", "lost.key"], "A lost owner key cannot be made again"),
         (["invite", "--charter", "ours.charter", "--key", "other.key"], "is neither the owner nor a coordinator"),
@@ -113,8 +113,8 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["invite", "--state-dir", "state", "--expires", "soon"], "--expires is 'soon'; it must be a number with s"),
         (["invite", "--state-dir", "state", "--for", "me"], "'me' is not a peer id"),
         (["ban", "me", "--state-dir", "state"], "'me' is not a peer id"),
-        (["ban", PEER], "which run is meant?"),
-        (["ban", PEER, "--key", "ours.key", "--charter", "ours.charter"], "name a peer of the run, --initial-peers"),
+        (["ban", PEER], "no run is named; give"),
+        (["ban", PEER, "--key", "ours.key", "--charter", "ours.charter"], "name a peer of the run: --initial-peers"),
         (["members", "--charter", "ours.charter", "--key", "lost.key"], "key lost.key does not exist"),
         (["run", "create", "--run-id", "a.b"], "run_id 'a.b' has a '.'"),
         (["run", "create", "--run-id", "r", "--coordinator", "me"], "'me' is not a peer id"),

@@ -42,7 +42,7 @@ def test_taken_port_is_one_line(
 
 @pytest.mark.parametrize(("words", "said"), [
     (["monitor", "--web", "here"], "'here' is not HOST:PORT"),
-    (["monitor", "--web", "1:2", "3:4"], "--web takes one HOST:PORT"),
+    (["monitor", "--web", "1:2", "3:4"], "it takes one HOST:PORT"),
     (["monitor", "--web", "--playground"], "give --web and --checkpoint-dir too"),
     (["monitor", "--playground", "--checkpoint-dir", "kept"], "give --web and --checkpoint-dir too"),
     (["first-peer", "--web"], "add --charter FILE, or start manyhands monitor --run-id NAME --web"),

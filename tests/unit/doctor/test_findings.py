@@ -36,7 +36,7 @@ def dialled(code: str, *, announced: bool = False, chosen: bool = True, address:
         (findings.not_connected(PLACE, failure(DialReason.TIMED_OUT)), "no answer", "let TCP port 31337 in"),
         (findings.not_connected(PLACE, failure(DialReason.UNREACHABLE, "No route to host")), "No route", "online"),
         (findings.not_connected(PLACE_6, failure(DialReason.UNREACHABLE)), "2001:db8::7", "no IPv6"),
-        (findings.tls_failed(PLACE, failure(DialReason.TIMED_OUT)), "does not answer in TLS", "tunnel"),
+        (findings.tls_failed(PLACE, failure(DialReason.TIMED_OUT)), "does not answer the TLS handshake", "tunnel"),
         (findings.tls_failed(PLACE, failure(DialReason.NOT_MANYHANDS, "x")), "not a manyhands peer (x)", "web server"),
         (findings.other_version(), "not of protocol version manyhands/1", "install the same version"),
         (findings.identified(PLACE, OTHER), f"is {OTHER} and not {PEER}", f"use {PLACE.with_peer(OTHER)}"),
@@ -118,7 +118,7 @@ def test_what_was_not_done_is_no_failure(finding: Finding, detail: str) -> None:
 def test_of_a_large_swarm_only_a_part_is_counted() -> None:
     assert findings.peers_seen(7, 2, is_part=False).detail == "7 peers can be seen"
     assert findings.peers_seen(31, 2, is_part=True).detail == "at least 31 peers can be seen"
-    assert findings.peers_seen(2, 2, is_part=False).detail == "the 2 initial peers can be seen, and nobody else yet"
+    assert findings.peers_seen(2, 2, is_part=False).detail == "the 2 initial peers can be seen, and no other peer yet"
 
 
 def test_within_its_limit_and_the_error_of_measurement_a_clock_is_right() -> None:

@@ -68,7 +68,7 @@ def test_wandb_without_a_key_writes_an_offline_run_and_says_so_in_one_line(
     draw(WandbSink("demo", "run", None))
     assert wandb_points(tmp_path) == POINTS
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("manyhands")]
-    assert lines[0] == "No API key for wandb is here (wandb login stores one): the curves are written offline"
+    assert lines[0] == "There is no API key for wandb (wandb login stores one): the curves are written offline"
     assert lines[1].startswith("The curves are written to ")
     assert "wandb sync" in lines[1]
     assert len(lines) == 2

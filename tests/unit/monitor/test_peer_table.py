@@ -136,7 +136,7 @@ def test_a_row_says_why_samples_are_not_in_the_last_step() -> None:
     assert rows["a"].share == 0.5
     assert rows["d"].reason == "its link is too slow"
     assert (rows["d"].rounds_committed, rows["d"].rounds_missed) == (0, 2)
-    assert rows["e"].reason == "it had no samples in it"
+    assert rows["e"].reason == "it had no samples in that step"
     assert "publishes no account" in rows["c"].reason
     assert (rows["x"].reach, rows["x"].rounds_missed) == ("auxiliary", 0)
 

@@ -72,5 +72,5 @@ def test_a_stop_file_counts_from_when_its_number_is_there(tmp_path: Path) -> Non
     file.write_text("8\n")
     assert settings.stop_step() == 8
     file.write_text("soon\n")
-    with pytest.raises(ConfigError, match="holds 'soon'; a global step is needed"):
+    with pytest.raises(ConfigError, match="has 'soon'; it must have a global step"):
         settings.stop_step()

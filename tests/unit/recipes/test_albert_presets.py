@@ -47,8 +47,11 @@ def test_the_name_on_the_hub_and_a_file_of_it_are_the_same_model(name: str, tmp_
         ({"model_type": "bert"}, "model_type is 'bert'; this recipe trains models with 'albert' alone"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_hidden_groups": 2}, "num_hidden_groups is 2"),
-        ({"hidden_size": "wide"}, "hidden_size must be there, and a number above 0"),
-        ({"vocab_size": 0, "num_hidden_layers": None}, "vocab_size, num_hidden_layers must be there"),
+        ({"hidden_size": "wide"}, "must have a whole number above 0 for hidden_size"),
+        (
+            {"vocab_size": 0, "num_hidden_layers": None},
+            "must have a whole number above 0 for vocab_size, num_hidden_layers",
+        ),
     ],
 )
 def test_a_model_that_the_recipe_cannot_build(changes: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ def test_a_run_of_another_tokenizer_or_length_refuses_the_data_and_names_the_fil
     prepared = opened(copy)
     assert prepared.digest is not None
     prepared.check_run("x", replace(recipe, seq_length=512), prepared.digest)
-    with pytest.raises(ConfigError, match=r"tokenizer/tokenizer.json: tokenizer .* is not that of run 'x'.*began it"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer/tokenizer.json: tokenizer .* is not that of run 'x'.*began run .x."
+    ):
         prepared.check_run("x", replace(recipe, seq_length=512), "0" * 64)
     with pytest.raises(ConfigError, match=r"up to 512 tokens, and run 'x' has samples of 128 .*--seq-length 128"):
         prepared.check_run("x", replace(recipe, seq_length=128), prepared.digest)
@@ -153,7 +155,7 @@ def test_data_that_is_cut_off_is_refused(copy, kept):
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * kept)])
     with pytest.raises(
-        ConfigError, match=r"data-00000-of-00001.arrow is cut off|it is cut off, or of other data"
+        ConfigError, match=r"data-00000-of-00001.arrow is truncated|it is truncated, or of other data"
     ) as raised:
         opened(copy)
     assert "\n" not in str(raised.value)
@@ -164,7 +166,7 @@ def test_data_that_is_cut_off_is_refused(copy, kept):
     [
         ("manyhands.json", "manyhands.json is damaged"),
         ("albert_tokenized_wikitext/train/state.json", "state.json cannot be read"),
-        ("albert_tokenized_wikitext/train/data-00000-of-00001.arrow", "is cut off or damaged"),
+        ("albert_tokenized_wikitext/train/data-00000-of-00001.arrow", "is truncated or damaged"),
         ("tokenizer/tokenizer.json", "tokenizer.json cannot be used"),
     ],
 )
@@ -208,10 +210,13 @@ def test_the_folder_of_data_prepare_and_the_file_of_a_tokenizer_are_understood(c
             ["--dataset-path", "missing"],
             "there is no folder missing (dataset_path); make the data with: manyhands data",
         ),
-        (["--dataset-path", "data/tokenizer"], "is not data that can be trained on: it has no state.json"),
-        (["--dataset-path", "data/albert_tokenized_wikitext", "--text", "a.txt"], "both given; give one of them"),
-        (["--seq-length", "128"], "--seq-length is 128, and the data here is made for 512; leave out --seq-length"),
-        (["--vocab-size", "5000"], "--vocab-size is 5000, and the data here is made for "),
+        (["--dataset-path", "data/tokenizer"], "has no state.json, so it is no prepared data"),
+        (["--dataset-path", "data/albert_tokenized_wikitext", "--text", "a.txt"], "given together; give one of them"),
+        (
+            ["--seq-length", "128"],
+            "--seq-length is 128, and the data on this machine needs 512; leave out --seq-length",
+        ),
+        (["--vocab-size", "5000"], "--vocab-size is 5000, and the data on this machine needs "),
         (["--tokenizer", "nowhere"], "tokenizer nowhere/tokenizer.json: No such file"),
     ],
 )

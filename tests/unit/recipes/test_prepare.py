@@ -304,7 +304,7 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments, message, book, tmp_
     [
         (["--text", "missing.txt"], "text file missing.txt: No such file"),
         (["--text", "here"], "text file here: Is a directory"),
-        (["--text", "book.txt", "--shards", "2"], "data/shards is there already; remove it, or name another --output"),
+        (["--text", "book.txt", "--shards", "2"], "data/shards exists already; remove it, or name another --output"),
         (["--text", "book.txt", "--archive", "nowhere/data.tar"], "there is no folder nowhere"),
     ],
 )
@@ -320,5 +320,5 @@ def test_what_needs_no_torch_is_checked_before_it_is_imported(arguments, message
 
 def test_data_that_is_there_is_never_overwritten(made, book):
     settings = settings_for(book, made.folder.parent)
-    with pytest.raises(ConfigError, match="albert_tokenized_wikitext is there already; remove it, or name another"):
+    with pytest.raises(ConfigError, match="albert_tokenized_wikitext exists already; remove it, or name another"):
         prepare(replace(settings, seed=5))

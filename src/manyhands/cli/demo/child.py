@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 Lines = SimpleQueue[tuple[str, str]]
-"""What the processes have printed: the name of each, and a line."""
+"""The printed lines, each with the name of its process."""
 
 
 class Child:
@@ -20,8 +20,8 @@ class Child:
     It exits when its standard input ends, so it ends with this process even if that is killed.
 
     Args:
-        folder: working directory, not the user's: prepared data there must not affect the demo.
-        lines: gets what it prints.
+        folder: working directory. It is not the user's, since prepared data there must not affect the demo.
+        lines: receives each line that it prints.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path, lines: Lines) -> None:
@@ -51,17 +51,17 @@ class Child:
                 self._last_line = text
 
     def last_line(self) -> str:
-        """The last line that is not empty, of a process that has ended."""
+        """The last line that was not empty; call it when the process has ended."""
         self._reader.join(1.0)
         return self._last_line
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the process runs."""
         return self._process.poll()
 
     def kill(self) -> None:
-        """Send SIGKILL, which gives no chance to say goodbye, as when a machine loses power."""
+        """Send SIGKILL: the process ends without a goodbye, as when a machine loses power."""
         self._process.kill()
 
     def ask_to_leave(self) -> None:

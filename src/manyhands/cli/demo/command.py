@@ -37,13 +37,14 @@ def demo(*, options: DemoOptions = DemoOptions()) -> int:
     """
     require_albert()
     tally = Tally(planned_steps=options.steps)
-    with options.web.taken() as bound:  # the monitor takes it again
+    with options.web.taken() as bound:  # only checked here: the monitor binds it again
         web = place_of(bound) if bound is not None else None
         tally.page = url_of(bound) if bound is not None else ""
     check_text(options.text)
     check_summary(options.summary)
     view = DemoView(console_of(sys.stdout), tally)
-    started, problem = time.monotonic(), ""
+    started = time.monotonic()
+    problem = ""
     with (
         tempfile.TemporaryDirectory(prefix="manyhands-demo-") as folder,
         closing(Story(options, Path(folder), tally, view, web=web)) as story,

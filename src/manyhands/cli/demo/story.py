@@ -25,24 +25,24 @@ RUN_ID = "demo"
 MONITOR_EVENTS = "monitor.jsonl"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 MONITOR = "monitor"
-"""Name of its process, and its command."""
+"""Name of the monitor's process, and its command."""
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
 STALL_TIMEOUT_S = 180.0
-"""The run is considered stuck after this long without a new global step or sample."""
+"""Seconds without a new global step or sample after which the run counts as stuck."""
 
 NEWCOMER_TIMEOUT_S = 120.0
 FINISH_TIMEOUT_S = 90.0
 LEAVE_TIMEOUT_S = 3.0
 SLOW_DOWN = 2.0
 SAFE_DISTANCE = 2
-"""Global steps between choosing the last step and making it, so that no trainer has passed it before it is told."""
+"""The last step is chosen this many global steps ahead, so that no trainer has passed it before it reads it."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """What the demo does."""
+    """The size and output of the demo."""
 
     peers: Count = 3
     """Trainers to start; the last of several is half as fast."""
@@ -67,7 +67,7 @@ class Story:
 
     Args:
         folder: for the event files.
-        tally: is told what happens.
+        tally: updated with the events of the processes.
         web: HOST:PORT of the page; None without one.
     """
 
@@ -92,7 +92,9 @@ class Story:
             CommandFailed: a process failed.
             Timeout: something did not happen in time.
         """
-        num_peers, num_steps, tally = self._options.peers, self._options.steps, self._tally
+        num_peers = self._options.peers
+        num_steps = self._options.steps
+        tally = self._tally
         self._start_monitor()
         for number in range(1, num_peers + 1):
             is_slow = number == num_peers and number > 1
@@ -200,7 +202,7 @@ class Story:
 
 def _raise_failure(child: Child) -> None:
     """Raise the error of a process that ended early, with its last line."""
-    words = child.last_line().removeprefix("manyhands: ")
+    message = child.last_line().removeprefix("manyhands: ")
     if child.exit_code == 2:
-        raise ConfigError(words)
-    raise CommandFailed(f"{child.name} ended with exit code {child.exit_code}: {words}")
+        raise ConfigError(message)
+    raise CommandFailed(f"{child.name} ended with exit code {child.exit_code}: {message}")

@@ -13,7 +13,7 @@ NOTHING_YET = Counts(0, 0, 0, 0, 0, 0)
 
 
 class Summary(msgspec.Struct):
-    """How the demo went; written as JSON by ``--summary``.
+    """The outcome of the demo; written as JSON by ``--summary``.
 
     Attributes:
         steps: global steps at the end.
@@ -70,9 +70,11 @@ class TrainerTally:
             self.joined = event
             self.step = event.step
             return
-        self.step, self.counts = event.step, event.counts
+        self.step = event.step
+        self.counts = event.counts
         if isinstance(event, BatchDone):
-            self.loss, self.samples_per_second = event.loss, event.samples_per_second
+            self.loss = event.loss
+            self.samples_per_second = event.samples_per_second
         elif isinstance(event, Finished):
             self.finished = event
 
@@ -153,12 +155,15 @@ class Tally:
             wall_s=round(wall_s, 1),
             problems=[],
         )
-        summary.problems = [problem] * bool(problem) + self._problems(summary)
+        if problem:
+            summary.problems.append(problem)
+        summary.problems += self._problems(summary)
         return summary
 
     def _problems(self, summary: Summary) -> list[str]:
         problems = [f"{trainer.name} did not finish" for trainer in self.alive() if trainer.finished is None]
-        first, last = summary.heldout_loss_first, summary.heldout_loss_last
+        first = summary.heldout_loss_first
+        last = summary.heldout_loss_last
         if first is None or last is None or not last < first:
             problems.append(f"the held-out loss did not fall: {first} at first, {last} at last")
         if len(set(summary.state_digest_per_peer.values())) > 1:

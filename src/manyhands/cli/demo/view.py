@@ -1,4 +1,4 @@
-"""Output of the demo: what its processes say and, in a terminal, the run below that; at the end, a summary."""
+"""Output of the demo: the lines of its processes, in a terminal the run below them, and at the end a summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.cli.output.card import Card
 from manyhands.cli.output.rows import bar_rows
 
 TABLE_WIDTH = 76
-"""A narrower terminal shows the left part of the table."""
+"""Width of the table in characters. A narrower terminal shows its left part."""
 
 
 class DemoView:
@@ -23,7 +23,7 @@ class DemoView:
 
     Args:
         console: of standard output.
-        tally: the state of the run, which is all that is drawn.
+        tally: the state of the run, which is drawn.
     """
 
     def __init__(self, console: Console, tally: Tally) -> None:
@@ -46,7 +46,8 @@ class DemoView:
         self._live.refresh()
 
     def _drawn(self) -> RenderableType:
-        tally, progress = self._tally, self._tally.progress
+        tally = self._tally
+        progress = tally.progress
         rows = [("global steps", (tally.step, tally.num_steps), f"{tally.step} of {tally.num_steps}")]
         if progress is not None and progress.target_batch_size:
             samples = f"{progress.samples} of {progress.target_batch_size}"
@@ -108,7 +109,8 @@ def card_of(summary: Summary) -> Card:
         ("rounds", f"{summary.rounds_committed} committed, {summary.rounds_aborted} aborted attempts"),
         ("newcomer", f"{summary.joined_late_samples} of its samples were used"),
     ]
-    first, last = summary.heldout_loss_first, summary.heldout_loss_last
+    first = summary.heldout_loss_first
+    last = summary.heldout_loss_last
     if first is not None and last is not None:
         lines.insert(0, ("held-out loss", f"{first:.4f} before, {last:.4f} after {summary.steps} global steps"))
     for peer_id, samples in summary.samples_per_peer.items():

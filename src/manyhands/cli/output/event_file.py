@@ -14,7 +14,7 @@ from manyhands.cli.output.line_file import LineFile
 E = TypeVar("E")
 
 VERSION = 1
-"""Of the format (docs/reference/events.md): raised when a field is removed or redefined, not when one is added."""
+"""Version of the format (docs/reference/events.md). It is raised when a field is removed or redefined."""
 
 
 class EventWriter:

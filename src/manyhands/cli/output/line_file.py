@@ -21,7 +21,7 @@ class LineFile:
 
     Args:
         option: the option that named the file, for messages.
-        what: the plural of what a line is, for messages.
+        what: the name of the lines in the plural, for messages.
     Raises:
         ConfigError: the file cannot be written.
     """

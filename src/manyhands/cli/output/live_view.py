@@ -1,7 +1,7 @@
-"""What a command draws in a terminal while it runs: what it waits for, a line below the log, or a whole screen.
+"""The drawings of a command in a terminal while it runs: a spinner, a line below the log, or a whole screen.
 
-rich draws; nothing is drawn in a pipe. Log lines marked as :data:`manyhands.optim.run.progress.SHOWN_LIVE` are hidden
-while a line or a screen shows the same.
+rich draws them, and nothing is drawn in a pipe. Log lines marked as
+:data:`manyhands.optim.run.progress.SHOWN_LIVE` are hidden while a line or a screen shows the same.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
 STOP = getattr(signal, "SIGTSTP", None)
-"""What Ctrl-Z sends; None on Windows."""
+"""The signal of Ctrl-Z; None on Windows."""
 STOP_TIMEOUT_S = 2.0
-"""A terminal that takes no output (Ctrl-S) holds up the end of a program no longer, and is left as it is."""
+"""Longest wait in seconds at the end of a program for a terminal that takes no output (Ctrl-S)."""
 
 Draw = Callable[[int, int, Sequence[logging.LogRecord]], RenderableType | None]
 """Returns a screen for a width and a height in characters and the kept log records, oldest first; None as long as there
@@ -48,13 +48,13 @@ def console_of(stream: TextIO) -> Console:
 
 
 def waiting(doing: str) -> Status:
-    """While the block runs, show what the command does: on standard error, and only in a terminal."""
+    """While the block runs, show ``doing`` with a spinner on standard error, but only in a terminal."""
     return console_of(sys.stderr).status(Text(doing), spinner="line")
 
 
 @contextmanager
 def live_line(console: Console, draw: Callable[[int], RenderableType]) -> Iterator[None]:
-    """While the block runs, keep a line at the bottom of the terminal; what is printed and logged goes above it.
+    """While the block runs, keep a line at the bottom of the terminal, below all printed and logged lines.
 
     Args:
         console: of standard output.
@@ -70,7 +70,7 @@ def live_line(console: Console, draw: Callable[[int], RenderableType]) -> Iterat
         transient=True,
     )
     live.start()
-    console.show_cursor(True)  # a killed process could not show the cursor again
+    console.show_cursor(True)  # if the process is killed, the terminal keeps its cursor
     try:
         with logging_to(sys.stdout):  # rich's, which prints above the line
             yield
@@ -80,12 +80,12 @@ def live_line(console: Console, draw: Callable[[int], RenderableType]) -> Iterat
 
 
 class LiveScreen:
-    """Context manager that fills the terminal; what was there before is there again at the end.
+    """Context manager that draws on the whole terminal, and restores its earlier content at the end.
 
     Until the first drawing, log lines are printed as usual. Then the newest ones are kept for the drawing, and printed
     when the screen has ended. Ctrl-Z leaves the terminal as it was while the process is stopped; ``fg`` draws again. A
-    closed terminal ends the drawing. If drawing fails in another way, the screen ends with a warning. For the main
-    thread.
+    closed terminal ends the drawing. If drawing fails in another way, the screen ends with a warning. For use on the
+    main thread only.
 
     Args:
         console: of standard output.

@@ -69,7 +69,7 @@ def name_in_logs(**fields: str) -> None:
 
 @contextmanager
 def only_warnings() -> Iterator[None]:
-    """Within the block, leave out INFO lines: what a peer logs that only looks, the one that joins logs again."""
+    """Within the block, leave out INFO lines of a peer that only looks: the peer that joins later logs them again."""
     ours = logging.getLogger("manyhands")
     level = ours.level
     if level == logging.INFO:
@@ -127,7 +127,7 @@ class StdoutHandler(logging.StreamHandler[TextIO]):
     """Prints log lines to standard output.
 
     If the program that reads them has ended, such as ``head``, or ``tee`` at Ctrl-C, the command ends as on SIGTERM,
-    and prints what follows to standard error. If they cannot be written for another reason, such as a full disk, they
+    and its further lines go to standard error. If lines cannot be written for another reason, such as a full disk, they
     are dropped, and one line on standard error says so.
     """
 
@@ -152,8 +152,8 @@ class StdoutHandler(logging.StreamHandler[TextIO]):
 
 
 def redirect_stdout_to(descriptor: int | None) -> None:
-    """Write what standard output gets from now on to another open file; None discards it."""
-    with suppress(OSError):  # that file is closed, too
+    """Write the further standard output to another open file, or discard it if ``descriptor`` is None."""
+    with suppress(OSError):  # that file is closed too
         if descriptor is not None:
             os.dup2(descriptor, sys.stdout.fileno())
             return
@@ -219,5 +219,5 @@ class JsonFormatter(logging.Formatter):
 
 
 def _valid(text: str) -> str:
-    """The text as UTF-8 can have it: a file name of the system may have bytes that are not."""
+    """The text with escapes for characters that UTF-8 cannot encode, which a file name may have."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,6 +1,6 @@
-"""The screen that ``manyhands monitor`` draws in a terminal, from what it knows of a run. Pure.
+"""The screen that ``manyhands monitor`` draws in a terminal, from the picture of a run. Pure.
 
-Names, versions, devices and texts are those of strangers: what cannot be printed is replaced, and nothing is markup.
+Names, versions, devices and texts are those of strangers: unprintable characters are replaced, and nothing is markup.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ MARGIN = 1
 MAX_CHART_ROWS = 10
 MAX_COLUMN_WIDTH = 4
 AXIS_WIDTH = 8
-"""For the numbers at the left of a chart."""
+"""Columns for the numbers at the left of a chart."""
 MAX_LOSS = 1e6
-"""Larger ones are lies, or not worth a chart."""
+"""Larger losses are not drawn: the model has diverged, or a peer made them up."""
 MAX_TEXT = 500
-"""Characters of a text that are looked at."""
+"""Most characters of a text that are shown."""
 MAX_MARKS = 2
-"""Combining marks on one character: more would cover the rows above and below."""
+"""Most combining marks on one character: more would cover the rows above and below."""
 MAX_LOG_ROWS = 3
-"""Rows of one log line."""
+"""Most rows of one log line."""
 MOST_LOG_ROWS = 9
-"""Rows of all of them."""
+"""Most rows of all log lines together."""
 LATE_S = 10.0
 MAX_AGO_S = 1e9
-"""Longer times are lies."""
+"""Longest time that is shown. Longer ones come from a wrong clock, or a peer made them up."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEFT_TO_RIGHT = "\N{LEFT-TO-RIGHT MARK}"
@@ -61,7 +61,7 @@ def screen_of(
     log: Sequence[logging.LogRecord] = (),
     footer: Sequence[str] = (),
 ) -> RenderableType:
-    """The screen, for ``width`` columns and ``height`` rows; it never has more rows.
+    """The screen for ``width`` columns and ``height`` rows. It never has more rows.
 
     Args:
         points: the committed global steps that are known, oldest first.
@@ -100,7 +100,7 @@ def screen_of(
 
 
 class Want(NamedTuple):
-    """How many rows a part of the screen can have: none, or ``least`` to ``most``."""
+    """The possible numbers of rows of a part of the screen: none, or ``least`` to ``most``."""
 
     least: int
     most: int
@@ -108,11 +108,13 @@ class Want(NamedTuple):
 
 
 def _allotted(height: int, wants: dict[str, Want]) -> dict[str, int]:
-    """The rows of each part: first the least of each, then in proportion to the weights."""
-    rows, left = dict.fromkeys(wants, 0), height
+    """Divide the rows among the parts: first the least of each, then in proportion to the weights."""
+    rows = dict.fromkeys(wants, 0)
+    left = height
     for name, want in wants.items():
         if want.least <= left:
-            rows[name], left = want.least, left - want.least
+            rows[name] = want.least
+            left -= want.least
     while left > 0:
         growing = [name for name, want in wants.items() if 0 < rows[name] < want.most]
         if not growing:
@@ -135,7 +137,8 @@ def _title(picture: RunPicture) -> RenderableType:
 
 
 def _progress(picture: RunPicture, now: float) -> RenderableType:
-    samples, target = picture.samples, picture.target_batch_size
+    samples = picture.samples
+    target = picture.target_batch_size
     if picture.eta_s is not None:
         more = max(picture.samples_per_second * (now - picture.time), 0.0)
         samples = max(samples, int(min(samples + more, target)) if math.isfinite(more) else 0)
@@ -198,7 +201,7 @@ def _loss(points: Sequence[Point], losses: Sequence[float], width: int, rows: in
 
 
 def columns_of(values: Sequence[float], width: int) -> list[float]:
-    """At most ``width`` numbers: few values several times each, many as means of runs of about equal length."""
+    """At most ``width`` numbers: few values are repeated, and many are replaced by means over equal stretches."""
     num = min(len(values), width)
     if (times := min(width // num, MAX_COLUMN_WIDTH)) > 1:
         return [value for value in values for _ in range(times)]
@@ -208,7 +211,8 @@ def columns_of(values: Sequence[float], width: int) -> list[float]:
 
 def chart_of(values: Sequence[float], rows: int) -> list[str]:
     """A bar for each value, from the lowest to the highest one, in ``rows`` lines of block characters, top first."""
-    low, span = min(values), max(values) - min(values)
+    low = min(values)
+    span = max(values) - low
     most = rows * len(BLOCKS)
     heights = [1 + round((value - low) / span * (most - 1)) if span > 0 else 1 for value in values]
     lines = []
@@ -298,7 +302,9 @@ def _log_rows(log: Sequence[logging.LogRecord], width: int, num_rows: int, now: 
 
 def _log_line(record: logging.LogRecord, width: int, num_rows: int, now: float) -> list[Text]:
     is_warning = record.levelno >= logging.WARNING
-    style = "bold red" if record.levelno >= logging.ERROR else "yellow" if is_warning else ""
+    style = "yellow" if is_warning else ""
+    if record.levelno >= logging.ERROR:
+        style = "bold red"
     text = shown(f"{record.levelname} {record.getMessage()}" if is_warning else record.getMessage())
     rows = []
     for number, piece in enumerate(wrap(text, max(width - 9, 10), max_lines=num_rows, placeholder=" …")):
@@ -326,13 +332,15 @@ def _rule(title: str, more: str = "") -> Rule:
 
 def _row(text: Text) -> Text:
     """One row, cut to the width of the terminal."""
-    text.no_wrap, text.overflow = True, "ellipsis"
+    text.no_wrap = True
+    text.overflow = "ellipsis"
     return text
 
 
 def shown(text: str) -> str:
-    """A text of a stranger, as one line that moves no cursor and reorders nothing after it."""
-    kept, num_marks = [], 0
+    """A text of a stranger as one line, without codes that move the cursor or reorder the text after it."""
+    kept = []
+    num_marks = 0
     for char in " ".join(text[:MAX_TEXT].split()):
         is_mark = unicodedata.category(char).startswith("M")
         num_marks = num_marks + 1 if is_mark else 0
@@ -349,7 +357,7 @@ def abbreviated(peer_id: str) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Since when: ``now``, ``95 s``, ``12 min``, ``5.5 h``, ``3 days``."""
+    """The time since an event: ``now``, ``95 s``, ``12 min``, ``5.5 h``, ``3 days``."""
     return rough(min(seconds, MAX_AGO_S)) if 1 <= seconds < math.inf else "now"
 
 
@@ -360,7 +368,9 @@ def whole(number: int) -> str:
 
 def speed(number: float) -> str:
     """Samples per second: ``12.3``, ``12,345``, ``1.23e+09``."""
-    return f"{number:.1f}" if abs(number) < 1e4 else f"{number:,.0f}" if abs(number) < 1e7 else f"{number:.2e}"
+    if abs(number) < 1e4:
+        return f"{number:.1f}"
+    return f"{number:,.0f}" if abs(number) < 1e7 else f"{number:.2e}"
 
 
 def card_of(picture: RunPicture, points: Sequence[Point]) -> Card:
@@ -371,6 +381,6 @@ def card_of(picture: RunPicture, points: Sequence[Point]) -> Card:
     if measured := [point.heldout_loss for point in points if point.heldout_loss is not None]:
         lines.append(("held-out loss", f"{measured[0]:.4f} at first, {measured[-1]:.4f} at last"))
     lines.append((picture.unit, f"{picture.committed_samples:,} in the steps that this monitor knows"))
-    goes_on = "it goes on without this monitor" if picture.num_peers else "nobody goes on with it"
-    lines.append(("peers", f"{picture.num_peers} in the run; {goes_on}"))
+    outlook = "it goes on without this monitor" if picture.num_peers else "it goes on when a trainer joins"
+    lines.append(("peers", f"{picture.num_peers} in the run; {outlook}"))
     return f"Run {picture.run_id!r}", lines

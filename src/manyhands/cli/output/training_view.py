@@ -18,7 +18,7 @@ from manyhands.recipes.albert.summary import Standing, TrainingSummary
 from manyhands.runtime.exit_delay import delay_exit
 
 SUMMARY_TIMEOUT_S = 4.0
-"""Time that a trainer has for its summary after it was told to leave."""
+"""Seconds that a trainer has for its summary after it was told to leave."""
 SAMPLE_TEXT = "The capital of [MASK] is ..."
 
 
@@ -52,8 +52,9 @@ def run_in_view(trainer: Trainer) -> None:
 
 
 def line_of(standing: Standing, width: int) -> Table:
-    """The status of a trainer and its run, in one line; in a narrow terminal without what stands last."""
-    samples, target = standing.samples, standing.target_batch_size
+    """The status of a trainer and its run in one line. A narrow terminal leaves out the last parts."""
+    samples = standing.samples
+    target = standing.target_batch_size
     eta = f"ETA {rough(standing.eta_s)}" if math.isfinite(standing.eta_s) else "ETA unknown"
     if samples >= target:
         eta = "step is due"
@@ -73,7 +74,7 @@ def line_of(standing: Standing, width: int) -> Table:
 def card_of(summary: TrainingSummary) -> Card:
     """The heading of the summary, and its (label, text) lines."""
     share = summary.samples_used / summary.samples_of_all if summary.samples_of_all else 0.0
-    has_state = summary.num_steps > 0 or summary.is_alone  # else the run may be further than this peer
+    has_state = summary.num_steps > 0 or summary.is_alone  # otherwise the run may be further than this peer
     samples = f"{summary.samples_used} of yours"
     if summary.num_steps:
         samples += f", {share:.1%} of all {summary.samples_of_all} in these steps"

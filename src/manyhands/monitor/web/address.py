@@ -13,7 +13,7 @@ BACKLOG = 1024
 
 
 def bind(text: str = DEFAULT_ADDRESS) -> socket.socket:
-    """Take the address for the page. Nobody is answered before :class:`manyhands.monitor.web.PageServer` has it.
+    """Bind the address of the page. Requests wait until :class:`manyhands.monitor.web.PageServer` has the socket.
 
     Args:
         text: ``HOST:PORT``, ``[HOST]:PORT`` for IPv6, or ``PORT`` for this machine alone; port 0 takes a free one.
@@ -28,7 +28,7 @@ def bind(text: str = DEFAULT_ADDRESS) -> socket.socket:
     host, port = _parsed(text)
     try:
         (family, _, _, _, place), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter of a name with an empty or too long part
+    except (OSError, UnicodeError) as error:  # a name with an empty or too long label is a UnicodeError
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"--web {text}: {host!r} is not a host of this machine: {why}") from error
     taken = socket.socket(family, socket.SOCK_STREAM)

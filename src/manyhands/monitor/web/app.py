@@ -1,4 +1,4 @@
-"""The addresses of the page: what each answers (docs/reference/web.md). Read only."""
+"""Answers the requests for the addresses of the page (docs/reference/web.md). All of them only read."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ logger = logging.getLogger(__name__)
 
 MAX_STREAMS = 1000
 HEALTHY_S = 60.0
-DEFAULT_POINTS, MAX_POINTS = 1000, 10_000
-DEFAULT_EVENTS, MAX_EVENTS = 50, 1000
+DEFAULT_POINTS = 1000
+MAX_POINTS = 10_000
+DEFAULT_EVENTS = 50
+MAX_EVENTS = 1000
 CSV_POINTS = 500
-"""Read and sent at a time: the points of a year are a large file."""
+"""Points that are read and sent at a time: those of a year are a large file."""
 MAX_ANSWERS = 8
-"""That are kept: a thousand pages that come back at once ask for the same points, and programs for the same peers."""
+"""Most encoded answers that are kept: a thousand pages that connect again at once ask for the same points."""
 MAX_FILL_LENGTH = 500
 
 CSV = "text/csv; charset=utf-8"
@@ -57,7 +59,7 @@ class BadQuery(Exception):
 
 
 class Api:
-    """What the addresses answer.
+    """The answers of all addresses.
 
     Args:
         fill: fills masks; None if there is no model here.
@@ -67,7 +69,7 @@ class Api:
         self._source = source
         self._stream = stream
         self._fill = fill
-        self._failure = ""  # the last one
+        self._failure = ""  # the last one that was logged
         self._filling = threading.Lock()
         self._encoding = threading.Lock()
         self._encoded_of: RunPicture | None = None  # the picture to which the answers belong
@@ -78,8 +80,8 @@ class Api:
         """The ASGI application.
 
         Args:
-            is_loopback: whether only this machine can connect. Then the name of the host is checked: a page of the web
-                could otherwise have its own name resolve to this machine, and read the run through the browser.
+            is_loopback: whether only this machine can connect. Then the name of the host is checked, against DNS
+                rebinding: otherwise a web page whose name resolves to this machine could read the run.
         """
         addresses = {
             "/": self.index,
@@ -185,7 +187,7 @@ class Api:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def failed(self, request: Request, error: Exception) -> Response:
-        """Say what is wrong here: in the log, and only once, as each page may ask again."""
+        """Answer that the server has failed, and log why: only once, as each page may ask again."""
         reason = f"{request.url.path}: {reason_of(error)}"
         if reason != self._failure:
             self._failure = reason
@@ -204,12 +206,13 @@ class Api:
         """An answer that is encoded once, and kept until the next picture.
 
         Args:
-            key: of what was asked.
+            key: equal for requests with the same answer.
         """
         picture = self._source.picture()
         with self._encoding:
             if picture is not self._encoded_of or len(self._encoded) >= MAX_ANSWERS:
-                self._encoded_of, self._encoded = picture, {}
+                self._encoded_of = picture
+                self._encoded = {}
             if key not in self._encoded:
                 self._encoded[key] = _bytes_of(picture, name, content(picture))
             return _encoded(self._encoded[key])

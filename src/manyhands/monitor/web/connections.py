@@ -1,4 +1,4 @@
-"""HTTP connections of strangers: their number, their silence and their unread answers are bounded."""
+"""Limits of HTTP connections of strangers: their number, and how long they may send nothing or read nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 1100
-"""Open ones in all: :data:`manyhands.monitor.web.app.MAX_STREAMS`, and room for short requests beside them."""
+"""Most open connections: :data:`manyhands.monitor.web.app.MAX_STREAMS`, and room for short requests beside them."""
 REQUEST_TIMEOUT_S = 10.0
-"""From the connection, or what came first after an answer, to the end of the head of the next request."""
+"""Longest time in seconds for the head of a request, from the connection or the first byte after an answer."""
 UNREAD_TIMEOUT_S = 30.0
-"""A browser that reads nothing for this long, although there is something to read, is disconnected."""
+"""A browser that reads nothing for this many seconds, although there is something to read, is disconnected."""
 
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nContent-Length: 22\r\nRetry-After: 10\r\n"
@@ -20,7 +20,7 @@ FULL = (
 
 
 class BoundedProtocol(H11Protocol):
-    """Uvicorn's protocol, with these bounds."""
+    """Uvicorn's protocol, with these limits."""
 
     _request_timer: asyncio.TimerHandle | None = None
     _unread_timer: asyncio.TimerHandle | None = None

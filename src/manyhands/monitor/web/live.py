@@ -8,11 +8,11 @@ from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPictur
 from manyhands.monitor.web.source import thinned
 
 FINER = 10
-"""So many times more points are read than are shown: held-out losses, which few points have, are not lost then."""
+"""Times as many points are read as are shown, so that held-out losses, which few points have, are not lost."""
 
 
 class MonitorSource:
-    """What a :class:`manyhands.monitor.RunMonitor` knows of its run.
+    """The run of a :class:`manyhands.monitor.RunMonitor`.
 
     Attributes:
         num_aborted: rounds that were aborted, since the start of the monitor.

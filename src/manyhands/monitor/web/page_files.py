@@ -14,7 +14,7 @@ TYPES = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-"""By ending: the files that are served, and their types."""
+"""The endings of the files that are served, with their media types."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class PageServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level=logging.CRITICAL,  # what browsers do wrong is no news
+            log_level=logging.CRITICAL,  # mistakes of browsers are not worth a line
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=1,
@@ -66,7 +66,7 @@ class PageServer:
             )
 
     def close(self) -> bool:
-        """End all connections and the thread; returns whether it has ended, which a model that computes delays."""
+        """End all connections and the thread; returns whether it has ended. A model that computes delays its end."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end)
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -81,7 +81,7 @@ class PageServer:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
-        except Exception as error:  # noqa: BLE001 (whatever it is, the run goes on without the page)
+        except Exception as error:  # noqa: BLE001 (the run goes on without the page)
             logger.error("The page of the run has ended: %s", reason_of(error))  # noqa: TRY400 (one line for a user)
         finally:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())

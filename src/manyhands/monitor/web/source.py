@@ -1,4 +1,4 @@
-"""What the page shows: the interface between the server of the page and whatever knows the run. Pure."""
+"""The interface between the server of the page and the source of its data. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyhands.monitor.picture import LeaderboardRow, Point, RunEvent, RunPictur
 
 
 class Source(Protocol):
-    """What is known of a run. The server calls it from threads of its own: all methods must be thread-safe.
+    """The data of a run. The server calls it from threads of its own: all methods must be thread-safe.
 
     :meth:`picture` is called several times a second on the loop of the server, so it must return at once. The other
     methods may read a disk; each call has a worker thread.
@@ -42,7 +42,7 @@ class Source(Protocol):
 
 
 class Guess(msgspec.Struct, frozen=True):
-    """A token, and the share of belief in it, 0 to 1."""
+    """A token, and its probability as a share, 0 to 1."""
 
     token: str
     share: float
@@ -64,8 +64,9 @@ Raises:
 
 
 def thinned(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most ``limit`` of the points, evenly spread; the newest is kept, and a kept point has the last held-out loss
-    of those that it stands for.
+    """At most ``limit`` of the points, evenly spread, with the newest one.
+
+    Each of them gets the last held-out loss of the points that it stands for.
 
     Args:
         points: oldest first.

@@ -44,7 +44,8 @@ class UpdateStream:
 
     def look(self) -> None:
         """Look for changes once."""
-        picture, now = self._source.picture(), time.monotonic()
+        picture = self._source.picture()
+        now = time.monotonic()
         if sum(part.update(picture, now) for part in self._parts):
             self._wake()
 
@@ -58,7 +59,7 @@ class UpdateStream:
         self._changed = asyncio.Event()
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """What one page is sent, until the stream is closed."""
+        """Yield the messages for one page, until the stream is closed."""
         self.num_pages += 1
         try:
             yield b"retry: %d\n\n" % RETRY_MS + message("page", self._page) + message("clock", time.time())

@@ -13,8 +13,9 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def as_csv(kind: type[msgspec.Struct], pieces: Iterable[Iterable[msgspec.Struct]], unit: str) -> Iterator[str]:
-    """A table with a head, in pieces. Text that a spreadsheet would compute gets a ``'`` in front: strangers have
-    chosen it.
+    """Yield a table with a head, in pieces.
+
+    Text that a spreadsheet would take for a formula gets a ``'`` in front, since strangers have chosen it.
 
     Args:
         kind: the class of the rows.

@@ -1,4 +1,4 @@
-"""The updates of the page: each is encoded once, whatever the number of browsers, and says only what has changed. Pure.
+"""The updates of the page: each has only the changes, and is encoded once for all browsers. Pure.
 
 The picture is sent in four parts. Each part has a version, so that a browser that was too slow for some updates gets
 the newest ones instead of all of them:
@@ -25,15 +25,15 @@ RUN_PERIOD_S = 0.25
 LISTS_PERIOD_S = 1.0
 MAX_PEERS_PERIOD_S = 2.0
 ROWS_PER_S = 500.0
-"""The table is looked through at most at this pace: one of few peers follows the run as fast as its numbers do."""
+"""Most rows of the table that are compared in a second. A small table changes as often as the numbers of the run."""
 LOOK_STEP_S = 5.0
-"""The time of the last look is sent this often, if nothing else has changed."""
+"""Seconds after which the time of the last look is sent, if nothing else has changed."""
 SPEED_STEP = 0.05
-"""A change of a peer's speed is news from this share of it on: measured speeds differ a little at each look."""
+"""Smallest relative change of a peer's speed that is sent: measured speeds differ a little at each look."""
 
 LISTS = ("peers", "leaders", "events")
 PEER_COLUMNS = tuple(field for field in PeerRow.__struct_fields__ if field != "share")
-"""Of a row in the stream; the page computes the share."""
+"""The columns of a row in the stream. The page computes the share."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -76,11 +76,11 @@ class Part(ABC):
 
     @abstractmethod
     def _take(self, picture: RunPicture) -> bool:
-        """Take what is new out of a picture; returns whether anything is."""
+        """Take over the changes in a picture; returns whether there are any."""
 
     @abstractmethod
     def since(self, version: int) -> bytes:
-        """What a browser lacks that has this version."""
+        """The update for a browser that has this version; empty if it has the newest one."""
 
 
 class WholePart(Part):
@@ -106,7 +106,8 @@ class WholePart(Part):
         key = self._key(content) if self._key is not None else content
         if self.version and key == self._sent:
             return False
-        self._sent, self._message = key, message(self._name, content)
+        self._sent = key
+        self._message = message(self._name, content)
         return True
 
     def since(self, version: int) -> bytes:
@@ -127,7 +128,8 @@ class PeersPart(Part):
         self._whole = b""  # made when asked for
 
     def _take(self, picture: RunPicture) -> bool:
-        rows, sent = {row.peer_id: row for row in picture.peers}, self._rows
+        rows = {row.peer_id: row for row in picture.peers}
+        sent = self._rows
         self._period_s = min(max(len(rows) / ROWS_PER_S, RUN_PERIOD_S), MAX_PEERS_PERIOD_S)
         news = {
             peer_id: row
@@ -140,7 +142,8 @@ class PeersPart(Part):
         for peer_id in gone:
             del sent[peer_id]
         sent |= news
-        self._changes, self._whole = self._message(news, gone, is_whole=False), b""
+        self._changes = self._message(news, gone, is_whole=False)
+        self._whole = b""
         return True
 
     def since(self, version: int) -> bytes:
@@ -169,8 +172,9 @@ _strict = attrgetter(*(column for column in PEER_COLUMNS if column not in ("last
 
 
 def _is_news(before: PeerRow, row: PeerRow) -> bool:
-    """Whether a row differs in more than the time of the last sign of life, or a small change of speed."""
-    speed, old_speed = row.samples_per_second, before.samples_per_second
+    """Whether a row differs in more than ``last_seen`` and a small change of speed."""
+    speed = row.samples_per_second
+    old_speed = before.samples_per_second
     if abs(speed - old_speed) > SPEED_STEP * max(speed, old_speed):
         return True
     return bool(_strict(before) != _strict(row))
@@ -192,7 +196,7 @@ def _short_leaders(picture: RunPicture) -> list[LeaderboardRow]:
 
 
 def _run_key(head: dict[str, Any]) -> Any:
-    """The numbers without the time: it alone is no news, except now and then."""
+    """The numbers with a rounded time: the time alone is sent only every :data:`LOOK_STEP_S`."""
     eta_s = head["eta_s"]
     due = None if eta_s is None else round(head["time"] + eta_s)
     return {**head, "eta_s": due, "time": head["time"] // LOOK_STEP_S}

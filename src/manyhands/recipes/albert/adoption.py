@@ -1,4 +1,4 @@
-"""Reads the recipe of a run from its manifest, for a newcomer to take over.
+"""Reads the recipe of a run from its manifest, so that a newcomer can take it over.
 
 All settings that the peers of a run must share are facts of the manifest (``must_match`` of the optimizer), so a
 newcomer needs to give none of them. Imports no torch: a newcomer that does not fit is rejected at once.
@@ -21,7 +21,11 @@ NAME = "albert 1"
 
 MAX_NUMBER = 10**9
 
-_RECIPE, _TOKENIZER, _VOCABULARY, _DATA, _DATA_URL = "recipe", "tokenizer", "vocabulary", "data", "data_url"
+_RECIPE = "recipe"
+_TOKENIZER = "tokenizer"
+_VOCABULARY = "vocabulary"
+_DATA = "data"
+_DATA_URL = "data_url"
 _LOCAL_STEPS = "local_steps"
 """The optimizer itself adds this fact to the manifest, with the outer optimizer."""
 _KINDS: dict[str, Callable[[str], Any]] = {
@@ -37,9 +41,9 @@ class RunRecipe:
     """The recipe that a run trains.
 
     Attributes:
-        tokenizer: its digest; see :func:`manyhands.recipes.albert.data.tokenizer.tokenizer_digest`.
+        tokenizer: digest of its tokenizer; see :func:`manyhands.recipes.albert.data.tokenizer.tokenizer_digest`.
         vocab_size: length of that tokenizer, which may be below ``recipe.vocab_size``.
-        data: that the run trains on; a peer may have been told to use other data.
+        data: the data that the run trains on. The user of a peer may choose other data.
     """
 
     recipe: AlbertRecipe
@@ -48,7 +52,7 @@ class RunRecipe:
     data: RunData = OF_PYTHON
 
     def with_own(self, given: Mapping[str, Any]) -> RunRecipe:
-        """The same, with the settings that this peer chooses itself."""
+        """A copy with the settings in ``given`` that a peer may choose itself."""
         own = {name: given[name] for name in OWN_SETTINGS if name in given}
         return replace(self, recipe=replace(self.recipe, **own))
 
@@ -58,7 +62,7 @@ class RunToJoin:
     """An existing run that this peer joins.
 
     Attributes:
-        peers: some of its peers, to ask for what a newcomer needs.
+        peers: some of its peers, which can send the tokenizer.
     """
 
     recipe: RunRecipe
@@ -84,7 +88,7 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
 
     Args:
         facts: from :func:`facts_of`: ``extra`` of the run manifest, or the facts of a checkpoint.
-        given: settings that the newcomer named, by the names of :class:`AlbertRecipe`.
+        given: settings that the newcomer's user named, by the names of :class:`AlbertRecipe`.
     Raises:
         ManifestMismatch: a given setting must be equal on all peers and differs from the run's; names both values.
         ConfigError: this version does not know the recipe of the run.
@@ -96,7 +100,7 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
     if facts[_RECIPE] != NAME:
         raise ConfigError(
             f"run {run_id!r} trains recipe {readable(facts[_RECIPE])!r}, which this version does not know (it knows "
-            f"{NAME!r}); another version of manyhands does"
+            f"{NAME!r}); install the version of manyhands that its peers have"
         )
     try:
         shared = {name: kind(facts[name]) for name, kind in _KINDS.items()} | {_LOCAL_STEPS: _LOCAL_STEPS in facts}

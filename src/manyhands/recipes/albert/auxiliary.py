@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class AlbertAuxiliary:
     """A peer that averages with the trainers of the recipe's model, and makes their steps with them.
 
-    It also hands out the run's tokenizer, since newcomers cannot dial trainers in client mode.
+    It also serves the run's tokenizer, since newcomers cannot dial trainers in client mode.
 
     Raises:
         ManifestMismatch: the run has changed meanwhile.

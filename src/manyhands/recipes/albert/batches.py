@@ -1,11 +1,11 @@
 """Batches for masked language modelling and sentence-order prediction.
 
 A sample is masked anew each time it is drawn (dynamic masking). Samples of plain text are also cut and perhaps swapped
-anew; those of prepared data were cut and swapped when the data was made.
+anew. Those of prepared data were cut and swapped when the data was made.
 
-A share of the ordinary tokens of *each sample* is masked, at least one: :func:`manyhands.recipes.albert.model.loss_of`
-takes the mean over them, and then over the samples. A batch is padded to its longest sample: most of WikiText's are far
-shorter than ``seq_length``, and a model computes on padding too.
+A share of the ordinary tokens of *each sample* is masked, and at least one token, because
+:func:`manyhands.recipes.albert.model.loss_of` takes the mean over them, and then over the samples. A batch is padded to
+its longest sample: most samples of WikiText are far shorter than ``seq_length``, and a model computes on padding too.
 
 Source: Lan et al., ALBERT, arXiv:1909.11942, 3.1; Devlin et al., BERT, arXiv:1810.04805, for the 80/10/10 masking.
 """
@@ -27,7 +27,7 @@ IGNORED = -100
 """Label of a token that the model need not guess."""
 
 PAD_MULTIPLE = 8
-"""GPUs multiply matrices whose sizes are multiples of this faster."""
+"""The length of a batch is a multiple of this, since GPUs multiply such matrices faster."""
 
 Batch = dict[str, torch.Tensor]
 """int64: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` [B, S]; ``sentence_order_label`` [B]."""
@@ -40,9 +40,9 @@ class Batches(Iterator[Batch]):
         samples: :attr:`Samples.training` is used.
         recipe: the one that made the samples; gives ``batch_size`` (B), ``mask_probability``, and ``seq_length``, the
             upper bound of S.
-        order: seeds the order of the samples and the masks; the same value with the same ``recipe.seed`` gives the same
+        order: seeds the order of the samples and the masks. The same value with the same ``recipe.seed`` gives the same
             batches.
-        is_padded: make S always ``seq_length``, as if each batch had a sample of that length.
+        is_padded: whether S is always ``seq_length``, as if each batch had a sample of that length.
 
     Attributes:
         batch_size: samples of the next batch.
@@ -71,17 +71,20 @@ def _batch(
 ) -> Batch:
     rows = [_stored(sample, recipe.seq_length, vocabulary, rng) for sample in samples]
     longest = max(num_columns, *(len(row.input_ids) for row in rows))
-    longest = min(-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE, recipe.seq_length)
-    shape = (len(rows), longest)
+    longest += -longest % PAD_MULTIPLE
+    shape = (len(rows), min(longest, recipe.seq_length))
     seen_BS = np.full(shape, vocabulary.pad, dtype=np.int64)  # noqa: N806
     labels_BS = np.full(shape, IGNORED, dtype=np.int64)  # noqa: N806
-    kinds_BS, attention_BS = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)  # noqa: N806
+    kinds_BS = np.zeros(shape, dtype=np.int64)  # noqa: N806
+    attention_BS = np.zeros(shape, dtype=np.int64)  # noqa: N806
     for index, row in enumerate(rows):
         length = len(row.input_ids)
         ordinary = np.flatnonzero(row.special_tokens_mask == 0).tolist()
         seen, labels = mask_tokens(row.input_ids.tolist(), ordinary, recipe.mask_probability, vocabulary, rng)
-        seen_BS[index, :length], labels_BS[index, :length] = seen, labels
-        kinds_BS[index, :length], attention_BS[index, :length] = row.token_type_ids, 1
+        seen_BS[index, :length] = seen
+        labels_BS[index, :length] = labels
+        kinds_BS[index, :length] = row.token_type_ids
+        attention_BS[index, :length] = 1
     return {
         "input_ids": torch.from_numpy(seen_BS),
         "attention_mask": torch.from_numpy(attention_BS),
@@ -92,7 +95,7 @@ def _batch(
 
 
 def _stored(sample: Sample, seq_length: int, vocabulary: Vocabulary, rng: random.Random) -> StoredSample:
-    """A stored sample as it is; any other is cut, perhaps swapped, and encoded."""
+    """A sample ready for a batch. One of plain text is cut, perhaps swapped, and encoded."""
     if isinstance(sample, StoredSample):
         return sample
     pair = truncated(ordered_pair(sample, rng), seq_length)
@@ -114,8 +117,10 @@ def mask_tokens(
     Returns:
         The model's input, and the labels: the true token where the model must guess, ``IGNORED`` elsewhere.
     """
-    seen, labels = list(ids), [IGNORED] * len(ids)
-    for position in rng.sample(ordinary, min(len(ordinary), max(1, round(probability * len(ordinary))))):
+    seen = list(ids)
+    labels = [IGNORED] * len(ids)
+    num_masked = min(len(ordinary), max(1, round(probability * len(ordinary))))
+    for position in rng.sample(ordinary, num_masked):
         labels[position] = ids[position]
         chance = rng.random()
         if chance < 0.8:
@@ -133,7 +138,7 @@ def _random_token(vocabulary: Vocabulary, rng: random.Random) -> int:
 
 
 def endless_order(samples: Sequence[Sample] | SampleStream, rng: random.Random) -> Iterator[Sample]:
-    """Every sample once in an order drawn from ``rng``, then again in another; takes 4 bytes per sample.
+    """Every sample once in an order drawn from ``rng``, then again in another one. Takes 4 bytes for each sample.
 
     Samples of a stream come shard by shard.
     """

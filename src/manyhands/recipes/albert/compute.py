@@ -16,9 +16,9 @@ from manyhands.recipes.albert.trial import OutOfMemory
 logger = logging.getLogger(__name__)
 
 _BFLOAT16_CAPABILITY = (8, 0)
-"""From Ampere on, NVIDIA's GPUs have units for bfloat16; older ones emulate it slowly."""
+"""Compute capability from which NVIDIA's GPUs have units for bfloat16 (Ampere). Older ones emulate it slowly."""
 _FLOAT16_CAPABILITY = (7, 0)
-"""From Volta on they have units for float16."""
+"""Compute capability from which they have units for float16 (Volta)."""
 
 SMALLER_BATCH = (
     "give a smaller --batch-size, with --gradient-accumulation-steps if it gets very small, or --precision float16"
@@ -36,7 +36,7 @@ class Compute:
         device: in torch's notation, or ``auto`` for an NVIDIA GPU if there is one, else the CPU.
         precision: of the products; ``auto`` for the half precision that the GPU has units for, else float32.
     Attributes:
-        scaler: scales the loss in float16, so that small gradients are not lost; does nothing in other precisions.
+        scaler: scales the loss in float16, so that small gradients are not lost. It does nothing in other precisions.
     Raises:
         ConfigError: the device cannot be used here.
     """
@@ -50,7 +50,7 @@ class Compute:
         """Log the device and the precision, with a warning if they do not suit each other."""
         logger.info("Computing on %s", self)
         if self.device.type == "cpu" and self._dtype == torch.float16:
-            logger.warning("float16 is many times slower than float32 on a CPU; leave out --precision (--fp16)")
+            logger.warning("float16 is many times slower than float32 on a CPU: leave out --precision (--fp16)")
 
     def on_device(self, model: transformers.AlbertForPreTraining) -> transformers.AlbertForPreTraining:
         """Move the model to the device.
@@ -79,7 +79,7 @@ class Compute:
             raise OutOfMemory(f"{what} does not fit into the memory of {self}; {advice}") from error
 
     def num_idle_gpus(self) -> int:
-        """GPUs that this process does not use; none if it computes on the CPU."""
+        """Number of GPUs that this process does not use; 0 if it computes on the CPU."""
         return torch.cuda.device_count() - 1 if self.device.type == "cuda" else 0
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -89,7 +89,7 @@ class Compute:
         return torch.autocast(self.device.type, self._dtype)
 
     def hardware(self) -> str:
-        """The device, for people: ``NVIDIA L4``, ``CPU, 8 threads``."""
+        """The name of the device, as people read it: ``NVIDIA L4``, ``CPU, 8 threads``."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return f"CPU, {counted(torch.get_num_threads(), 'thread')}" if self.device.type == "cpu" else str(self.device)
@@ -107,7 +107,7 @@ def _device_named(name: str) -> torch.device:
         try:
             return _checked(own_gpu)
         except ConfigError as error:  # for example full, or too old for this torch
-            logger.warning("computing on the CPU, as the GPU does not work: %s", error)
+            logger.warning("computing on the CPU, since the GPU cannot be used: %s", error)
     return torch.device("cpu")
 
 

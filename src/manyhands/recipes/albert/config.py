@@ -34,7 +34,7 @@ class AlbertRecipe:
 
     dataset_path: Path | None = None
     """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext, if it
-    is here and the run trains on it."""
+    exists and the run trains on it."""
 
     dataset_url: tuple[str, ...] = ()
     """Addresses of the index.json of shards, fetched while training, or of an archive; several are mirrors."""
@@ -49,7 +49,7 @@ class AlbertRecipe:
     """Folder with the tokenizer that the samples were made with; by default the folder tokenizer beside them."""
 
     vocab_size: int = 4096
-    """Tokens in the vocabulary, at most; a short text fills fewer."""
+    """Most tokens in the vocabulary; a short text gives fewer."""
 
     seq_length: int = 64
     """Tokens in one sample, special tokens included."""
@@ -61,7 +61,7 @@ class AlbertRecipe:
     """Width of the hidden layers."""
 
     num_hidden_layers: int = 4
-    """Times that the one shared layer is applied."""
+    """Number of times that the one shared layer is applied."""
 
     num_attention_heads: int = 4
     """Attention heads; they divide hidden_size."""
@@ -100,7 +100,7 @@ class AlbertRecipe:
     """A run with more peers than this averages in a grid of groups."""
 
     mask_probability: float = 0.15
-    """Share of the tokens of each sample that are masked; at least one token."""
+    """Share of the tokens of each sample that are masked, but at least one token."""
 
     num_heldout: int = 64
     """Samples kept out of training, on which the held-out loss is measured."""

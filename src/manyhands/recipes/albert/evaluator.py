@@ -27,7 +27,7 @@ PUBLISH_TIMEOUT_S = 10.0
 class AlbertEvaluator:
     """Loads the state of a run every few global steps, and measures it on the samples that trainers hold out.
 
-    With the text or data of the trainers, the samples are the same as theirs.
+    An evaluator with the text or data of the trainers measures on the same samples as they do.
 
     Args:
         run: its recipe, with this evaluator's text or data.
@@ -59,8 +59,9 @@ class AlbertEvaluator:
         self._batch = heldout_batch(samples, run.recipe)
 
     def run(self, every: int, max_evaluations: int | None = None, until_step: int | None = None) -> None:
-        """Measure every ``every`` global steps, ``max_evaluations`` times or until ``until_step``, else for ever."""
-        num_done, step = 0, -1
+        """Measure every ``every`` global steps, until ``max_evaluations`` or ``until_step`` is reached, if given."""
+        num_done = 0
+        step = -1
         while num_done != max_evaluations and (until_step is None or step < until_step):
             step = self._follower.next_state(every)
             self._measure(step)

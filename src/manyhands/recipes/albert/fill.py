@@ -47,9 +47,11 @@ class MaskFiller:
         Raises:
             ConfigError: the text is too long for the model.
         """
-        model, tokenizer = self._model, self._tokenizer
+        model = self._model
+        tokenizer = self._tokenizer
         encoded = tokenizer(text, return_tensors="pt")
-        length, longest = encoded["input_ids"].shape[1], model.config.max_position_embeddings
+        length = encoded["input_ids"].shape[1]
+        longest = model.config.max_position_embeddings
         if length > longest:
             raise ConfigError(
                 f"the text has {length} tokens, and this model reads {longest} at most; give a shorter one"
@@ -82,7 +84,7 @@ def _load(path: Path) -> tuple[transformers.AlbertForPreTraining, transformers.P
     try:
         kind = transformers.AutoConfig.from_pretrained(path, local_files_only=True).model_type
         if kind != "albert":
-            raise ConfigError(f"{path} holds a model of type {kind!r}, and this command fills masks with 'albert' only")
+            raise ConfigError(f"{path} holds a model of type {kind!r}; this command needs one of type 'albert'")
         model = transformers.AlbertForPreTraining.from_pretrained(os.fspath(path), local_files_only=True)
         tokenizer = transformers.AutoTokenizer.from_pretrained(os.fspath(path), local_files_only=True)
     except ConfigError:

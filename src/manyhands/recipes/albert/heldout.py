@@ -1,4 +1,4 @@
-"""Measures a model on the held-out samples, in small parts to need little memory."""
+"""Measures a model on the held-out samples, in small parts that need little memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.summary import HeldoutLosses
 
 PART_SIZE = 8
-"""Most samples computed at once; a final comparison that is short of time computes at least one part."""
+"""Most samples computed at once. A final comparison that has little time computes at least so many."""
 PART_TOKENS = 1024
 """Most tokens computed at once: two samples of 512 take 200 MB beside ALBERT large, in float32 on a CPU."""
 
@@ -73,8 +73,8 @@ class HeldoutComparison:
 
     Args:
         batch: all held-out samples.
-        max_size: most samples computed at once; a training batch is known to fit into the memory.
-        compute: gives the precision of the training.
+        max_size: most samples computed at once: those of a training batch are known to fit into memory.
+        compute: the device and precision of the training.
     """
 
     def __init__(self, model: transformers.AlbertForPreTraining, batch: Batch, max_size: int, compute: Compute) -> None:
@@ -91,7 +91,7 @@ class HeldoutComparison:
         return _mean(self._first)
 
     def loss(self) -> float:
-        """The loss over all samples now, at the end of the training: :meth:`compare` says the same then."""
+        """Measure for the last time; returns the loss over all samples. :meth:`compare` then uses this result."""
         self._last = self._measure(math.inf)
         return _mean(self._last)
 
@@ -105,7 +105,7 @@ class HeldoutComparison:
         )
 
     def _measure(self, limit_s: float) -> list[_PartialLoss]:
-        """The losses of the parts, at least of one."""
+        """Measure as many parts as ``limit_s`` allows, and at least one."""
         deadline = time.monotonic() + limit_s
         parts: list[_PartialLoss] = []
         for part in parts_of(self._batch, self._max_size):

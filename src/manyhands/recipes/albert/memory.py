@@ -14,10 +14,10 @@ from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import AlbertRecipe
 
 BYTES_PER_PARAMETER = 28
-"""Parameter, gradient, LAMB's two moments, accumulated and averaged gradient, and data from other peers."""
+"""The parameter, its gradient, LAMB's two moments, accumulated and averaged gradient, and data from other peers."""
 
 LIBRARY_BYTES = 500e6
-"""Memory of torch and transformers after import."""
+"""Memory of torch and transformers after they are imported."""
 
 THREAD_BYTES = 72e6
 """Address space that the C library reserves for a thread: its stack, and room for its data."""
@@ -26,8 +26,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def num_parameters(recipe: AlbertRecipe, vocab_size: int) -> int:
-    """Parameters of the model."""
-    embedding, hidden, inner = recipe.embedding_size, recipe.hidden_size, recipe.intermediate_size
+    """Number of parameters of the model."""
+    embedding = recipe.embedding_size
+    hidden = recipe.hidden_size
+    inner = recipe.intermediate_size
     embeddings = (vocab_size + recipe.seq_length + 2 + 2) * embedding  # words, positions, segments, LayerNorm
     layer = 4 * (hidden + 1) * hidden + (hidden + 1) * inner + (inner + 1) * hidden + 4 * hidden  # shared by all
     heads = (hidden + 1) * hidden + 2 * (hidden + 1) + vocab_size + (hidden + 3) * embedding
@@ -36,7 +38,8 @@ def num_parameters(recipe: AlbertRecipe, vocab_size: int) -> int:
 
 def needed_bytes(recipe: AlbertRecipe, vocab_size: int) -> int:
     """Approximate memory for training with one sample at a time, in bytes."""
-    tokens, hidden = recipe.seq_length, recipe.hidden_size
+    tokens = recipe.seq_length
+    hidden = recipe.hidden_size
     num_masked = int(tokens * recipe.mask_probability) + 1  # scores are computed for masked tokens only
     in_a_layer = tokens * (10 * hidden + 4 * recipe.intermediate_size + 3 * recipe.num_attention_heads * tokens)
     activations = 4 * (recipe.num_hidden_layers * in_a_layer + 3 * num_masked * vocab_size)
@@ -44,7 +47,7 @@ def needed_bytes(recipe: AlbertRecipe, vocab_size: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take, limited by the machine and its container."""
+    """Memory that this process may still take, in bytes, limited by the machine and its container."""
     available: int = psutil.virtual_memory().available
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -58,10 +61,10 @@ def available_bytes() -> int:
 
 
 def check_address_space(num_bytes: float = 0.0) -> None:
-    """Check that a limit of the shell leaves enough address space: without it, torch may abort the process.
+    """Check that a limit of the shell leaves enough address space: without enough, torch may abort the process.
 
     Args:
-        num_bytes: beside what the libraries need.
+        num_bytes: needed in addition to the libraries.
     Raises:
         ConfigError: it does not.
     """
@@ -96,12 +99,14 @@ def check_memory(run_id: str, recipe: AlbertRecipe, vocab_size: int) -> None:
     """Check that the model fits into this machine.
 
     Raises:
-        ConfigError: it does not; says how much memory is needed.
+        ConfigError: it does not. The message names the needed and the free memory.
     """
-    needed, available = needed_bytes(recipe, vocab_size), available_bytes()
+    needed = needed_bytes(recipe, vocab_size)
+    available = available_bytes()
     check_address_space(needed - LIBRARY_BYTES)
     if needed > available:
         raise ConfigError(
             f"too little memory for the model of run {run_id!r}: its {num_parameters(recipe, vocab_size) / 1e6:.1f} "
-            f"million parameters need about {needed / 1e9:.1f} GB, and this machine has {available / 1e9:.1f} GB free"
+            f"million parameters need about {needed / 1e9:.1f} GB, and this machine has {available / 1e9:.1f} GB free; "
+            "end other programs, or use a machine with more memory"
         )

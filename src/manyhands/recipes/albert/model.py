@@ -20,8 +20,8 @@ def build_model(
 ) -> transformers.AlbertForPreTraining:
     """A fresh model, float32, on the CPU, in training mode.
 
-    Its parameters depend only on ``recipe`` and ``vocab_size``, the length of the tokenizer; torch's global random
-    state is not changed. There is no dropout, as in ALBERT v2: the loss is a function of parameters and batch.
+    Its parameters depend only on ``recipe`` and ``vocab_size``, the length of the tokenizer. Torch's global random
+    state is not changed. As in ALBERT v2 there is no dropout, so the loss depends only on the parameters and the batch.
 
     Args:
         vocabulary: has the ids of the special tokens; by default they are ALBERT's.
@@ -51,8 +51,8 @@ class Computed(NamedTuple):
 
     Attributes:
         loss: a scalar.
-        token_scores_MV: for each masked token, in the order of the batch, a score for each word.
-        order_scores_B2: for each sample, a score for both sentence orders.
+        token_scores_MV: for each masked token, in the order of the batch, a score for each token of the vocabulary.
+        order_scores_B2: for each sample, a score for each of the two sentence orders.
     """
 
     loss: torch.Tensor
@@ -71,7 +71,8 @@ def compute(model: transformers.AlbertForPreTraining, batch: Batch) -> Computed:
     the model.
     """
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    labels_BS, order_B = batch.pop("labels"), batch.pop("sentence_order_label")  # noqa: N806
+    labels_BS = batch.pop("labels")  # noqa: N806
+    order_B = batch.pop("sentence_order_label")  # noqa: N806
     outputs = model.albert(**batch)
     is_masked_BS = labels_BS != IGNORED  # noqa: N806
     scores_MV = model.predictions(outputs.last_hidden_state[is_masked_BS])  # noqa: N806
@@ -103,7 +104,7 @@ def heldout_loss(model: transformers.AlbertForPreTraining, batch: Batch) -> floa
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for a torch optimizer: with ``weight_decay``, and biases and LayerNorm weights without.
+    """Two groups for a torch optimizer: one with ``weight_decay``, and one of biases and LayerNorm weights without.
 
     Each parameter is in exactly one group, in the order of ``model.named_parameters()``.
     """

@@ -43,17 +43,18 @@ def build_optimizer(model: torch.nn.Module, recipe: AlbertRecipe) -> Lamb:
 
 
 def local_steps_of(recipe: AlbertRecipe) -> LocalSteps | None:
-    """How the peers of a run train between two averages; None if each step is one of the run."""
+    """The local steps between two averages; None if the run has synchronous steps."""
     return LocalSteps() if recipe.local_steps else None
 
 
 def build_replica(optimizer: torch.optim.Optimizer, run: RunRecipe) -> tuple[Replica, dict[str, str]]:
-    """A copy of a run's state for a peer that makes no steps, and the facts that its manifest has for this recipe.
+    """A replica of a run's state for a peer that makes no steps, and the facts of this recipe for the run manifest.
 
     Args:
         optimizer: from :func:`build_optimizer`.
     """
-    local_steps, facts = local_steps_of(run.recipe), facts_of(run)
+    local_steps = local_steps_of(run.recipe)
+    facts = facts_of(run)
     scheduler = made_scheduler(_scheduler_of(run.recipe), optimizer)
     if local_steps is None:
         return Replica(optimizer, scheduler), facts
@@ -74,8 +75,8 @@ def join_run(
     """
 
     def join() -> Optimizer:
-        inner, settings = build_optimizer(model, run.recipe), _options(run, tuning)
-        return Optimizer(inner, peer=peer, run_id=run_id, **settings, **options)
+        inner = build_optimizer(model, run.recipe)
+        return Optimizer(inner, peer=peer, run_id=run_id, **_options(run, tuning), **options)
 
     return until_reached(join, lambda seconds: peer.sleep(seconds), f"joining run {run_id!r}")
 
@@ -90,7 +91,8 @@ def join_run_as_rank(
 
 
 def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
-    recipe, lead = run.recipe, tuning.batch_size_lead
+    recipe = run.recipe
+    lead = tuning.batch_size_lead
     return {
         "target_batch_size": recipe.target_batch_size,
         "max_grad_norm": recipe.max_grad_norm,
@@ -99,7 +101,7 @@ def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
         "must_match": facts_of(run),
         "averaging": replace(tuning.averaging(), max_group_size=recipe.max_group_size),
         "progress": tuning.progress(),
-        # a lead above the target means to start matchmaking at once
+        # a lead above the target means that matchmaking starts at once
         "batch_size_lead": min(lead, recipe.target_batch_size - 1) if lead is not None else None,
     }
 

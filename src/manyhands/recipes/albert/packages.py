@@ -1,4 +1,4 @@
-"""Imports the packages of ``manyhands[albert]`` in one place, so that one message says what to install."""
+"""Imports the packages of ``manyhands[albert]`` in one place, so that one error tells the user what to install."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ try:
     import transformers
 
     _ = transformers.AlbertForPreTraining  # transformers is imported lazily, which takes seconds
-    # it would log a line for each file of a checkpoint
+    # the bar would be drawn for each file of a checkpoint
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 except ModuleNotFoundError as error:
-    if error.name not in _NEEDED:  # installed but broken: its own message says more
+    if error.name not in _NEEDED:  # the package is installed but broken: its own error says more
         raise
     raise MissingExtra("the ALBERT recipe", "albert") from error
 

@@ -21,7 +21,7 @@ PRESETS: Mapping[str, Mapping[str, int]] = {
         "intermediate_size": 4096,
     },
 }
-"""Recipe settings by model name. Source: the ``config.json`` of ``albert/albert-large-v2``."""
+"""The recipe settings of each model, by its name. Source: the ``config.json`` of ``albert/albert-large-v2``."""
 
 _SIZES = tuple(PRESETS["albert-large-v2"])
 _FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -33,7 +33,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_dropout_prob": (0, 0.0),
     "attention_probs_dropout_prob": (0, 0.0),
 }
-"""Other entries of a ``config.json`` with the values that this recipe supports."""
+"""Further entries of a ``config.json``, with the values that this recipe supports."""
 
 
 def model_settings(model: str) -> dict[str, int]:
@@ -64,5 +64,5 @@ def model_settings(model: str) -> dict[str, int]:
             )
     missing = [name for name in _SIZES if not isinstance(config.get(name), int) or config[name] < 1]
     if missing:
-        raise ConfigError(f"--model {model}: {', '.join(missing)} must be there, and a number above 0")
+        raise ConfigError(f"--model {model}: {path} must have a whole number above 0 for {', '.join(missing)}")
     return {name: config[name] for name in _SIZES}

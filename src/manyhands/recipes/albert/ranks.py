@@ -1,7 +1,7 @@
 """One trainer on several GPUs: the processes that ``torchrun`` starts are together one peer.
 
-Rank 0 is the peer, and does everything that a trainer of one process does. The other ranks compute gradients on their
-own samples, and follow rank 0.
+Rank 0 is the peer, and does all that a trainer of one process does. The other ranks compute gradients on samples of
+their own, and make the same steps as rank 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from manyhands.recipes.albert.source import position_in, samples_for
 
 @dataclass(frozen=True)
 class Task:
-    """What rank 0 sends to the others once, so that they build the same model and samples.
+    """The values that rank 0 sends to the other ranks once, so that they build the same model and samples.
 
     Attributes:
         tokenizer: as JSON.
@@ -56,10 +56,10 @@ class LossModule(torch.nn.Module):
 def begin(task: Task | None) -> Task:
     """Join the process group; ``task`` is given on rank 0 and returned on all ranks."""
     distributed.init_process_group()
-    told = [task]
-    distributed.broadcast_object_list(told, src=0)
-    assert told[0] is not None
-    return told[0]
+    tasks = [task]
+    distributed.broadcast_object_list(tasks, src=0)
+    assert tasks[0] is not None
+    return tasks[0]
 
 
 def together(loss_module: LossModule, device: torch.device) -> torch.nn.Module:
@@ -70,7 +70,7 @@ def together(loss_module: LossModule, device: torch.device) -> torch.nn.Module:
 def compute_along(settings: TrainingSettings) -> None:
     """Run a rank other than 0, until rank 0 ends."""
     _compute_to_the_end(settings)
-    gc.collect()  # what held the process group
+    gc.collect()  # so that no object holds the process group any more
     distributed.destroy_process_group()  # a thread of gloo that outlives the interpreter aborts the process
 
 
@@ -79,8 +79,10 @@ def _compute_to_the_end(settings: TrainingSettings) -> None:
         torch.set_num_threads(settings.threads)
     compute = Compute(settings.device, settings.precision)
     task = begin(None)
-    recipe, rank = task.run.recipe, distributed.get_rank()
-    order, position = f"{task.order} rank {rank}", position_in(task.state_path, rank)
+    recipe = task.run.recipe
+    rank = distributed.get_rank()
+    order = f"{task.order} rank {rank}"
+    position = position_in(task.state_path, rank)
     samples = samples_for(task.run_id, recipe, tokenizer_from_json(task.tokenizer), order, position)
     model = compute.on_device(build_model(recipe, task.run.vocab_size, samples.vocabulary))
     num_batches = settings.gradient_accumulation_steps

@@ -22,10 +22,10 @@ _DEVICE = re.compile(r"auto|(cpu|cuda|hpu|mps|npu|xla|xpu)(:\d+)?")
 
 
 def check_device(name: str) -> None:
-    """Check the form of a device's name; torch, which takes seconds to import, says whether it is there.
+    """Check the form of a device's name. Whether the device exists is checked later, by torch.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: no device has such a name.
     """
     if not _DEVICE.fullmatch(name):
         raise ConfigError(f"device {name!r} is unknown; write auto, cpu, cuda, cuda:1 or mps")
@@ -42,7 +42,7 @@ def num_ranks() -> int:
 
 
 def _of_torchrun(name: str, otherwise: int) -> int:
-    """Read a variable of ``torchrun``. Cluster schedulers set the same names, but no address to meet at."""
+    """Read a variable of ``torchrun``. Cluster schedulers set variables of these names too, but no ``MASTER_PORT``."""
     if not all(os.environ.get(needed, "").isdecimal() for needed in ("RANK", "WORLD_SIZE", "MASTER_PORT")):
         return otherwise
     return int(os.environ[name])
@@ -57,7 +57,7 @@ class TuningSettings:
     """
 
     matchmaking_time_s: float = AveragingConfig.matchmaking_time_s
-    """Seconds that a round waits for expected peers. It starts at once when all are there."""
+    """Seconds that a round waits for expected peers. It starts as soon as all have come."""
 
     averaging_timeout_s: float = AveragingConfig.averaging_timeout_s
     """Seconds after which a round is aborted. Its gradients count in the next one."""
@@ -66,7 +66,7 @@ class TuningSettings:
     """First estimate of the uplink in megabits per second; rounds then measure it."""
 
     batch_size_lead: int | None = None
-    """No effect: all peers know who leads the next step."""
+    """No effect: all peers know the leader of the next step beforehand."""
 
     min_refresh_s: float = ProgressConfig.min_refresh_s
     """Shortest time between two progress refreshes, in seconds."""
@@ -75,13 +75,13 @@ class TuningSettings:
     """Longest time between two progress refreshes, in seconds."""
 
     default_refresh_s: float = ProgressConfig.default_refresh_s
-    """Time between two refreshes while no speed is known, in seconds."""
+    """Time between two progress refreshes while no speed is known, in seconds."""
 
     expected_drift_peers: float = ProgressConfig.expected_drift_peers
     """Number of newcomers to allow for before the next refresh."""
 
     expected_drift_rate: float = ProgressConfig.expected_drift_rate
-    """The same, as a share of the peers; the larger of the two counts."""
+    """The same as a share of the peers; the larger of the two numbers counts."""
 
     progress_ttl_s: float = ProgressConfig.ttl_s
     """Lifetime of a progress record in seconds: a dead peer is counted for at most this long."""
@@ -147,7 +147,7 @@ class TrainingSettings:
     """Folder for model, optimizer and identity of this peer, for restarts. By default ./manyhands-RUN_ID."""
 
     no_checkpoints: bool = False
-    """Save nothing: no model, and no identity except that of --state-dir or --identity."""
+    """Save no checkpoints, and no identity except that of --state-dir or --identity."""
 
     checkpoint_every: int = 100
     """Global steps from one checkpoint to the next; one more is saved at the end."""
@@ -168,8 +168,8 @@ class TrainingSettings:
     """Write the curves of this machine into this folder, for TensorBoard."""
 
     linger_s: float = 30.0
-    """At the end, stay at most this many seconds for peers that still need to load the state; also after Ctrl-C or
-    SIGTERM, for those that download it then."""
+    """At the end, stay at most this many seconds for peers that must still load the state. After Ctrl-C or SIGTERM, for
+    peers that are downloading it."""
 
     allow_solo: bool = False
     """Continue alone when other peers are visible but no round with them succeeds. The run may split."""
@@ -190,7 +190,7 @@ class TrainingSettings:
     """CPU threads that torch may use; by default torch decides."""
 
     slow_down: float = 1.0
-    """Slow each batch down by this factor, by sleeping; to try how unequal machines train together."""
+    """Slow each batch down by this factor, by sleeping, to try how unequal machines train together."""
 
     tuning: TuningSettings = field(default_factory=TuningSettings)
     """Times and speeds of this peer."""
@@ -200,9 +200,9 @@ class TrainingSettings:
         if self.name is not None:
             checked_name(self.name)
         if num_ranks() > 1 and self.stop_file is not None:
-            raise ConfigError("stop_file is read by one process alone; under torchrun give max_steps")
+            raise ConfigError("stop_file is given under torchrun, where only one process would read it; give max_steps")
         if num_ranks() > 1 and self.auxiliary:
-            raise ConfigError("auxiliary computes nothing, so one process is enough: start it without torchrun")
+            raise ConfigError("auxiliary is given under torchrun, and it computes nothing; start it without torchrun")
         if self.max_steps is not None and self.max_steps < 1:
             raise ConfigError(f"max_steps is {self.max_steps}; it must be at least 1, for example 1000")
         if self.no_checkpoints and self.checkpoint_dir is not None:
@@ -215,17 +215,19 @@ class TrainingSettings:
         if not 1.0 <= self.slow_down <= 1000.0:
             raise ConfigError(f"slow_down is {self.slow_down}; it must be from 1 to 1000, for example 2")
         if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads is {self.threads}; it must be at least 1")
+            raise ConfigError(f"threads is {self.threads}; it must be at least 1, for example 4")
         if not 0 <= self.linger_s <= 3600:
             raise ConfigError(f"linger_s is {self.linger_s}; it must be from 0 to 3600 seconds, for example 30")
 
     def stop_step(self) -> int | None:
-        """The global step at which to stop, as far as it is known."""
+        """The global step at which to stop; None while there is none."""
         steps = [self.max_steps] if self.max_steps is not None else []
         if self.stop_file is not None and self.stop_file.exists():
             text = self.stop_file.read_text(errors="replace").strip()
             if text.isdecimal():
                 steps.append(int(text))
-            elif text:  # an empty file is about to be written
-                raise ConfigError(f"stop_file {self.stop_file} holds {text[:20]!r}; a global step is needed, such as 8")
+            elif text:  # an empty file is being written
+                raise ConfigError(
+                    f"stop_file {self.stop_file} has {text[:20]!r}; it must have a global step, such as 8"
+                )
         return min(steps, default=None)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class DataSource(NamedTuple):
-    """The tokenizer, already served to newcomers, and the samples."""
+    """The tokenizer, which newcomers can fetch from this peer already, and the samples."""
 
     tokenizer: transformers.PreTrainedTokenizerFast
     samples: Samples
@@ -52,13 +52,13 @@ def open_source(
         samples = streamed_samples(run_id, recipe, tokenizer, stream)
     else:
         samples = samples_for(run_id, recipe, tokenizer, documents=documents)
-    num_samples, num_heldout = counted(len(samples.training), "sample"), len(samples.heldout)
-    logger.info("Training on %s %s; %d others are held out", num_samples, place_of(recipe), num_heldout)
+    num_samples = counted(len(samples.training), "sample")
+    logger.info("Training on %s %s; %d others are held out", num_samples, place_of(recipe), len(samples.heldout))
     return DataSource(tokenizer, samples)
 
 
 def place_of(recipe: AlbertRecipe) -> str:
-    """Where the samples of a peer come from, after their number in a sentence."""
+    """The source of a peer's samples, as it follows their number in a log line."""
     if recipe.dataset_path is not None:
         return f"in {recipe.dataset_path}"
     if recipe.dataset_url:
@@ -69,7 +69,7 @@ def place_of(recipe: AlbertRecipe) -> str:
 
 
 def position_in(state_path: Path | None, rank: int = 0) -> Path | None:
-    """File in a peer's folder that counts the shards that one of its ranks has begun."""
+    """The file in a peer's folder with the number of shards that one of its ranks has begun."""
     if state_path is None:
         return None
     return state_path / (f"stream-rank-{rank}.json" if rank else "stream.json")
@@ -88,7 +88,7 @@ def samples_for(
     Args:
         order: seeds the order of fetched shards.
         position: file that keeps the position in that order.
-        documents: of the text, if it was already read.
+        documents: of the text, if it has been read already.
     Raises:
         ConfigError: they cannot be used in this run.
     """
@@ -100,7 +100,7 @@ def samples_for(
 
 
 def heldout_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:
-    """The held-out samples, for peers that do not train; of hosted data only the validation shard is fetched.
+    """The held-out samples, for peers that do not train. Of hosted data only the validation shards are fetched.
 
     Raises:
         ConfigError: they cannot be used in this run.
@@ -115,7 +115,7 @@ def heldout_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.P
 
 
 def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> ShardStream:
-    """The shards that the recipe names, once the first one has arrived.
+    """Open the shards that the recipe names, and wait for the first one.
 
     Args:
         order: seeds the order of the shards, together with the recipe's seed.
@@ -186,7 +186,7 @@ def _get_tokenizer(
     documents: Sequence[Sequence[str]],
     stream: ShardStream | None,
 ) -> transformers.PreTrainedTokenizerFast:
-    """The tokenizer: from the named folder, the own checkpoint, or a peer of the run, or trained on the text."""
+    """Get the tokenizer: from the named folder, this peer's checkpoint or a peer of the run, or by training one."""
     if recipe.tokenizer is not None:
         if run is not None:
             check_tokenizer(recipe.tokenizer, run_id, run.recipe.tokenizer)
@@ -204,13 +204,14 @@ def _get_tokenizer(
         return tokenizer_from_json(stream.data.tokenizer)
     if recipe.dataset_path is not None:
         raise ConfigError(
-            f"the samples in {recipe.dataset_path} need the tokenizer that they were made with: --tokenizer FOLDER"
+            f"the tokenizer of the samples in {recipe.dataset_path} is missing; give the one that they were made with: "
+            "--tokenizer FOLDER"
         )
     logger.info("Training the tokenizer on %s", counted(len(documents), "document"))
     tokenizer = train_tokenizer(documents, recipe.vocab_size)
     if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
         raise Unavailable(
-            f"cannot get the tokenizer of run {run_id!r}: none of the peers that were asked has it, and the text here "
+            f"cannot get the tokenizer of run {run_id!r}: none of the peers that were asked sent it, and the text here "
             "gives another one. Try again, or give the same --text as the others (without it, use the same version "
             "of Python)"
         )

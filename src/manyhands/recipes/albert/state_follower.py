@@ -35,14 +35,15 @@ logger = logging.getLogger(__name__)
 LOOK_TIMEOUT_S = 15.0
 LOOK_PERIOD_S = 1.0
 RETRY_PERIOD_S = 10.0
-"""Pause after no peer could provide a state or tokenizer."""
+"""Pause in seconds after an attempt in which no peer could send the state or the tokenizer."""
 TELL_PERIOD_S = 60.0
+"""Shortest time in seconds between two log lines about waiting."""
 
 
 class StateFollower:
     """Loads the state of a run at intervals from one of its peers.
 
-    It publishes nothing, so no peer waits for it or counts it.
+    It publishes no records, so no peer waits for it or counts it.
 
     Args:
         compute: device for the model.
@@ -72,9 +73,9 @@ class StateFollower:
         return {**self._optimizer.state_dict(), PLACE: self._replica.place()}
 
     def next_state(self, every: int) -> int:
-        """Wait until the run is ``every`` global steps further, and load its state; returns its global step.
+        """Wait until the run has made ``every`` more global steps, and load its state; returns its global step.
 
-        Does not wait the first time, or after the run has gone back.
+        It does not wait the first time, or after the run has gone back.
         """
         while True:
             if (step := self._load_if_due(every)) is not None:
@@ -96,11 +97,13 @@ class StateFollower:
             tokenizer = self._run_coroutine(fetching, "asking for the tokenizer", FETCH_TIMEOUT_S) if donors else None
             if tokenizer is not None:
                 return tokenizer
-            self._tell("Waiting for a peer of run %s that hands out its tokenizer")
+            self._tell("Waiting for a peer of run %s that sends its tokenizer")
             self._peer.sleep(RETRY_PERIOD_S if donors else LOOK_PERIOD_S)
 
     def _load_if_due(self, every: int) -> int | None:
-        records, here, has_failed = self._look(), self._step, False
+        records = self._look()
+        here = self._step
+        has_failed = False
         for _ in range(MAX_POSITIONS):
             if (leading := self._leading(records)) is None:
                 self._tell("Waiting for a peer of run %s from which the state can be downloaded")
@@ -111,21 +114,21 @@ class StateFollower:
             try:
                 state = self._download(donors, position)
                 if isinstance(self._replica, LocalReplica):
-                    self._replica.forget_inner()  # this peer has no steps of its own: it takes all of the state
+                    self._replica.forget_inner()  # this peer has no local steps to keep: it takes all of the state
                 self._replica.restore(state)
             except (Unavailable, ValueError) as error:
                 logger.warning("%s", readable(str(error)))
             else:
                 self._step = self._replica.position.step
                 return self._step
-            has_failed = True  # no state proved this position: decide again without it
+            has_failed = True  # no peer there sent a valid state: decide again without these peers
             records = {peer_id: record for peer_id, record in records.items() if peer_id not in donors}
         if has_failed:
             self._peer.sleep(RETRY_PERIOD_S)
         return None
 
     def _look(self) -> dict[PeerId, PeerRecord]:
-        """Progress of the peers that can provide the state."""
+        """The progress records of the peers that can send the state."""
 
         async def look() -> dict[PeerId, PeerRecord]:
             self._peer.presence.check_own(self._run_id)
@@ -139,13 +142,14 @@ class StateFollower:
             return {}
 
     def _leading(self, records: Mapping[PeerId, PeerRecord]) -> tuple[Position, list[PeerId]] | None:
-        presence, roster = self._peer.presence, self._replica.roster
-        members = roster.members.union(roster.former)  # of the run at the last state
+        presence = self._peer.presence
+        roster = self._replica.roster
+        members = roster.members.union(roster.former)  # at the last state
         trusted = presence.dht.initial_peers() if members.isdisjoint(records) else members
         leading = leading_donors(records, self._canvass, presence.rng, trusted)
         try:
             return self._run_coroutine(leading, "looking which peers can be reached")
-        except Timeout:  # in the background this peer goes on dialling them
+        except Timeout:  # the dials go on in the background
             return None
 
     def _download(self, donors: list[PeerId], leading: Position) -> State:
@@ -153,7 +157,7 @@ class StateFollower:
         return self._run_coroutine(downloading, "downloading the state", DAY_S)
 
     def _tell(self, words: str) -> None:
-        """Log once a minute what this peer is waiting for."""
+        """Log what this peer waits for, at most once a minute."""
         if self._peer.time() >= self._tell_at:
             self._tell_at = self._peer.time() + TELL_PERIOD_S
             logger.info(words, self._run_id)

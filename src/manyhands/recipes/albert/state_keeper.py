@@ -45,8 +45,8 @@ class StateKeeper:
             elif step < self._saved_step:
                 logger.warning(
                     "The run is at global step %d, and the newest checkpoint here is of step %d: nothing is saved "
-                    "until the run gets there. To go on from that checkpoint instead, give a trainer a copy of %s as "
-                    "its --checkpoint-dir", step, self._saved_step, self._folder.path,
+                    "until the run has reached it. To continue from that checkpoint instead, give a trainer a copy of "
+                    "%s as its --checkpoint-dir", step, self._saved_step, self._folder.path,
                 )  # fmt: skip
 
     def _save(self, step: int) -> None:

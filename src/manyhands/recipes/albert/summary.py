@@ -1,4 +1,4 @@
-"""What a trainer reports about itself to its user. Imports no torch, as the command line shows it."""
+"""The reports of a trainer about itself for its user. Imports no torch, as the command line shows them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Standing:
 
     Attributes:
         step: global steps made so far.
-        samples: towards the next step, by all peers together.
-        eta_s: seconds until the target; infinite while no peer computes.
-        is_averaging: the target is reached, and this peer makes the step.
+        samples: accumulated for the next step, by all peers together.
+        eta_s: seconds until the target is reached; infinite while no peer computes.
+        is_averaging: whether the target is reached, and this peer makes the step.
         share: this peer's share of all samples in its steps, the current one included.
-        loss: mean over this peer's batches of the step; that of the last step in which it had any.
+        loss: mean over this peer's batches of the current step, or of the last step in which it had any.
         samples_per_second: of this peer.
     """
 
@@ -42,16 +42,16 @@ class HeldoutLosses:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSummary:
-    """What one trainer has done from its start to its end.
+    """The work of one trainer from its start to its end.
 
     Attributes:
         seconds: time spent training.
         step: global steps that the run has made.
-        num_steps: those that this peer took part in.
-        samples_used: of this peer, in these steps.
-        samples_of_all: of all peers, in these steps.
-        samples_lost: of this peer, in a step that it did not finish.
-        is_alone: whether no other peer of the run is seen.
+        num_steps: number of these steps that this peer took part in.
+        samples_used: samples of this peer in these steps.
+        samples_of_all: samples of all peers in these steps.
+        samples_lost: samples of this peer in a step that it did not finish.
+        is_alone: whether this peer sees no other peer of the run.
         first_loss, last_loss: means over this peer's batches of the first and the last step in which it had any.
         heldout: None if there was no time to compute it.
         folder: with the checkpoints; None if none are kept.

@@ -1,4 +1,4 @@
-"""Peers hand out the tokenizer of their run, so that a newcomer needs neither the same text nor the same Python.
+"""Peers serve the tokenizer of their run, so that a newcomer needs neither the same text nor the same Python.
 
 A newcomer requests it by its digest from the run manifest, and rejects a tokenizer with any other digest.
 """
@@ -29,10 +29,10 @@ MAX_BYTES = 16 << 20
 MAX_JSON_BYTES = 32 << 20
 PART_TIMEOUT_S = 2.0
 TIMEOUT_S = 10.0
-"""For the whole transfer; a tokenizer of 30,000 tokens has 600 KB, compressed."""
+"""Longest time in seconds for the whole transfer. A tokenizer of 30,000 tokens has 600 KB, compressed."""
 
 FETCH_TIMEOUT_S = TIMEOUT_S + 5.0
-"""For callers of :func:`fetch_tokenizer` in another thread."""
+"""Longest wait in seconds of another thread for :func:`fetch_tokenizer`, which ends before it."""
 
 
 class TokenizerRequest(msgspec.Struct, frozen=True):
@@ -68,10 +68,10 @@ async def serve_tokenizer(endpoint: Endpoint, tokenizer: transformers.PreTrained
 async def fetch_tokenizer(
     endpoint: Endpoint, donors: Sequence[PeerId], digest: str
 ) -> transformers.PreTrainedTokenizerFast | None:
-    """Get the tokenizer with this digest from one of the peers of its run; None if none of them has it.
+    """Get the tokenizer with this digest from one of the peers of its run; None if none of them sends it.
 
     Args:
-        donors: peers of the run; perhaps this one too, from before a restart.
+        donors: peers of the run. This peer may be among them, from before a restart.
     """
     try:
         async with time_limit(TIMEOUT_S, "waiting for the tokenizer of the run"):
@@ -94,7 +94,7 @@ async def _fetch(endpoint: Endpoint, donor: PeerId, digest: str) -> bytes:
         if len(packed) >= response.num_bytes:
             return packed
         if not response.part:
-            raise ProtocolViolation(donor, "handed out only a part of the tokenizer")
+            raise ProtocolViolation(donor, "sent only a part of the tokenizer")
 
 
 def _unpacked(donor: PeerId, packed: bytes, digest: str) -> transformers.PreTrainedTokenizerFast:
@@ -102,11 +102,11 @@ def _unpacked(donor: PeerId, packed: bytes, digest: str) -> transformers.PreTrai
         decompressor = zlib.decompressobj()
         raw = decompressor.decompress(packed, MAX_JSON_BYTES)
         if not decompressor.eof:
-            raise ValueError("it is too large, or cut off")
+            raise ValueError("it is too large, or truncated")
         text = raw.decode()
-        if digest_of_json(text) == digest:  # before parsing: only what the run's own peers made is parsed
+        if digest_of_json(text) == digest:  # checked first, so that only the run's own tokenizer is parsed
             return tokenizer_from_json(text)
     except (zlib.error, ValueError, RecursionError) as error:
         why = readable(str(error))
-        raise ProtocolViolation(donor, f"handed out a tokenizer that cannot be read: {why}") from error
-    raise ProtocolViolation(donor, "handed out another tokenizer")
+        raise ProtocolViolation(donor, f"sent a tokenizer that cannot be read: {why}") from error
+    raise ProtocolViolation(donor, "sent another tokenizer than that of the run")

@@ -38,11 +38,11 @@ from manyhands.training.report import AccountPublisher, report_step
 logger = logging.getLogger(__name__)
 
 LAST_LOOK_S = 1.0
-"""Time for the held-out loss in the final summary: a trainer that was told to leave has a few seconds in all."""
+"""Longest time in seconds for the held-out loss of the final summary: after SIGTERM all must end in a few seconds."""
 TRIAL_SHARE = 4
-"""The trial finds batches of at most this fraction of the target: peers reach a step within one batch of each other."""
+"""The trial chooses batches of at most one part in four of the target, since peers wait for each other's last batch."""
 LOCAL_TRIAL_SHARE = 64
-"""The same with local steps: each peer must make at least one batch of the target, and should make many."""
+"""The same with local steps: each peer must make at least one batch before the target, and should make many."""
 
 
 class AlbertTrainer:
@@ -53,8 +53,8 @@ class AlbertTrainer:
         run: the run to join, if it has trainers already; ``recipe`` is then its recipe.
         data: of the run that is begun; by default that of ``recipe``.
         start_new: as for :class:`manyhands.Optimizer`.
-        is_batch_size_chosen: False to find ``recipe.batch_size`` by a short trial.
-        checkpoint_dir: where to keep the model; it is closed at the end of :meth:`run`.
+        is_batch_size_chosen: False to replace ``recipe.batch_size`` by that of a short trial.
+        checkpoint_dir: where to save checkpoints; it is closed at the end of :meth:`run`.
     Raises:
         ConfigError: the text or the data cannot be used, or this peer does not fit the run.
         Unavailable: the tokenizer or the state of the run could not be loaded.
@@ -84,7 +84,7 @@ class AlbertTrainer:
         self._compute.log_choice()
         if settings.device == "auto" and (num_gpus := self._compute.num_idle_gpus()) and num_ranks() == 1:
             logger.info(
-                "%s of this machine will be idle. For all of them, as one peer: torchrun --standalone "
+                "%s of this machine will be idle. To use all of them as one peer: torchrun --standalone "
                 "--nproc-per-node %d -m manyhands train ...", counted(num_gpus, "GPU"), num_gpus + 1,
             )  # fmt: skip
         tokenizer, samples = open_source(peer, run_id, recipe, run, checkpoint_dir)
@@ -166,7 +166,7 @@ class AlbertTrainer:
         return self._optimizer.manifest
 
     def run(self) -> None:
-        """Train until the settings say to stop, then stay a little for peers that are behind."""
+        """Train until the settings say to stop, then stay up to ``linger_s`` for peers that are behind."""
         optimizer = self._optimizer
         self._began = time.monotonic()
         self._on_event(Joined(self._peer.peer_id, optimizer.global_step, self._heldout.begin()))
@@ -202,8 +202,11 @@ class AlbertTrainer:
 
     def standing(self) -> Standing:
         """The current status of this peer and the run; safe to call from any thread."""
-        optimizer, losses = self._optimizer, self._losses
-        counts, progress, waiting = optimizer.statistics, optimizer.progress, optimizer.samples_accumulated
+        optimizer = self._optimizer
+        losses = self._losses  # the same list until the next step
+        counts = optimizer.statistics
+        progress = optimizer.progress
+        waiting = optimizer.samples_accumulated
         samples_of_all = counts.samples_of_all + max(progress.samples, waiting)
         return Standing(
             step=optimizer.global_step,
@@ -218,9 +221,10 @@ class AlbertTrainer:
         )
 
     def summary(self) -> TrainingSummary:
-        """What this peer has done; call it after :meth:`run`. Takes :data:`LAST_LOOK_S` or a little longer."""
-        counts, folder = self._optimizer.statistics, self._checkpoint_dir
-        losses = self._losses if self._last_loss is None else []  # an unfinished step says little beside complete ones
+        """The work of this peer; call it after :meth:`run`. Takes :data:`LAST_LOOK_S` or a little longer."""
+        counts = self._optimizer.statistics
+        folder = self._checkpoint_dir
+        losses = self._losses if self._last_loss is None else []  # an unfinished step counts only without complete ones
         return TrainingSummary(
             run_id=self._run_id,
             seconds=time.monotonic() - self._began,
@@ -257,7 +261,8 @@ class AlbertTrainer:
         return stop_step is not None and self._optimizer.global_step >= stop_step
 
     def _train_one_batch(self) -> None:
-        started, scaler = time.monotonic(), self._compute.scaler
+        started = time.monotonic()
+        scaler = self._compute.scaler
         num_batches = self._settings.gradient_accumulation_steps
         for _ in range(num_batches):
             self._compute_gradients()
@@ -266,14 +271,15 @@ class AlbertTrainer:
         scaler.step(self._stepping, batch_size=self._batches.batch_size * num_batches)
         scaler.update()
         self._optimizer.zero_grad()
-        if self._fitting is not None and num_ranks() == 1:  # else all ranks must have one size
+        if self._fitting is not None and num_ranks() == 1:  # several ranks must keep one size
             self._batches.batch_size = self._fitting.note(batch_s)
         self._on_event(
             BatchDone(self._optimizer.global_step, self._losses[-1], self._optimizer.samples_per_second, self._counts())
         )
 
     def _compute_gradients(self) -> None:
-        batch, num_batches = next(self._batches), self._settings.gradient_accumulation_steps
+        batch = next(self._batches)
+        num_batches = self._settings.gradient_accumulation_steps
         with self._compute.fitting(f"a batch of {counted(self._batches.batch_size, 'sample')}", SMALLER_BATCH):
             with self._compute.autocast():
                 loss = self._loss_of(batch)
@@ -285,7 +291,8 @@ class AlbertTrainer:
             logger.info("Loss of batch %d: %.5f", self._num_batches, self._losses[-1])
 
     def _report_step(self) -> None:
-        optimizer, losses = self._optimizer, self._losses
+        optimizer = self._optimizer
+        losses = self._losses
         self._losses = []
         mean = _mean(losses) if losses else None
         manifest = optimizer.last_round

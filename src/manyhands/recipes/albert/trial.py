@@ -13,16 +13,16 @@ from manyhands.base.text import counted
 logger = logging.getLogger(__name__)
 
 LEAST_BATCH_S = 0.2
-"""In shorter batches the overhead between batches is too large."""
+"""Shortest useful batch in seconds: below it, the overhead between batches is too large."""
 
 MOST_BATCH_S = 1.0
-"""Longer batches make the other peers wait at the end of each global step."""
+"""Longest useful batch in seconds: with longer ones, other peers wait at the end of each global step."""
 
 NUM_TIMED = 2
-"""The faster run counts: this machine may be busy for a moment."""
+"""Number of timed runs of one size. The fastest one counts, since the machine may be busy for a moment."""
 
 NUM_NOTED = 8
-"""Batches of the training whose median duration decides about another size."""
+"""Number of training batches whose median duration decides whether the size changes."""
 
 
 class OutOfMemory(ConfigError):
@@ -30,12 +30,12 @@ class OutOfMemory(ConfigError):
 
 
 def fitting_batch_size(seconds_for: Callable[[int], float], limit: int) -> int:
-    """The smallest power of two that takes ``LEAST_BATCH_S``, but no longer than ``MOST_BATCH_S``; at least 1.
+    """The smallest power of two that takes ``LEAST_BATCH_S`` or more, but at most ``MOST_BATCH_S``; at least 1.
 
-    Takes about as long as four such batches.
+    The trial takes about as long as four such batches.
 
     Args:
-        seconds_for: computes a batch of this many samples and returns the seconds, or raises :class:`OutOfMemory`.
+        seconds_for: computes a batch of so many samples and returns the seconds, or raises :class:`OutOfMemory`.
         limit: most samples.
     Raises:
         OutOfMemory: not even one sample fits.
@@ -58,7 +58,7 @@ def fitting_batch_size(seconds_for: Callable[[int], float], limit: int) -> int:
 
 
 class FittingBatchSize:
-    """The batch size that suits this machine, also when it was busy during the trial or gets busy later.
+    """The batch size that suits this machine, corrected if it was busy during the trial or gets busy later.
 
     Args:
         seconds_for, limit: as in :func:`fitting_batch_size`, which finds the first size.
@@ -71,11 +71,13 @@ class FittingBatchSize:
         self.size = fitting_batch_size(seconds_for, limit)
 
     def note(self, batch_s: float) -> int:
-        """A batch of :attr:`size` samples took so many seconds of training; returns the size of the next one."""
+        """Note the seconds that a batch of :attr:`size` samples took; returns the size of the next batch."""
         self._noted.append(batch_s)
         if len(self._noted) < NUM_NOTED:
             return self.size
-        usual_s, self._noted, before = statistics.median(self._noted), [], self.size
+        usual_s = statistics.median(self._noted)
+        self._noted = []
+        before = self.size
         if usual_s > MOST_BATCH_S:
             self.size = max(1, before // 2)
         elif usual_s < LEAST_BATCH_S and 2 * before <= self._limit and self._try_size(2 * before):
@@ -86,7 +88,7 @@ class FittingBatchSize:
         return self.size
 
     def _try_size(self, size: int) -> bool:
-        """Compute a batch of this size; return whether it fits on the device. If not, no larger one is tried again."""
+        """Compute a batch of this size; return whether it fits on the device. If not, no larger size is tried again."""
         try:
             self._seconds_for(size)
         except OutOfMemory:

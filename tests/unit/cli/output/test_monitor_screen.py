@@ -273,5 +273,6 @@ def test_the_summary_at_the_end_of_a_monitor() -> None:
     ]
     _, lines = card_of(a_picture(unit="tokens"), [])
     assert lines[1:] == [
-        ("tokens", "5,123,456 in the steps that this monitor knows"), ("peers", "0 in the run; nobody goes on with it"),
+        ("tokens", "5,123,456 in the steps that this monitor knows"),
+        ("peers", "0 in the run; it goes on when a trainer joins"),
     ]  # fmt: skip

@@ -298,7 +298,7 @@ def test_hostile_names_are_text_everywhere(shown: Shown) -> None:
     page.locator("#leaders-more").click()
     expect(page.locator("#leaders")).to_contain_text(HOSTILE)
     page.goto(f"{shown.server.url}/?peer={HOSTILE}")
-    expect(page.locator("#you-reason")).to_have_text("This coordinator does not know this peer.")
+    expect(page.locator("#you-reason")).to_have_text("This monitor does not know this peer.")
     assert page.locator("main img, main script").count() == 0
     assert "owned" not in page.title()
     assert shown.problems == []  # the policy of the page had nothing to refuse

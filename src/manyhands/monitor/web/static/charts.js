@@ -9,7 +9,7 @@ const ANEW_MS = 10000; // between two looks at the history of a run that was beg
 const WHOLE = [1, 10, 100, 1000, 10000].flatMap((ten) => [ten, 2 * ten, 5 * ten]);
 const COLUMNS = ["time", "step", "loss", "heldout_loss", "samples_per_second", "peers"];
 
-// Of a step that the server saw only afterwards, nobody has said the speed: it is 0.
+// The speed of a step is 0 if the server did not read the metrics of the peers in time.
 const valueOf = (point, name) => (name === "samples_per_second" ? point[name] || null : point[name]);
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -71,7 +71,7 @@ class Chart {
   show(points) {
     this.steps = points.step;
     this.data = [points.time, ...this.series.map(({ field }) => points[field])];
-    if (!this.plot && this.steps.length) this.build(); // axes of nothing would be made up
+    if (!this.plot && this.steps.length) this.build(); // without points the axes would be arbitrary
     this.plot?.setData(this.data);
     this.#say(this.plot?.cursor.idx);
     this.box.setAttribute("aria-label", this.#summary());
@@ -168,7 +168,7 @@ export class Charts {
     this.#drawSoon();
   }
 
-  // Of a whole minute: pages that ask at one time get one answer.
+  // Rounded to a whole minute, so that pages that ask at the same time share one answer.
   #since() {
     return Math.max(Math.floor((this.stream.now() - RANGES[this.#range]) / 60) * 60, 0);
   }

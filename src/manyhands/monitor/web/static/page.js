@@ -33,7 +33,7 @@ stream.addEventListener("run", () => {
   move();
 });
 
-// What is credited: samples, or what a run counts in their place.
+// The unit of credit: samples, or the unit that the run counts instead.
 function sayUnit(unit) {
   if (document.documentElement.dataset.unit === unit) return;
   document.documentElement.dataset.unit = unit;

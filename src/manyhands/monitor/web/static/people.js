@@ -61,7 +61,7 @@ export class People {
     more.textContent = this.#showsAll ? "Show fewer" : `Show all ${leaders.length}`;
   }
 
-  // Each row of the leaderboard names one of its peers alone; the others have its name.
+  // Each row of the leaderboard has the id of only one of its peers; the others are found by their common name.
   #ownLeader() {
     if (!this.#own) return undefined;
     const name = this.stream.peers.get(this.#own)?.name;
@@ -89,10 +89,10 @@ export class People {
 
   #reason(row, leader) {
     if (!this.stream.run) return "";
-    if (!row) return leader ? "This peer is not here now." : "This coordinator does not know this peer.";
+    if (!row) return leader ? "This peer is not here now." : "This monitor does not know this peer.";
     const ago = format.duration(awayFor(row, this.stream));
     if (row.state === "gone") {
-      return `Not heard of for ${ago}: it ended without a word, or its network failed. If it is yours, look at its log.`;
+      return `Silent for ${ago}: it ended without a goodbye, or its network failed. If it is yours, look at its log.`;
     }
     if (row.state === "left") return `It left ${ago} ago.`;
     if (row.reason) return `Not in the last step: ${row.reason}`;

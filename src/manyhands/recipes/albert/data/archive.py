@@ -4,7 +4,7 @@
 
     cache_dir/archives/0123456789abcdef/unpacked/data/manyhands.json ...
 
-The folder is named by a hash of the address, so a second start finds the archive without a request.
+The folder is named after a hash of the address, so a second start finds the archive without a request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from manyhands.recipes.albert.data.stream import default_cache_dir
 
 logger = logging.getLogger(__name__)
 
-FOLDER, UNPACKED = "archives", "unpacked"
+FOLDER = "archives"
+UNPACKED = "unpacked"
 TELL_PERIOD_S = 10.0
 LOCK_PERIOD_S = 0.5
 MAX_DIGEST_BYTES = 4096
@@ -57,8 +58,8 @@ def with_unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(given)
     if others := [url for url in urls if not is_archive(url)]:
         raise ConfigError(
-            f"dataset_url names an archive, and also {others[0]}, which is not one; mirrors have the same files, so "
-            "give the addresses of archives alone, or of an index.json"
+            f"dataset_url names an archive, and also {others[0]}, which is not one; mirrors must have the same files: "
+            "give only addresses of archives, or only those of an index.json"
         )
     return {**given, "dataset_path": unpacked(urls, given.get("cache_dir") or default_cache_dir())}
 
@@ -93,7 +94,7 @@ def _locked(folder: Path) -> FolderLock:
             return FolderLock(folder, "cache_dir", ".lock")
         except FolderInUse:
             if not is_told:
-                logger.info("Another process fetches the archive into %s; waiting for it", folder)
+                logger.info("Another process is fetching the archive into %s; waiting for it", folder)
             is_told = True
             time.sleep(LOCK_PERIOD_S)
 
@@ -105,14 +106,14 @@ def _fetch(urls: Sequence[str], folder: Path) -> None:
         if not path.exists():
             sha256 = _digest_beside(urls, folder / "digest", Fetcher(patience=Patience(START_PATIENCE_S / 3)))
             if sha256 is None:
-                logger.info("There is no SHA-256 at %s, so the archive is not compared with it", _digest_url(urls[0]))
+                logger.info("There is no SHA-256 at %s, so the archive cannot be checked", _digest_url(urls[0]))
             fetcher = Fetcher(_DownloadProgress(path), Patience(START_PATIENCE_S * 2 / 3))
             fetcher.fetch(urls, ExpectedFile(sha256=sha256), path)
         _unpack(urls, path, folder)
     except FetchFailed as error:
         kept = size_of(path.with_name(f"{path.name}.part"))
-        again = f". What has come ({amount_of(kept)}) is kept: start again, and it goes on from there" if kept else ""
-        raise no_data(f"{error}{again}") from error
+        advice = f". The first {amount_of(kept)} are kept: start again to fetch the rest" if kept else ""
+        raise no_data(f"{error}{advice}") from error
     except OSError as error:
         raise ConfigError(
             f"cache_dir {folder} cannot be written: {error.strerror}; make room there, or name another --cache-dir"
@@ -150,7 +151,8 @@ class _DownloadProgress(Watcher):
     def size_is(self, num_bytes: int) -> None:
         self._total = num_bytes
         here = size_of(self._path.with_name(f"{self._path.name}.part"))
-        _check_disk(self._path.parent, max(0, num_bytes - here) + num_bytes, "at least, for the archive and its files")
+        num_missing = max(0, num_bytes - here)
+        _check_disk(self._path.parent, num_missing + num_bytes, "at least, for the archive and its files")
 
     def have(self, num_bytes: int) -> None:
         now = time.monotonic()
@@ -161,8 +163,8 @@ class _DownloadProgress(Watcher):
             logger.info("Fetched %s", amount_of(num_bytes))
             return
         rate = max(1.0, (num_bytes - self._at_first) / (now - self._since))
-        logger.info("Fetched %s of %s; about %s to go", amount_of(num_bytes), amount_of(self._total),
-                    rough((self._total - num_bytes) / rate))  # fmt: skip
+        left = rough((self._total - num_bytes) / rate)
+        logger.info("Fetched %s of %s; about %s to go", amount_of(num_bytes), amount_of(self._total), left)
 
 
 def _samples_in(folder: Path) -> Path | None:
@@ -173,7 +175,7 @@ def _check_disk(folder: Path, num_bytes: int, what: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         raise ConfigError(
-            f"the disk of {folder} has {amount_of(free)} left, and {amount_of(num_bytes)} are needed {what}; make room "
+            f"the disk of {folder} has {amount_of(free)} free, and {amount_of(num_bytes)} are needed {what}; make room "
             "there, or name another --cache-dir"
         )
 
@@ -206,7 +208,7 @@ def _unpack(urls: Sequence[str], path: Path, folder: Path) -> None:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = re.sub(r"\s+", " ", str(error))
-        if reason.startswith("file could not be opened"):  # tarfile then lists what each kind of archive lacks
+        if reason.startswith("file could not be opened"):  # tarfile then has a reason for each kind of archive
             reason = "it is not a tar archive, perhaps a page of the host"
         path.unlink()
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Text to train on, as documents: lists of sentences in their order.
 
 A document here is a stretch of one text that is long enough for several samples. It is either trained on or held out,
-never both. For the same reason, a repeated paragraph is kept only once.
+never both. A repeated paragraph is kept only once, since its copies could be in both.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from manyhands.base.text import counted
 from manyhands.recipes.albert.data import python_docs
 
 DOCUMENT_CHARS = 4_000
-"""A document ends with the sentence that reaches this length: about 800 tokens of English."""
+"""A document ends with the sentence that reaches this number of characters: about 800 tokens of English."""
 
 SENTENCE_CHARS = 1_000
-"""Longer sentences (text without punctuation) are cut between two words."""
+"""Sentences of more characters (text without punctuation) are cut between two words."""
 
 DIGEST_BYTES = 16
-"""Size of the digests that detect repeated paragraphs; the text itself may be larger than the memory."""
+"""Size of the digests that detect repeated paragraphs. The text itself may not fit into memory."""
 
 Splitter = Callable[[str], list[str]]
 """Splits a paragraph into sentences."""
@@ -55,22 +55,24 @@ def load_documents(paths: Sequence[Path] = ()) -> list[list[str]]:
 
 
 def check_text(paths: Sequence[Path]) -> None:
-    """Check that text files can be read, and are not so short that no tokenizer makes enough samples of them.
+    """Check that text files can be read, and have at least two documents: one to train on, and one to hold out.
 
     Raises:
-        ConfigError: as :func:`load_documents`; or there is a single document.
+        ConfigError: as :func:`load_documents`; or there are fewer documents.
     """
     text_digest(tuple(paths))
 
 
 @functools.lru_cache(maxsize=1)  # called before and after a run is found
 def text_digest(paths: tuple[Path, ...]) -> str:
-    """The SHA-256 of the documents of :func:`load_documents`: equal for text that gives the same samples.
+    """The SHA-256 of the documents of :func:`load_documents`. It is equal for text that gives the same samples.
 
     Raises:
         ConfigError: as :func:`check_text`.
     """
-    digest, num_documents, num_chars = hashlib.sha256(), 0, 0
+    digest = hashlib.sha256()
+    num_documents = 0
+    num_chars = 0
     for document in iter_documents(paths):
         digest.update("\n".join([*document, "", ""]).encode())
         num_documents += 1
@@ -122,7 +124,8 @@ def _documents(paragraphs: Iterable[str], split: Splitter) -> Iterator[list[str]
             num_chars += len(sentence)
             if num_chars >= DOCUMENT_CHARS:
                 yield document
-                document, num_chars = [], 0
+                document = []
+                num_chars = 0
     if document:
         yield document
 

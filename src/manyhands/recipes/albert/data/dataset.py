@@ -34,17 +34,22 @@ from manyhands.recipes.albert.data.tokenizer_file import (
 )
 
 FORMAT = 1
-"""Format version; goes up when older versions cannot read the data any more."""
+"""Version of the format. It goes up when older versions of manyhands cannot read the data any more."""
 
 DEFAULT_FOLDER = Path("data")
-SAMPLES, TOKENIZER, ABOUT = "albert_tokenized_wikitext", "tokenizer", "manyhands.json"
-SHARDS, INDEX = "shards", "index.json"
-"""Names in the folder."""
-TRAINING, VALIDATION = "train", "validation"
+
+# names in the folder
+SAMPLES = "albert_tokenized_wikitext"
+TOKENIZER = "tokenizer"
+ABOUT = "manyhands.json"
+SHARDS = "shards"
+INDEX = "index.json"
+TRAINING = "train"
+VALIDATION = "validation"
 
 PREPARE = "manyhands data prepare"
 NUM_LOOKED_AT = 64
-"""Number of samples to check before training."""
+"""Number of samples of each split that are checked before training."""
 
 
 class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +73,7 @@ class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True):
     sha256: dict[str, str] = {}
 
     def content_digest(self) -> str:
-        """The SHA-256 of what decides the samples; equal for shards and for the folder that they were made of."""
+        """A SHA-256 of all that determines the samples. It is equal for shards and the folder they were made from."""
         decisive = (self.tokenizer, self.seq_length, self.num_samples, self.sha256)
         return hashlib.sha256(msgspec.json.encode(decisive, order="sorted")).hexdigest()
 
@@ -78,9 +83,9 @@ class Prepared:
     """Prepared data that fits its tokenizer.
 
     Attributes:
-        tokenizer: None if it is to come from the run.
+        tokenizer: folder of the tokenizer; None if a peer of the run sends it.
         digest: of the tokenizer; None if unknown.
-        seq_length: from the settings that made the data, else the length of the longest sample.
+        seq_length: from the description of the data, or else the length of the longest sample.
     """
 
     path: Path
@@ -93,7 +98,7 @@ class Prepared:
     about: DatasetInfo | None
 
     def content_digest(self) -> str:
-        """The SHA-256 of the samples, by their description; without one, of how many there are and some of them."""
+        """A SHA-256 of the samples, from their description; without one, of their number and some of them."""
         if self.about is not None:
             return self.about.content_digest()
         digest = hashlib.sha256(f"{len(self.training)} {len(self.validation)}".encode())
@@ -113,20 +118,18 @@ class Prepared:
         Raises:
             ConfigError: it was made with another tokenizer, or for samples of another length.
         """
-        where = (
-            f"get the data that run {run_id!r} trains on from the person who began it, or train on text: --text FILE"
-        )
+        where = f"ask the person who began run {run_id!r} for its data, or train on text: --text FILE"
         if self.digest is not None and self.digest != digest:
             path = self.tokenizer / FILE if self.tokenizer is not None else self.path.parent / ABOUT
             raise ConfigError(
-                f"{path}: tokenizer {self.digest[:12]} is not that of run {run_id!r} ({digest[:12]}), so the "
-                f"samples in {self.path} mean something else there; {where}"
+                f"{path}: tokenizer {self.digest[:12]} is not that of run {run_id!r} ({digest[:12]}), so the token ids "
+                f"in {self.path} are wrong for this run; {where}"
             )
         is_described = self.about is not None
         if self.seq_length > recipe.seq_length or (is_described and self.seq_length < recipe.seq_length):
             raise ConfigError(
                 f"{self.path}: samples have up to {self.seq_length} tokens, and run {run_id!r} has samples of "
-                f"{recipe.seq_length} (seq_length); {where}, or make it: {PREPARE} --seq-length {recipe.seq_length}"
+                f"{recipe.seq_length} (seq_length); {where}; or make it: {PREPARE} --seq-length {recipe.seq_length}"
             )
 
     def heldout(self, num_samples: int) -> list[StoredSample]:
@@ -141,7 +144,7 @@ def _spread(samples: SampleFiles, num_samples: int) -> list[StoredSample]:
 
 
 def found_here(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given settings, with the data at the default path if it exists and no other data was named.
+    """The given settings, with the data at the default path if it exists and the user named no other data.
 
     The folder of ``manyhands data prepare`` stands for the samples in it, and a ``tokenizer.json`` for its folder.
     """
@@ -164,10 +167,12 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
     """Open a folder with samples.
 
     Raises:
-        ConfigError: it is missing, damaged or truncated, or was made with another tokenizer; or it has shards.
+        ConfigError: it is missing, damaged or truncated, was made with another tokenizer, or has shards.
     """
     if (path / INDEX).is_file():
-        raise ConfigError(f"{path} has shards, which are given as an address: --dataset-url {address_of(path)}")
+        raise ConfigError(
+            f"{path} has shards; give their address instead of the folder: --dataset-url {address_of(path)}"
+        )
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path} (dataset_path); make the data with: {PREPARE}")
     about = read_dataset_info(path.parent / ABOUT)
@@ -197,7 +202,7 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
 
 
 def address_of(shards: Path) -> str:
-    """The address of the index of shards on this machine, for a shell."""
+    """The address of the index of shards on this machine, quoted for a shell."""
     return shlex.quote(f"file://{(shards / INDEX).absolute()}")
 
 
@@ -228,7 +233,7 @@ def _check_about(path: Path, about: DatasetInfo, splits: Mapping[str, Sequence[S
         if len(samples) != about.num_samples.get(name):
             raise ConfigError(
                 f"{path / name} has {len(samples)} samples, and {path.parent / ABOUT} says "
-                f"{about.num_samples.get(name)}: it is cut off, or of other data; get the archive again"
+                f"{about.num_samples.get(name)}: it is truncated, or of other data; get the archive again"
             )
 
 
@@ -265,12 +270,12 @@ def _files(split: Path) -> Iterable[Path]:
         state = json.loads((split / "state.json").read_text(encoding="utf-8"))
         if state.get("_indices_data_files") or state.get("_indices_files"):
             raise ConfigError(
-                f"{split} was saved in another order than its files; call flatten_indices() and save again"
+                f"{split} was saved with an order that its files do not have; call flatten_indices() and save it again"
             )
         return [split / file["filename"] for file in state["_data_files"]]
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{split} is not data that can be trained on: it has no {Path(error.filename).name}; name the folder that "
+            f"{split} has no {Path(error.filename).name}, so it is no prepared data; name the folder that "
             f"{PREPARE} makes, for example {DEFAULT_FOLDER / SAMPLES}"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -36,11 +36,11 @@ T = TypeVar("T")
 
 
 class FetchFailed(Unavailable):
-    """A file has not arrived completely; a retry may help."""
+    """A file was not downloaded completely; a retry may help."""
 
 
 class DownloadLimits(NamedTuple):
-    """When to give up a download.
+    """The limits of a download, in seconds.
 
     Attributes:
         silence_s: longest time without data.
@@ -55,10 +55,10 @@ class Watcher:
     """Callbacks of a download; an exception from one of them ends the download."""
 
     def size_is(self, num_bytes: int) -> None:
-        """The size of the whole file; called before any is written, if the server reports it."""
+        """Called with the size of the whole file before any of it is written, if the server reports it."""
 
     def have(self, num_bytes: int) -> None:
-        """The number of bytes in the file now."""
+        """Called with the number of bytes that are in the file now."""
 
 
 def download(url: str, path: Path, limits: DownloadLimits, watcher: Watcher) -> None:
@@ -74,7 +74,7 @@ def download(url: str, path: Path, limits: DownloadLimits, watcher: Watcher) -> 
         else:
             _by_fsspec(url, path, limits, watcher)
     except asyncio.TimeoutError as error:
-        raise FetchFailed(f"no answer for {limits.silence_s:.0f} s, or it comes too slowly") from error
+        raise FetchFailed(f"no answer for {limits.silence_s:.0f} s, or the transfer is too slow") from error
     except aiohttp.ClientConnectorError as error:
         cause = error.os_error
         known = os.strerror(cause.errno) if cause.errno is not None and cause.errno > 0 else cause.strerror
@@ -93,12 +93,12 @@ async def _by_http(url: str, path: Path, limits: DownloadLimits, watcher: Watche
     ):
         if response.status == 416:
             with path.open("wb"):
-                raise FetchFailed("it has fewer bytes than were fetched before")
+                raise FetchFailed("the file there is shorter than the part that was fetched before")
         if response.status not in (200, 206):
             raise FetchFailed(f"HTTP {response.status} {response.reason}")
         goes_on = response.headers.get("Content-Range", "").startswith(f"bytes {offset}-")
         if response.status == 206 and not goes_on:
-            raise FetchFailed("it answers with another range than was asked for")
+            raise FetchFailed("the server sent another range than the requested one")
         num_bytes = offset if response.status == 206 else 0
         if response.content_length is not None:
             watcher.size_is(num_bytes + response.content_length)
@@ -148,7 +148,7 @@ def _opened_with(url: str, options: dict[str, Any]) -> Any:
         filesystem, place = fsspec.core.url_to_fs(url, **options)
     except ImportError as error:
         package = known_implementations[urlsplit(url).scheme]["class"].partition(".")[0]
-        raise FetchFailed(f"its kind of address needs a package; try: pip install {package}") from error
+        raise FetchFailed(f"this kind of address needs another package; try: pip install {package}") from error
     return filesystem.open(place, "rb", block_size=READ_BYTES)
 
 

@@ -18,11 +18,11 @@ from manyhands.recipes.albert.data.download import DownloadLimits, FetchFailed, 
 from manyhands.recipes.albert.data.shards import Index, Shard
 
 START_PATIENCE_S = 20.0
-"""Longest time at the start without data from any mirror; after it the data counts as unavailable."""
+"""Longest time in seconds at the start without data from any mirror; after it the data counts as unavailable."""
 SILENCE_S = 15.0
-"""A mirror that sends nothing for this long is abandoned."""
+"""A mirror that sends nothing for this many seconds is abandoned."""
 MIN_BYTES_PER_S = 20_000
-"""A slower mirror is abandoned as well; the bytes received are kept."""
+"""A mirror with a lower rate is abandoned. The received bytes are kept."""
 MAX_RESUMES = 8
 MAX_INDEX_BYTES = 16 << 20
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
@@ -30,7 +30,7 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class NoGoodCopy(FetchFailed):
-    """Every mirror has delivered a whole file that differs from the index."""
+    """Every mirror has delivered a whole file, and each differs from the index."""
 
 
 class Stopped(Exception):
@@ -45,7 +45,7 @@ class ExpectedFile(NamedTuple):
 
 
 class Patience:
-    """How long nothing may arrive, over all files and mirrors together."""
+    """A timer for the longest time without data, over all files and mirrors together."""
 
     def __init__(self, limit_s: float = START_PATIENCE_S) -> None:
         self._limit_s = limit_s
@@ -64,7 +64,9 @@ class _Bounds(Watcher):
     """Ends the download of a file that is too long, and restarts the timer when data arrives."""
 
     def __init__(self, max_bytes: int | None, patience: Patience | None, watcher: Watcher) -> None:
-        self._max_bytes, self._patience, self._watcher = max_bytes, patience, watcher
+        self._max_bytes = max_bytes
+        self._patience = patience
+        self._watcher = watcher
 
     def size_is(self, num_bytes: int) -> None:
         self._watcher.size_is(num_bytes)
@@ -83,7 +85,7 @@ class Fetcher:
     Args:
         watcher: gets the progress of each download.
     Attributes:
-        patience: shared by all downloads at the start; None later, when each mirror has ``SILENCE_S``.
+        patience: shared by all downloads at the start. Later it is None, and each mirror has ``SILENCE_S``.
     """
 
     def __init__(self, watcher: Watcher | None = None, patience: Patience | None = None) -> None:
@@ -123,14 +125,15 @@ class Fetcher:
             Stopped: the file is not needed any more.
         """
         part = path.with_name(f"{path.name}.part")
-        reasons, num_bad = [], 0
+        reasons = []
+        num_bad = 0
         for number, url in enumerate(urls):
             try:
                 if self._fetch_from(url, wanted, part, len(urls) - number):
                     part.replace(path)
                     return number
                 num_bad += 1
-                reasons.append(f"{url}: it is another file than was described (size or SHA-256)")
+                reasons.append(f"{url}: the file differs from its description (size or SHA-256)")
             except FetchFailed as error:
                 reasons.append(f"{url}: {error}")
         kind = NoGoodCopy if num_bad == len(urls) else FetchFailed
@@ -158,7 +161,7 @@ class Fetcher:
             part.unlink(missing_ok=True)
             if not before:
                 return False
-            # the first part came from elsewhere, so fetch all of it from this mirror
+            # the first part may be of another mirror, so fetch all of it from this one
         raise FetchFailed(f"the connection broke off {MAX_RESUMES} times")
 
     def _silence_s(self, num_left: int) -> float:
@@ -166,7 +169,7 @@ class Fetcher:
         if self.patience is None:
             return SILENCE_S
         if not self.patience.left_s:
-            raise FetchFailed("not asked, as nothing has come from others for too long")
+            raise FetchFailed("not asked, since the other mirrors have sent nothing for too long")
         return min(SILENCE_S, self.patience.left_s / num_left)
 
 
@@ -206,15 +209,15 @@ class Mirrors:
         self._ask_first(self._fetcher.fetch(urls, ExpectedFile(shard.num_bytes, shard.sha256), path))
 
     def _ask_first(self, number: int) -> None:
-        """Move the mirror that has just delivered to the front, so that a dead one does not delay each download."""
+        """Move the mirror that has just delivered to the front: a dead one must not delay each download."""
         self._indexes = self._indexes[number:] + self._indexes[:number]
 
 
 def no_data(reasons: object) -> ConfigError:
-    """The error when no address has the data."""
+    """The error for data that no address delivers."""
     return ConfigError(
-        f"the data cannot be fetched: {reasons}. Check the address and whether it is served: manyhands data serve "
-        "FOLDER prints the line"
+        f"the data cannot be fetched: {reasons}. Check the address, and that somebody serves it: manyhands data serve "
+        "FOLDER prints the option to give"
     )
 
 
@@ -230,7 +233,7 @@ def index_url(url: str) -> str:
         folder = Path(url).parent if url.endswith(INDEX) else Path(url)
         if (folder / INDEX).is_file():
             raise ConfigError(f"dataset_url {url!r} is a path; write its address: --dataset-url {address_of(folder)}")
-        raise ConfigError(f"dataset_url {url!r} is not an address; for example http://203.0.113.7:8000/{INDEX}")
+        raise ConfigError(f"dataset_url {url!r} is not an address; give one such as http://203.0.113.7:8000/{INDEX}")
     if is_archive(url):
         raise ConfigError(
             f"{url} is an archive, and the address of an index.json is needed here; unpack it where the trainer is "

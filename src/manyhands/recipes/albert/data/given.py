@@ -1,6 +1,6 @@
 """The data that a user named, in one of four ways: text, a prepared folder, hosted data, or a tokenizer alone.
 
-Imports no torch, and each reader only when it is needed: the command line checks these settings first.
+Imports no torch, and imports each reader only when it is needed: the command line checks these settings first.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from manyhands.recipes.albert.config import AlbertRecipe
 
 
 def is_named(given: Mapping[str, Any]) -> bool:
-    """Whether the user named data; a tokenizer alone is none."""
+    """Whether the user named data. A tokenizer alone is no data."""
     return any(given.get(name) for name in ("text", "dataset_path", "dataset_url"))
 
 
 def or_found_here(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given settings, with the prepared data in this folder if it is there and no data was named."""
+    """The given settings, with the prepared data in the current folder if there is any and the user named none."""
     from manyhands.recipes.albert.data.dataset import found_here
 
     return found_here(given)
@@ -34,7 +34,7 @@ def found(given: Mapping[str, Any], before_fetching: Callable[[], object] = lamb
     """
     named = [f"--{name}" for name in ("text", "dataset-path", "dataset-url") if given.get(name.replace("-", "_"))]
     if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} are both given; give one of them")
+        raise ConfigError(f"{' and '.join(named)} are given together; give one of them")
     if not named:
         return dict(given)
     if given.get("dataset_url"):
@@ -69,8 +69,8 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
         if given.get(name, value) != value:
             option = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"{option} is {given[name]}, and the data here is made for {value}; leave out {option}, or make other "
-                "data with: manyhands data prepare"
+                f"{option} is {given[name]}, and the data on this machine needs {value}; leave out {option}, or make "
+                "other data with: manyhands data prepare"
             )
     return settings
 
@@ -82,7 +82,7 @@ def check_given_data(run_id: str, given: Mapping[str, Any], recipe: AlbertRecipe
         recipe: of the run.
         tokenizer: digest of the run's tokenizer.
     Raises:
-        ConfigError: it does not; the message names the file that differs.
+        ConfigError: it does not. The message names the file that differs.
     """
     if given.get("dataset_path") is not None:
         from manyhands.recipes.albert.data.dataset import open_prepared

@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 
 
 class PairMaker:
-    """Makes the samples of documents; those of a document depend only on the seed, its split and its number.
+    """Makes the samples of documents. Those of a document depend only on its text, its split, its number and the seed.
 
     Args:
         tokenizer: as JSON.
@@ -111,7 +111,7 @@ _maker: PairMaker | None = None
 
 
 def begin_process(*settings: Any) -> None:
-    """Initialize a worker process, which exits with its parent, even if that is killed."""
+    """Initialize a worker process. It exits with its parent, even if the parent is killed."""
     global _maker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -127,6 +127,6 @@ def begin_process(*settings: Any) -> None:
 
 
 def make(chunk: Chunk) -> Any:
-    """:meth:`PairMaker.__call__` in a worker process."""
+    """Call the :class:`PairMaker` of this worker process."""
     assert _maker is not None
     return _maker(chunk)

@@ -21,8 +21,10 @@ from manyhands.recipes.albert.data.tokenizer_file import Vocabulary
 Sentence = list[int]
 """Token ids of one sentence, without special tokens."""
 
-IN_ORDER, SWAPPED = 0, 1
-"""The two sentence-order labels."""
+IN_ORDER = 0
+"""Sentence-order label of a pair in the order of the text."""
+SWAPPED = 1
+"""Sentence-order label of a pair in reverse order."""
 
 
 class Pair(NamedTuple):
@@ -43,28 +45,31 @@ def pairs_of(document: Iterable[Sentence], seq_length: int, rng: random.Random) 
         if num_tokens >= seq_length:
             if len(gathered) > 1:
                 yield truncated(ordered_pair(gathered, rng), seq_length)
-            gathered, num_tokens = [], 0
+            gathered = []
+            num_tokens = 0
     if len(gathered) > 1:
         yield truncated(ordered_pair(gathered, rng), seq_length)
 
 
 def ordered_pair(sentences: Sequence[Sentence], rng: random.Random) -> Pair:
-    """Cut between two sentences, each place as likely, and swap the segments half of the time."""
+    """Cut between two random sentences, and swap the segments half of the time."""
     cut = rng.randrange(1, len(sentences))
-    first, second = list(chain.from_iterable(sentences[:cut])), list(chain.from_iterable(sentences[cut:]))
+    first = list(chain.from_iterable(sentences[:cut]))
+    second = list(chain.from_iterable(sentences[cut:]))
     return Pair(second, first, SWAPPED) if rng.random() < 0.5 else Pair(first, second, IN_ORDER)
 
 
 def truncated(pair: Pair, seq_length: int) -> Pair:
     """Truncate the segments at their ends, the longer one first, until they fit with the special tokens.
 
-    The longer one keeps an odd token, as in ``longest_first`` of ``tokenizers``.
+    If the number of tokens is odd, the longer one keeps one more, as in ``longest_first`` of ``tokenizers``.
     """
     max_tokens = seq_length - NUM_PAIR_TOKENS
     shorter = min(len(pair.first), len(pair.second))
     longer = max(shorter, max_tokens - shorter)
     if shorter + longer > max_tokens:
-        shorter, longer = max_tokens // 2, (max_tokens + 1) // 2
+        shorter = max_tokens // 2
+        longer = (max_tokens + 1) // 2
     in_order = len(pair.first) <= len(pair.second)
     num_first, num_second = (shorter, longer) if in_order else (longer, shorter)
     return Pair(pair.first[:num_first], pair.second[:num_second], pair.label)
@@ -80,7 +85,8 @@ class Encoded(NamedTuple):
 
 def encoded(pair: Pair, vocabulary: Vocabulary) -> Encoded:
     """Add the special tokens to a pair."""
-    num_first, num_second = len(pair.first), len(pair.second)
+    num_first = len(pair.first)
+    num_second = len(pair.second)
     return Encoded(
         input_ids=[vocabulary.cls, *pair.first, vocabulary.sep, *pair.second, vocabulary.sep],
         token_type_ids=[0] * (num_first + 2) + [1] * (num_second + 1),

@@ -16,7 +16,7 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz")
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The text that becomes samples, and how.
+    """The text to make samples of, and the settings for it.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -35,19 +35,19 @@ class Preparation:
     """Train a tokenizer on the text instead; together with --text nothing is downloaded."""
 
     vocab_size: int = 30_000
-    """Tokens in a vocabulary that is trained, at most."""
+    """Most tokens in a vocabulary that is trained."""
 
     splitter: Literal["rules", "punkt"] = "rules"
     """Sentence splitter: the rules of manyhands, or punkt of nltk if that is installed."""
 
     seq_length: int = 512
-    """Tokens in one sample at most, special tokens included."""
+    """Most tokens in one sample, special tokens included."""
 
     rows_per_document: int = 1
     """Rows of the data set that make one document; for BookCorpus, whose rows are single sentences, for example 64."""
 
     seed: int = 0
-    """Seed of where sentence pairs are cut and which are swapped: the same text and seed give the same samples."""
+    """Seed for cutting and swapping sentence pairs: the same text and seed give the same samples."""
 
     num_proc: int | None = None
     """Processes that split and encode; by default one for each CPU core."""
@@ -78,20 +78,21 @@ class Preparation:
 
     @property
     def targets(self) -> list[str]:
-        """What is made in the output folder."""
+        """The names of the files and folders that are made in the output folder."""
         from manyhands.recipes.albert.data.dataset import ABOUT, SAMPLES, SHARDS, TOKENIZER  # needs numpy
 
-        return [SAMPLES, TOKENIZER, ABOUT] + [SHARDS] * (self.shards is not None)
+        always = [SAMPLES, TOKENIZER, ABOUT]
+        return [*always, SHARDS] if self.shards is not None else always
 
     def check(self) -> None:
         """Check the files before anything slow is imported.
 
         Raises:
-            ConfigError: a text cannot be read, or a target is there already.
+            ConfigError: a text cannot be read, or a target exists already.
         """
         for path in [self.output / name for name in self.targets] + ([self.archive] if self.archive else []):
             if path.exists():
-                raise ConfigError(f"{path} is there already; remove it, or name another --output and --archive")
+                raise ConfigError(f"{path} exists already; remove it, or name another --output and --archive")
         if self.archive is not None and not self.archive.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder {self.archive.parent} for the archive; make it first")
         for path in self.text:
@@ -102,7 +103,7 @@ class Preparation:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """The folder of the tokenizer; None if it is one of huggingface.co, or is to be trained."""
+        """The folder of the tokenizer; None for a tokenizer of huggingface.co, or one to train."""
         from manyhands.recipes.albert.data.tokenizer_file import tokenizer_folder  # needs tokenizers
 
         folder = tokenizer_folder(Path(self.tokenizer))
@@ -117,5 +118,5 @@ class Preparation:
 
     @property
     def source(self) -> str:
-        """The origin of the text, for people."""
+        """The origin of the text, as people read it."""
         return ", ".join(path.name for path in self.text) if self.text else self.dataset

@@ -54,12 +54,12 @@ from manyhands.recipes.albert.packages import transformers
 logger = logging.getLogger(__name__)
 
 VALIDATION_PERIOD = 50
-"""If the text has no validation split, one document of this many is kept for it, starting with the second."""
+"""If the text has no validation split, one of this many documents is kept for it, beginning with the second one."""
 HUB_TIMEOUT_S = 10.0
 CHUNK_CHARS = 200_000
-"""Characters in the chunk of one call: about a third of a second."""
+"""Least number of characters in a chunk, which takes a process about a third of a second."""
 CHUNKS_AHEAD = 2
-"""Queued chunks per process, so that none is idle."""
+"""Number of queued chunks for each process, so that none is idle."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Result:
 
 
 def prepare(settings: Preparation) -> Result:
-    """Make prepared data; an interrupted call leaves nothing behind.
+    """Make prepared data. An interrupted call leaves no files.
 
     Raises:
         ConfigError: the text, the tokenizer or a folder cannot be used.
@@ -114,13 +114,13 @@ def prepare(settings: Preparation) -> Result:
 
 
 def needs_hub(settings: Preparation) -> bool:
-    """Whether something is to come from huggingface.co, or from what was downloaded from there before."""
+    """Whether files of huggingface.co are needed, downloaded now or earlier."""
     is_published = settings.tokenizer_folder is None and not settings.train_tokenizer
     return is_published or not (settings.text or Path(settings.dataset).exists())
 
 
 def _try_hub() -> None:
-    """Ask once whether the Hub answers. If not, its libraries, which would try for long, use their caches alone."""
+    """Ask once whether the Hub answers. If not, let its libraries use only their caches: they would retry for long."""
     import datasets
     import huggingface_hub
     from huggingface_hub import constants
@@ -129,9 +129,9 @@ def _try_hub() -> None:
         return
     try:
         huggingface_hub.get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 (of the library for HTTP, which has changed)
+    except Exception as error:  # noqa: BLE001 (each version of huggingface_hub has another HTTP library)
         logger.warning(
-            "%s does not answer (%s): using only what was downloaded from there before",
+            "%s does not answer (%s): using only files that were downloaded from there before",
             constants.ENDPOINT, reason_of(error),
         )  # fmt: skip
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -160,7 +160,7 @@ def _make(settings: Preparation, source: DocumentSource, draft: Path, archive: P
             if not samples:
                 raise ConfigError(
                     f"the text gives no samples for {split}: a sample needs two sentences of one document. Add text; "
-                    "or, if each row of the data set is one sentence, gather them: --rows-per-document 64"
+                    "or, if each row of the data set is one sentence, combine rows: --rows-per-document 64"
                 )
         _save_to_disk(raw, draft / SAMPLES)
         about = msgspec.structs.replace(about, sha256=sample_digests(draft / SAMPLES))
@@ -180,9 +180,9 @@ class DocumentSource:
     """A source of documents that can be read several times.
 
     Attributes:
-        documents: each with its split.
-        total: characters or rows.
-        size_of: how much of the total a document is.
+        documents: returns the documents, each with its split.
+        total: number of characters or rows.
+        size_of: the number of characters or rows of a document.
     """
 
     documents: Callable[[], Iterator[tuple[str, Document]]]
@@ -329,7 +329,8 @@ def _chunks(documents: Iterator[tuple[str, Document]]) -> Iterator[Chunk]:
         if num_chars[split] >= CHUNK_CHARS:
             yield Chunk(split, num_done[split], waiting[split])
             num_done[split] += len(waiting[split])
-            waiting[split], num_chars[split] = [], 0
+            waiting[split] = []
+            num_chars[split] = 0
     for split, rest in waiting.items():
         yield Chunk(split, num_done[split], rest)
 
@@ -337,7 +338,7 @@ def _chunks(documents: Iterator[tuple[str, Document]]) -> Iterator[Chunk]:
 def _by_processes(
     chunks: Iterator[Chunk], num_processes: int, options: tuple[Any, ...]
 ) -> Generator[tuple[str, Any], None, None]:
-    """The results for the chunks, in order, computed by several processes."""
+    """Yield the result for each chunk, in order, computed by several processes."""
     context = multiprocessing.get_context("spawn")  # threads of torch and rich must not be forked
     pool = ProcessPoolExecutor(num_processes, context, begin_process, options)
     waiting: deque[tuple[str, Future[Any]]] = deque()
@@ -385,7 +386,7 @@ def _save_to_disk(files: dict[str, Path], folder: Path) -> None:
     splits = {}
     for split, path in files.items():
         rows = datasets.Dataset.from_file(str(path))
-        # by its content, not its path: the same text then makes the same archive
+        # a fingerprint of the content, not the path, so that the same text gives the same archive
         splits[split] = datasets.Dataset(rows.data, rows.info, fingerprint=sha256_of(path)[:16])
     shown = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
@@ -415,5 +416,5 @@ def _write_archive(path: Path, folder: Path) -> None:
 
 
 def _progress() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, transient=True, disable=not sys.stdout.isatty())

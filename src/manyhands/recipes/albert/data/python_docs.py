@@ -35,10 +35,10 @@ _MARKUP = re.compile(
 )
 _PLAIN_WORD = re.compile(r"[(\"“'`*]*[A-Za-z’'-]+[)\"”'`*]*[.,;:?!]*[)\"”]?")  # noqa: RUF001
 _CO_HAS_DOCSTRING = 0x4000000
-"""Flag of a function's code from Python 3.14 on; before, the first constant is the docstring or None."""
+"""Flag of functions with a docstring from Python 3.14 on. Before, the first constant is the docstring or None."""
 
 _DOCSTRING_WITHIN = 16
-"""A class or a module sets its docstring within this many instructions."""
+"""The code of a class or module sets its docstring in one of this many first instructions."""
 
 _MIN_WORDS = 8
 _MIN_PLAIN_SHARE = 0.8

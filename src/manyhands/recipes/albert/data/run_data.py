@@ -1,4 +1,4 @@
-"""The data that a run trains on, as a fact of the run, and what a peer does that has other data. Imports no torch."""
+"""The data that a run trains on, as a fact of the run, and the data that a newcomer takes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from manyhands.rpc.frames import readable
 logger = logging.getLogger(__name__)
 
 PYTHON_DOCS = "python-docs"
-"""In place of a digest: the text that comes with Python. Its words differ a little between versions of Python."""
+"""Stands in place of a digest for the text that comes with Python, which differs a little between its versions."""
 
 PUBLIC_SCHEMES = ("http", "https", "ftp", "s3")
-"""An address in a run manifest is opened by all who join, so it names no file and no other thing on their machines."""
+"""Schemes of addresses in a run manifest. All newcomers open them, so an address must not name a file of theirs."""
 
-SHOWN_DIGITS = 12  # of a digest
+SHOWN_DIGITS = 12
+"""Number of digits of a digest that are shown."""
 
 
 class RunData(NamedTuple):
     """The data of a run.
 
     Attributes:
-        digest: of the data, equal for a folder, an archive and shards of the same samples; or :data:`PYTHON_DOCS`.
-        urls: where to get it; several are mirrors.
+        digest: equal for a folder, an archive and shards of the same samples; or :data:`PYTHON_DOCS`.
+        urls: addresses of the data; several are mirrors.
     """
 
     digest: str = PYTHON_DOCS
@@ -40,7 +41,7 @@ class RunData(NamedTuple):
 
 
 OF_PYTHON = RunData()
-"""The data of a run that was begun without any."""
+"""The data of a run whose first user named none."""
 
 
 def data_of(given: Mapping[str, Any]) -> RunData:
@@ -66,7 +67,7 @@ def data_of(given: Mapping[str, Any]) -> RunData:
 
 
 def is_public(url: str) -> bool:
-    """Whether an address may be published in a run manifest: it is of a server, and has no password or signature."""
+    """Whether an address may be in a run manifest: it is the address of a server, without password or signature."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -85,14 +86,14 @@ def data_for_run(
 ) -> dict[str, Any]:
     """The settings of a peer that joins a run, with the data of the run: from this machine, or from its address.
 
-    Data that the peer was told to use is used, with a warning if it is not that of the run.
+    If the user named data, that is taken, with a warning if it is not the data of the run.
 
     Args:
         given: settings that the user named.
-        any_text: use what is on this machine, whatever the run trains on.
-        begin_log: called before the first line.
+        any_text: use the data on this machine, whatever the run trains on.
+        begin_log: called before the first log line.
     Raises:
-        ConfigError: the data of the run is not here and cannot be fetched.
+        ConfigError: the data of the run is not on this machine and cannot be fetched.
     """
     if not is_named(given) and not any_text and wanted.digest == PYTHON_DOCS:
         return dict(given)
@@ -104,8 +105,9 @@ def data_for_run(
         if is_chosen:
             raise
         begin_log()
-        logger.warning("Data that is on this machine cannot be used: %s", error)
-        here, own = dict(given), OF_PYTHON
+        logger.warning("The data on this machine cannot be used: %s", error)
+        here = dict(given)
+        own = OF_PYTHON
     if own.digest == wanted.digest:
         return here
     if is_chosen:

@@ -1,7 +1,7 @@
 """Files of samples: Arrow streams in the format of ``datasets``, memory-mapped. Imports no torch.
 
-The operating system caches what is read and drops it when memory is short: this process keeps a few bytes per sample,
-however large the files are.
+The operating system caches the pages that are read, and drops them when memory is short. This process keeps a few bytes
+for each sample, however large the files are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra("prepared data", "albert") from error
 
 ROWS_PER_BATCH = 1_000
-"""The value of ``datasets``."""
+"""Samples in one record batch, as in files of ``datasets``."""
 
 SCHEMA = pa.schema(
     [
@@ -59,13 +59,13 @@ class SampleFiles(Sequence[StoredSample]):
             raise ConfigError(f"data file {path} is missing; get the data again") from error
         except (pa.ArrowInvalid, OSError) as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(f"data file {path} is cut off or damaged ({reason}); get it again") from error
+            raise ConfigError(f"data file {path} is truncated or damaged ({reason}); get it again") from error
         for batch in batches:
             missing = [name for name in SCHEMA.names if name not in batch.schema.names]
             if missing or not pa.types.is_list(batch.schema.field("input_ids").type):
                 raise ConfigError(
-                    f"data file {path} has columns {', '.join(batch.schema.names)}, and the lists {', '.join(missing)} "
-                    "are needed; manyhands data prepare writes them"
+                    f"data file {path} has columns {', '.join(batch.schema.names)}; it must also have the lists "
+                    f"{', '.join(missing)}, as files of manyhands data prepare have"
                 )
             self._batches.append(batch)
             self._ends.append(len(self) + batch.num_rows)
@@ -88,11 +88,12 @@ class SampleFiles(Sequence[StoredSample]):
 
         def values(name: str) -> np.ndarray[Any, Any]:
             column = batch.column(name)
-            start, end = column.offsets[row].as_py(), column.offsets[row + 1].as_py()
+            start = column.offsets[row].as_py()
+            end = column.offsets[row + 1].as_py()
             found: np.ndarray[Any, Any] = column.values[start:end].to_numpy()
             return found
 
-        length = int(values("attention_mask").sum())  # without padding, which other programs may have saved
+        length = int(values("attention_mask").sum())  # without padding, which other programs may have added
         return StoredSample(
             values("input_ids")[:length],
             values("token_type_ids")[:length],
@@ -101,7 +102,7 @@ class SampleFiles(Sequence[StoredSample]):
         )
 
     def longest(self) -> int:
-        """Tokens of the longest sample, padding included."""
+        """Number of tokens of the longest sample, padding included."""
         offsets = (batch.column("input_ids").offsets.to_numpy() for batch in self._batches if batch.num_rows)
         return max((int(np.diff(of_batch).max()) for of_batch in offsets), default=0)
 
@@ -109,7 +110,8 @@ class SampleFiles(Sequence[StoredSample]):
         """Record batches with the samples ``start`` to ``end`` (exclusive), for copying."""
         for batch, batch_end in zip(self._batches, self._ends, strict=True):
             batch_start = batch_end - batch.num_rows
-            first, last = max(start, batch_start), min(end, batch_end)
+            first = max(start, batch_start)
+            last = min(end, batch_end)
             if first < last:
                 yield batch.slice(first - batch_start, last - first).select(SCHEMA.names)
 
@@ -118,7 +120,7 @@ class SampleWriter:
     """Writes one file, in batches of ``ROWS_PER_BATCH``: the same samples give the same bytes, however they are added.
 
     Attributes:
-        num_samples: written so far.
+        num_samples: number of samples that were added so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,4 +150,5 @@ class SampleWriter:
         table = pa.Table.from_batches(self._waiting, SCHEMA).combine_chunks()
         self._stream.write_table(table.slice(0, num_rows), max_chunksize=ROWS_PER_BATCH)
         rest = table.slice(num_rows).combine_chunks()
-        self._waiting, self._num_waiting = rest.to_batches(), rest.num_rows
+        self._waiting = rest.to_batches()
+        self._num_waiting = rest.num_rows

@@ -14,10 +14,10 @@ from manyhands.recipes.albert.data.tokenizer_file import Vocabulary, vocabulary_
 from manyhands.recipes.albert.packages import transformers
 
 TextSample = list[Sentence]
-"""Two or more consecutive sentences of one document, with about ``seq_length`` tokens; cut and swapped when drawn."""
+"""Two or more consecutive sentences of one document, with about ``seq_length`` tokens. Cut and swapped when drawn."""
 
 Sample = TextSample | StoredSample
-"""A stored sample of prepared data is already cut and swapped."""
+"""A sample of plain text, or a stored one of prepared data, which is cut and swapped already."""
 
 
 class SampleStream(Protocol):
@@ -31,7 +31,7 @@ class SampleStream(Protocol):
         ...
 
     def advance(self) -> None:
-        """Go on to another part."""
+        """Replace the current part by another one."""
         ...
 
     def close(self) -> None: ...
@@ -76,8 +76,8 @@ def make_samples(
     if len(heldout) < recipe.num_heldout or len(training) < recipe.batch_size:
         raise ConfigError(
             f"the text is too short: it gives {len(training)} samples of {recipe.seq_length} tokens for training and "
-            f"{len(heldout)} from documents to hold out; at least {recipe.batch_size} and {recipe.num_heldout} are "
-            "needed: give more text"
+            f"{len(heldout)} to hold out; at least {recipe.batch_size} and {recipe.num_heldout} are needed: give more "
+            "text"
         )
     vocabulary = vocabulary_of(tokenizer.backend_tokenizer)
     return Samples(training=training, heldout=heldout[: recipe.num_heldout], vocabulary=vocabulary)
@@ -96,7 +96,8 @@ def cut_samples(sentences: Sequence[Sentence], seq_length: int) -> Iterator[Text
         num_tokens += len(part)
         if num_tokens >= seq_length:
             yield sample
-            sample, num_tokens = [], 0
+            sample = []
+            num_tokens = 0
     if len(sample) >= 2 and num_tokens >= seq_length // 2:
         yield sample
 
@@ -119,7 +120,8 @@ def _choose_heldout(by_document: Sequence[Sequence[TextSample]], recipe: AlbertR
     """Indices of random documents, the same on all peers, with ``num_heldout`` samples together."""
     order = list(range(len(by_document)))
     random.Random("held-out documents").shuffle(order)
-    chosen, num_samples = [], 0
+    chosen = []
+    num_samples = 0
     for index in order:
         if num_samples >= recipe.num_heldout:
             break

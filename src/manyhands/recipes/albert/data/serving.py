@@ -36,7 +36,7 @@ def application(folder: Path) -> web.Application:
     names = [INDEX, *(shard.name for shard in files_of(index))]
     for name in names:
         if not (folder / name).is_file():
-            raise ConfigError(f"{folder / name} is missing; manyhands data verify {folder} looks at all files")
+            raise ConfigError(f"{folder / name} is missing; manyhands data verify {folder} checks all files")
 
     async def send(request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
@@ -77,7 +77,7 @@ def serve(folder: Path, listen: str) -> None:
 
 
 def _own_host() -> str:
-    """The address of this machine in its network; sends nothing."""
+    """The address of this machine in its network. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

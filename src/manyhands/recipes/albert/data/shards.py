@@ -63,7 +63,8 @@ def _cut(folder: Path, split: str, samples: SampleFiles, num_shards: int) -> lis
     shards = []
     for number in range(num_shards):
         path = folder / f"{split}-{number:05}-of-{num_shards:05}.arrow"
-        start, end = number * len(samples) // num_shards, (number + 1) * len(samples) // num_shards
+        start = number * len(samples) // num_shards
+        end = (number + 1) * len(samples) // num_shards
         with SampleWriter(path) as writer:
             for batch in samples.batches(start, end):
                 writer.add(batch)

@@ -1,7 +1,8 @@
-"""Streams samples from hosted shards: trains on one while it fetches the next. Imports no torch.
+"""Streams samples from hosted shards: the next shard is fetched while the peer trains on the current one.
 
-Each peer goes through the shards in its own order, then again in another. A thread fetches the next shard and skips
-those that no mirror has intact. If the next shard is late, the peer trains on a cached one.
+Each peer goes through the shards in its own order, then again in another one. A thread fetches the next shard, and
+skips shards of which no mirror has an intact copy. If the next shard is late, the peer trains on a cached one. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 TELL_PERIOD_S = 25.0
 PATIENCE_S = 60.0
-"""Longest wait for a slow shard; then a cached one is used."""
+"""Longest wait in seconds for a slow shard; then a cached one is used."""
 WARN_PERIOD_S = 60.0
 MAX_PAUSE_S = 30.0
 MAX_CACHES = 64
@@ -44,8 +45,8 @@ class Cache:
     """A folder of fetched files, named by their digests and locked by this process.
 
     Args:
-        folder: its parent; trainers that run beside each other use ``1``, ``2`` ... in it.
-        max_bytes: size limit; the current shard and the next one are kept in any case.
+        folder: its parent. Trainers that run at the same time use the folders ``1``, ``2`` ... in it.
+        max_bytes: size limit. The current shard and the next one are kept in any case.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -76,7 +77,7 @@ class Cache:
         return sorted(self.folder.glob("*.arrow"), key=lambda path: path.stat().st_mtime_ns)
 
     def make_room(self, num_bytes: int, kept: Sequence[Path]) -> None:
-        """Remove the least recently used files until ``num_bytes`` fit below the limit."""
+        """Remove the least recently used shards until ``num_bytes`` more fit below the limit."""
         for path in self.shards():
             if self._used() + num_bytes <= self._max_bytes:
                 return
@@ -84,14 +85,14 @@ class Cache:
                 path.unlink()
 
     def shrink(self, kept: Sequence[Path]) -> bool:
-        """The disk is full: remove a file and lower the limit; False if there is nothing to remove."""
+        """Remove a file and lower the limit, since the disk is full. Returns False if there is no file to remove."""
         removable = [path for path in self.shards() if path not in kept]
         if not removable:
             return False
         removable[0].unlink()
         self._max_bytes = max(1, self._used())
-        logger.warning("The disk is full: the cache %s has at most %d MB from now on", self.folder,
-                       self._max_bytes // 1_000_000)  # fmt: skip
+        limit_mb = self._max_bytes // 1_000_000
+        logger.warning("The disk is full: the cache %s has at most %d MB from now on", self.folder, limit_mb)
         return True
 
     def cannot_be_written(self, error: OSError) -> ConfigError:
@@ -107,7 +108,7 @@ class Cache:
 
 
 class HostedData:
-    """What is fetched before the first shard: the index, the tokenizer and the held-out samples.
+    """The parts of hosted data that are fetched before the first shard: index, tokenizer and held-out samples.
 
     Args:
         max_bytes: size limit of the cache.
@@ -165,17 +166,21 @@ class ShardStream:
     """The training samples of an index, shard by shard.
 
     Args:
-        data: closed at the end of the stream.
+        data: closed with the stream.
         order: seeds the order of the shards; it differs between peers.
-        position_file: keeps the number of shards begun, for the next start.
+        position_file: keeps the number of shards that were begun, for the next start.
     Raises:
         ConfigError: no shard can be fetched; names each address and its reason.
     """
 
     def __init__(self, data: HostedData, order: str, position_file: Path | None = None) -> None:
-        self.data, self.index = data, data.index
-        self._is_stopped, self._mirrors, self._cache = data.is_stopped, data.mirrors, data.cache
-        self._order, self._position_file = order, position_file
+        self.data = data
+        self.index = data.index
+        self._is_stopped = data.is_stopped
+        self._mirrors = data.mirrors
+        self._cache = data.cache
+        self._order = order
+        self._position_file = position_file
         self._changed = threading.Condition()
         self._next: tuple[int, Path] | None = None
         self._why_not: Exception | None = None
@@ -200,7 +205,7 @@ class ShardStream:
         return self._samples
 
     def advance(self) -> None:
-        """Go on to the next shard, or to a cached one if that has not arrived."""
+        """Continue with the next shard, or with a cached one if the next one has not arrived."""
         with self._changed:
             self._changed.wait_for(lambda: self._next or self._why_not or self._failure, PATIENCE_S)
             if self._failure is not None:
@@ -208,8 +213,8 @@ class ShardStream:
             if self._next is not None:
                 self._take()
                 return
-        self._warn(f"the next shard has not come ({self._why_not or 'the transfer is slow'}); training goes on with "
-                   "those that were fetched before")  # fmt: skip
+        reason = self._why_not or "the transfer is slow"
+        self._warn(f"the next shard has not arrived ({reason}); training goes on with shards that were fetched before")
         self._use(self._cached()[0])
 
     def _cached(self) -> list[Path]:
@@ -232,7 +237,7 @@ class ShardStream:
                 if self._changed.wait_for(lambda: self._next or self._failure, TELL_PERIOD_S):
                     if self._failure is not None:
                         raise self._failure
-                    self.data.fetcher.patience = None  # from now on there is something to train on
+                    self.data.fetcher.patience = None  # from now on a mirror may be slow: there is a shard to train on
                     self._take()
                     return self._samples
             logger.info("Waiting for the first shard: the transfer is slow")
@@ -248,7 +253,8 @@ class ShardStream:
                 self._position_file.write_text(json.dumps({"shards_begun": position + 1}))
 
     def _use(self, path: Path) -> None:
-        self._samples, self._path = SampleFiles([path]), path
+        self._samples = SampleFiles([path])
+        self._path = path
         os.utime(path)
 
     def _run(self) -> None:
@@ -257,7 +263,8 @@ class ShardStream:
                 if not self._fetch_shard(shard):
                     continue
                 with self._changed:
-                    self._next, self._why_not = (position, self._cache.path_of(shard)), None
+                    self._next = (position, self._cache.path_of(shard))
+                    self._why_not = None
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._next is None or self._is_stopped.is_set())
         except Stopped:
@@ -269,7 +276,8 @@ class ShardStream:
 
     def _shards(self) -> Iterator[tuple[int, Shard]]:
         """The endless sequence of shards, from the saved position."""
-        position, shards = self._begun(), self.index.train
+        position = self._begun()
+        shards = self.index.train
         bad = self._bad
         while True:
             turn, number = divmod(position, len(shards))
@@ -278,8 +286,10 @@ class ShardStream:
             if self._is_stopped.is_set():
                 raise Stopped
             if len(bad) == len(shards):
-                raise ConfigError(f"none of the {len(shards)} shards is as the index says; ask the person who hosts "
-                                  "them to look: manyhands data verify FOLDER")  # fmt: skip
+                raise ConfigError(
+                    f"none of the {len(shards)} shards matches the index; ask the person who hosts them to check them: "
+                    "manyhands data verify FOLDER"
+                )
             if order[number].name not in bad and order[number].num_samples:
                 yield position, order[number]
             elif not order[number].num_samples:
@@ -293,8 +303,9 @@ class ShardStream:
         return 0
 
     def _fetch_shard(self, shard: Shard) -> bool:
-        """Fetch a shard, with retries until it arrives; False if no mirror has it intact."""
-        path, pause_s = self._cache.path_of(shard), 1.0
+        """Fetch a shard, with retries until it arrives. Returns False if no mirror has an intact copy."""
+        path = self._cache.path_of(shard)
+        pause_s = 1.0
         while not self._is_stopped.is_set():
             try:
                 if not self._cache.has(shard):
@@ -336,11 +347,11 @@ def check_index(index: Index, run_id: str, recipe: AlbertRecipe, digest: str) ->
     Raises:
         ConfigError: they were made with another tokenizer, or for samples of another length.
     """
-    where = f"get the address of the data of run {run_id!r} from the person who began it"
+    where = f"ask the person who began run {run_id!r} for the address of its data"
     if index.about.tokenizer != digest:
         raise ConfigError(
             f"{recipe.dataset_url[0]}: its tokenizer {index.about.tokenizer[:12]} is not that of run {run_id!r} "
-            f"({digest[:12]}), so the samples mean something else there; {where}"
+            f"({digest[:12]}), so the token ids in the samples are wrong for this run; {where}"
         )
     if index.about.seq_length != recipe.seq_length:
         raise ConfigError(

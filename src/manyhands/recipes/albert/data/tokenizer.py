@@ -1,8 +1,8 @@
 """A tokenizer trained on the corpus: identical text gives the identical tokenizer on every machine.
 
-The model is byte-level BPE over lower-cased text, so no text is unknown to it. ALBERT's own is SentencePiece unigram,
-but in ``tokenizers`` 0.23 the trainers of unigram and of models with a ``##`` prefix (such as WordPiece) gave another
-vocabulary in each process, and byte-level BPE always the same.
+The model is byte-level BPE over lower-cased text, so it can encode any text. ALBERT's own is SentencePiece unigram. But
+in ``tokenizers`` 0.23 the trainers of unigram and of models with a ``##`` prefix (such as WordPiece) gave another
+vocabulary in each process, and only byte-level BPE always gave the same one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from manyhands.recipes.albert.data.tokenizer_file import backend_from_json, dige
 from manyhands.recipes.albert.packages import tokenizers, transformers
 
 SPECIAL_TOKENS = ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
-"""In the order of their ids, which are those of the published ALBERT vocabularies."""
+"""The special tokens in the order of their ids, which are those of the published ALBERT vocabularies."""
 
 
 def train_tokenizer(documents: Iterable[Iterable[str]], vocab_size: int) -> transformers.PreTrainedTokenizerFast:
@@ -21,7 +21,7 @@ def train_tokenizer(documents: Iterable[Iterable[str]], vocab_size: int) -> tran
 
     Args:
         documents: sentences of each document.
-        vocab_size: most tokens, special tokens included; a short text gives fewer.
+        vocab_size: largest number of tokens, special tokens included; a short text gives fewer.
     """
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     backend.normalizer = tokenizers.normalizers.Sequence(

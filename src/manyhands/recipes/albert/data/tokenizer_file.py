@@ -34,7 +34,7 @@ class Vocabulary:
     """The token ids that samples and models need.
 
     Attributes:
-        size: all ids are below it.
+        size: number of tokens; all ids are below it.
     """
 
     size: int
@@ -66,7 +66,7 @@ def special_tokens(backend: tokenizers.Tokenizer) -> dict[str, str]:
 
 
 def vocabulary_of(backend: tokenizers.Tokenizer) -> Vocabulary:
-    """The token ids of a tokenizer that samples need.
+    """The vocabulary of a tokenizer, with the ids of its special tokens.
 
     Raises:
         ValueError: it lacks the special tokens that ALBERT needs.
@@ -126,7 +126,7 @@ def check_tokenizer(folder: Path, run_id: str, digest: str) -> None:
     if here != digest:
         raise ConfigError(
             f"{folder / FILE}: tokenizer {here[:12]} is not that of run {run_id!r} ({digest[:12]}); leave out "
-            "--tokenizer, as the run hands it out, or get it from the person who began the run"
+            "--tokenizer, as the peers of the run send it, or get it from the person who began the run"
         )
 
 

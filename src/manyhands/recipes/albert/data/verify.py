@@ -22,7 +22,7 @@ from manyhands.recipes.albert.data.shards import Index
 
 
 def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str]:
-    """A line for each problem of a folder, or of an address.
+    """Yield a line for each problem of the data in a folder or at an address.
 
     Args:
         advance: called with the bytes checked since the last call, and the total.
@@ -46,7 +46,7 @@ def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str
 
 
 def _check_prepared(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str]:
-    """Problems of the samples, and of the shards beside them."""
+    """Yield the problems of the samples, and of the shards beside them."""
     try:
         open_prepared(folder / SAMPLES, folder / TOKENIZER)
         about = read_dataset_info(folder / ABOUT)
@@ -91,7 +91,8 @@ def _check_hosted(url: str, advance: Callable[[int, int], None]) -> Iterator[str
     from manyhands.recipes.albert.data.fetching import Fetcher, Mirrors, files_of
 
     with tempfile.TemporaryDirectory() as scratch:
-        mirrors, path = Mirrors([url], Fetcher()), Path(scratch) / "file"
+        mirrors = Mirrors([url], Fetcher())
+        path = Path(scratch) / "file"
         index = mirrors.index(path)
         total = sum(shard.num_bytes for shard in files_of(index))
         for shard in files_of(index):
