@@ -15,7 +15,6 @@ import torch
 
 from manyhands.averaging.allreduce.bandwidth import RoundBandwidth, describe_slow_round, needed_s
 from manyhands.averaging.allreduce.means import Means
-from manyhands.averaging.allreduce.straggler_monitor import PACE_KNOWN_SHARE
 from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.codecs import INT4, INT8, Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
@@ -28,6 +27,7 @@ from manyhands.averaging.round.answers import Answers
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Refill
 from manyhands.averaging.round.limits import MemberLimits, limited
+from manyhands.averaging.round.times import PACE_KNOWN_SHARE, RoundTimes
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout, TooSlow
@@ -183,11 +183,10 @@ class RoundRunner:
         formed_at = self._loop.time()
         sent_before, received_before = self._meter.num_bytes_sent, self._meter.num_bytes_received
         contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before)
-        driver = RoundDriver(
-            self._endpoint, self._config, self._streams, contribution,
-            deadline=self._deadline, ends_at=self._ends_at, hurried=self.matchmaker.hurried(group.members),
-            voters=self.matchmaker.voters(group.members),
-        )  # fmt: skip
+        hurried = frozenset(self.matchmaker.hurried(group.members))
+        times = RoundTimes(self._config, group, contribution.rank, self._deadline, self._ends_at, hurried)
+        voters = self.matchmaker.voters(group.members)
+        driver = RoundDriver(self._endpoint, self._streams, contribution, times, voters)
         feedbacks = contribution.feedbacks
         try:
             committed = await self._take_part(driver, contribution, formed_at)

@@ -187,10 +187,6 @@ class Butterfly:
         return [told[rank] for rank in sorted(told)]
 
     @property
-    def num_averaged(self) -> int:
-        return len(self._reducer.presents)
-
-    @property
     def has_reduced(self) -> bool:
         """Whether all means of this member's span are there."""
         return len(self._reducer.presents) == len(self._reducer.chunks)

@@ -1,4 +1,4 @@
-"""Answers the other members of one peer's rounds: votes, how a round goes on, and how far an exchange is."""
+"""Answers the other members of one peer's rounds: votes, how a round goes on, and whether this peer is in it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import suppress
 
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.messages import (
-    ASK_MOVED,
+    ASK_IN_ROUND,
     ASK_VERDICT,
     VOTE,
-    Moved,
-    MovedQuery,
+    InRound,
+    InRoundQuery,
     Received,
     Verdict,
     VerdictQuery,
@@ -45,7 +45,7 @@ class Answers:
         self._news = Waker()
         endpoint.handle(VOTE, self._on_vote)
         endpoint.handle(ASK_VERDICT, self._on_ask)
-        endpoint.handle(ASK_MOVED, self._on_ask_moved)
+        endpoint.handle(ASK_IN_ROUND, self._on_ask_in_round)
         endpoint.on_lost.append(self._on_lost)
 
     async def close(self) -> None:
@@ -59,7 +59,7 @@ class Answers:
                 await self._news.wait_until(lambda: not any(map(self._endpoint.is_connected, self._untold)))
         self._endpoint.unhandle(VOTE)
         self._endpoint.unhandle(ASK_VERDICT)
-        self._endpoint.unhandle(ASK_MOVED)
+        self._endpoint.unhandle(ASK_IN_ROUND)
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
 
@@ -112,10 +112,9 @@ class Answers:
             self._news.wake()
         return answer
 
-    def _on_ask_moved(self, remote: PeerId, query: MovedQuery) -> Moved:
-        if (driver := self._rounds.get(query.group_id)) is not None:
-            return Moved(driver.moved())
-        return Moved(is_gone=not self._matchmaker.follows(query.leader))  # else the leader's answer may still come
+    def _on_ask_in_round(self, remote: PeerId, query: InRoundQuery) -> InRound:
+        may_come = self._matchmaker.follows(query.leader)  # the leader's answer may still be on its way
+        return InRound(query.group_id in self._rounds or may_come)
 
     def _on_lost(self, peer_id: PeerId) -> None:
         self._news.wake()

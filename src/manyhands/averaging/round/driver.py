@@ -15,14 +15,12 @@ import asyncio
 import logging
 from typing import Any
 
-from manyhands.averaging.allreduce.bandwidth import answer_time_s
 from manyhands.averaging.allreduce.streams import PartnerStreams
-from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
-    ASK_MOVED,
+    ASK_IN_ROUND,
     ASK_VERDICT,
     VOTE,
-    MovedQuery,
+    InRoundQuery,
     Verdict,
     VerdictQuery,
     Vote,
@@ -31,8 +29,9 @@ from manyhands.averaging.messages import (
 from manyhands.averaging.round import machine
 from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.round.machine import Action, Event, Round
+from manyhands.averaging.round.times import RoundTimes
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LATE_ANSWER_S, LOOK_S, MOMENT_S
+from manyhands.averaging.timing import LOOK_S
 from manyhands.base.errors import PeerError, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
@@ -49,9 +48,6 @@ class RoundDriver:
     """One round of this peer, until it is over.
 
     Args:
-        deadline: loop time at which this peer's time for the round is over.
-        ends_at: the same of the whole group, if that is earlier.
-        hurried: ranks of members for which nobody waits long.
         voters: ranks whose votes count.
 
     Attributes:
@@ -63,30 +59,22 @@ class RoundDriver:
     def __init__(
         self,
         endpoint: RunEndpoint,
-        config: AveragingConfig,
         partners: PartnerStreams,
         contribution: Contribution,
-        *,
-        deadline: float,
-        ends_at: float,
-        hurried: set[int],
+        times: RoundTimes,
         voters: set[int],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
-        self._config = config
         self._partners = partners
         self._contribution = contribution
-        self._deadline = deadline
-        self._ends_at = ends_at
-        self._hurried = hurried
+        self._times = times
         self.group = contribution.group
-        self.machine = Round(self.group, contribution.rank, hurried, voters)
+        self.machine = Round(self.group, contribution.rank, times.hurried, voters)
         self.num_bytes_sent = self.num_bytes_received = 0
         self.exchanging_s = self.voting_s = 0.0
         self.rate: float | None = None
         self.was_moving = False
-        self._current: Exchange | None = None
         self._rates: dict[int, float] = {}  # bytes per second that came from each member
         self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -111,8 +99,9 @@ class RoundDriver:
                 self._tasks.spawn(self._ask_leader(), name="asking the leader how it ends")
             await asyncio.wait([self._over])
             verdict = self._over.result()
-            if verdict.manifest is not None and self._exchanging is not None and self._current is not None:
-                await asyncio.wait([self._exchanging], timeout=self._current.late_s())  # this member is a little late
+            if verdict.manifest is not None and self._exchanging is not None:
+                late_s = self._times.late_s(self._loop.time())  # this member is a little late
+                await asyncio.wait([self._exchanging], timeout=late_s)
                 self._count_time()
             return verdict
         finally:
@@ -141,10 +130,6 @@ class RoundDriver:
             self._partners.give_up(self.group.members[rank].peer_id)  # it sends no values any more
         self._on(machine.Voted(rank, vote))
 
-    def moved(self) -> int:
-        """How far this member's exchange is."""
-        return self._current.moved() if self._current is not None else 0
-
     # the machine
 
     def _on(self, event: Event) -> None:
@@ -157,10 +142,8 @@ class RoundDriver:
                 case machine.BeginExchange(number, members):
                     self._stop_exchange()
                     exchange = Exchange(
-                        self._endpoint, self._config, self._partners, self._contribution, number, members,
-                        self._ends_at, self._deadline, self._hurried,
-                    )  # fmt: skip
-                    self._current = exchange
+                        self._endpoint, self._partners, self._contribution, self._times, number, members
+                    )
                     self._exchanging = self._tasks.spawn(self._exchange(exchange), name=f"exchange {number}")
                 case machine.StopExchange():
                     self._stop_exchange()
@@ -207,7 +190,6 @@ class RoundDriver:
             self.num_bytes_received += exchange.num_bytes_received
             self.rate, self.was_moving = exchange.rate, exchange.was_moving
             self._rates = {rank: exchange.rate_of(rank) for rank in exchange.streams}
-            self._current = None
         self._count_time()
         self._exchanging = None
         self._wait_for_others()
@@ -224,16 +206,11 @@ class RoundDriver:
     def _wait_for_others(self) -> None:
         """Limit the wait for the votes, or for the verdict of a leader that may have begun later."""
         if self.machine.count is not None:
-            seconds, what = max(self._deadline - self._loop.time(), MOMENT_S), "vote"
+            seconds, what = self._times.left_s(self._loop.time()), "vote"
         else:
-            seconds, what = self._verdict_s, "answer"
+            seconds, what = self._times.verdict_s, "answer"
         over = machine.TimeOver(f"no {what} within {seconds:.3g} s")
         self._timer = self._loop.call_later(seconds, self._on, over)
-
-    @property
-    def _verdict_s(self) -> float:
-        """The longest wait of a member that has voted."""
-        return self._config.averaging_timeout_s + LATE_ANSWER_S
 
     async def _look(self) -> None:
         while True:
@@ -248,16 +225,14 @@ class RoundDriver:
         while not self._over.done():
             query = VerdictQuery(self.group.group_id, state.exchange, len(state.lost))
             before = query.exchange, query.num_lost
-            longest_s = self._config.averaging_timeout_s + self._verdict_s  # of an exchange, then of the wait
-            if (answer := await self._call_leader(ASK_VERDICT, query, longest_s)) is None:
+            if (answer := await self._call_leader(ASK_VERDICT, query, self._times.question_s)) is None:
                 return
             self._on(machine.Told(state.leader, answer))
             if (state.exchange, len(state.lost)) == before:  # it has not come to the round yet
                 await asyncio.sleep(LOOK_S)
 
     async def _send(self, vote: Vote) -> None:
-        timeout_s = max(self._deadline - self._loop.time(), MOMENT_S) + ANSWER_S
-        await self._call_leader(VOTE, vote, timeout_s)
+        await self._call_leader(VOTE, vote, self._times.vote_s(self._loop.time()))
 
     async def _call_leader(self, method: Method[Any, Any], request: object, timeout_s: float) -> Any:
         """Call the leader, again if a connection breaks; None once it is lost, which the machine then knows."""
@@ -281,17 +256,17 @@ class RoundDriver:
         return None
 
     def _answer_s(self, rank: int) -> float:
-        return answer_time_s(self.group, self.machine.rank, rank, self._rates.get(rank, 0.0))
+        return self._times.answer_s(rank, self._rates.get(rank, 0.0))
 
     async def _ask(self, rank: int) -> None:
         """Ask a member whether it is in this round, or still waits for the leader's answer."""
-        peer_id, query = self.group.members[rank].peer_id, MovedQuery(self.group.group_id, self.group.leader)
+        peer_id, query = self.group.members[rank].peer_id, InRoundQuery(self.group.group_id, self.group.leader)
         try:
-            moved = await self._endpoint.call(peer_id, ASK_MOVED, query, self._answer_s(rank))
+            answer = await self._endpoint.call(peer_id, ASK_IN_ROUND, query, self._answer_s(rank))
         except (Unavailable, PeerError) as error:
             self._on(machine.Lost(rank, f"{peer_id} cannot be asked: {error}"))
             return
-        if moved.is_gone:
+        if not answer.is_in:
             self._on(machine.Lost(rank, f"{peer_id} is in another round, or in none"))
 
     async def _ask_others(self) -> None:
@@ -300,13 +275,13 @@ class RoundDriver:
         others = set(range(len(self.group.members))) - {self.machine.rank, self.machine.leader}
         asking = [self._tasks.spawn(self._ask_how_it_ended(rank), name="asking how it ended") for rank in others]
         if asking:
-            await asyncio.wait(asking, timeout=self._config.in_doubt_timeout_s)
+            await asyncio.wait(asking, timeout=self._times.in_doubt_s)
         self._on(machine.NobodyKnows())
 
     async def _ask_how_it_ended(self, rank: int) -> None:
         peer_id, query = self.group.members[rank].peer_id, VerdictQuery(self.group.group_id, self.machine.exchange)
         try:
-            answer = await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.in_doubt_timeout_s)
+            answer = await self._endpoint.call(peer_id, ASK_VERDICT, query, self._times.in_doubt_s)
         except (Unavailable, PeerError) as error:
             logger.debug("peer %s does not say how the round ended: %s", peer_id, error)
         else:
