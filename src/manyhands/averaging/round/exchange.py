@@ -256,12 +256,14 @@ class Exchange:
                 for action in stragglers.looked(seen, answers, over, awaited, has_reduced, now):
                     match action:
                         case Ask(rank):
-                            asked[rank] = self._loop.create_task(self._why_gone(rank))
+                            timeout_s = self.times.answer_s(rank, self.rate_of(rank))
+                            asking = _why_gone(self.endpoint, self.contribution.group, rank, timeout_s)
+                            asked[rank] = self._loop.create_task(asking)
                         case GiveUp(rank, reason):
                             butterfly.lose(rank, reason, is_stalled=True)
         finally:
-            for asking in asked.values():
-                asking.cancel()
+            for task in asked.values():
+                task.cancel()
             await asyncio.gather(*asked.values(), return_exceptions=True)
 
     def _awaited(self, partners: Sequence[int]) -> set[int]:
@@ -274,13 +276,15 @@ class Exchange:
             if not member.is_client or self.endpoint.is_connected(member.peer_id)
         }
 
-    async def _why_gone(self, rank: int) -> str:
-        """Ask a member whether it is in the round; says why it counts as gone, empty if it is there."""
-        group = self.contribution.group
-        query = InRoundQuery(group.group_id, group.leader)
-        timeout_s = self.times.answer_s(rank, self.rate_of(rank))
-        try:
-            answer = await self.endpoint.call(group.members[rank].peer_id, ASK_IN_ROUND, query, timeout_s)
-        except (Unavailable, PeerError) as error:
-            return f"does not answer: {error}"
-        return "" if answer.is_in else "is in another round, or in none"
+
+async def _why_gone(endpoint: RunEndpoint, group: Group, rank: int, timeout_s: float) -> str:
+    """Ask a member whether it is in the round; returns why it counts as gone, empty if it is there.
+
+    A call that fails may live on until the collector comes, so it must not hold an exchange with its vectors.
+    """
+    query = InRoundQuery(group.group_id, group.leader)
+    try:
+        answer = await endpoint.call(group.members[rank].peer_id, ASK_IN_ROUND, query, timeout_s)
+    except (Unavailable, PeerError) as error:
+        return f"does not answer: {error}"
+    return "" if answer.is_in else "is in another round, or in none"
