@@ -240,7 +240,6 @@ def _copied(one: Round) -> Round:
     if one.count is not None:
         other.count = copy.copy(one.count)
         other.count.votes, other.count.lost = dict(one.count.votes), dict(one.count.lost)
-        other.count.faults = dict(one.count.faults)
     return other
 
 
