@@ -294,7 +294,7 @@ def get_stuck(runner: RoundRunner, what: str) -> None:
         elif what == "send":
             butterfly._send_to = stand_still  # type: ignore[method-assign]
         else:
-            butterfly._reducer.run = stand_still  # type: ignore[assignment,method-assign]
+            butterfly._reduce = stand_still  # type: ignore[method-assign]
 
     change_butterflies(runner, change)
 

@@ -23,8 +23,7 @@ from manyhands.averaging.matchmaking.attendees import Meeting
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict
-from manyhands.averaging.round.answers import Answers
-from manyhands.averaging.round.driver import RoundDriver
+from manyhands.averaging.round.driver import Answers, RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Refill
 from manyhands.averaging.round.limits import MemberLimits, limited
 from manyhands.averaging.round.times import PACE_KNOWN_SHARE, RoundTimes
