@@ -1,5 +1,7 @@
 """One member's part in a round, from the formed group to the verdict, as a state machine. Pure.
 
+How long it waits for whom is in :mod:`.times`.
+
 A round is one or more *exchanges*: an all-reduce of the whole vector (:mod:`manyhands.averaging.allreduce.butterfly`),
 after which each member votes on what it holds. Each member asks the leader once how the round goes on, and the leader
 answers as soon as it has news for it. Events come in with :meth:`Round.on`, actions come out:

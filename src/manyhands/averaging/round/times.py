@@ -11,8 +11,8 @@ is gone     no answer within :meth:`RoundTimes.answer_s`, or it says   given up,
             that it is not in the round
 is not      its stream is not open within ``stream_timeout_s``; if     given up
 connected   hurried, within four round trips (0.25 to 2 s)
-is too      half of the round is over, and at its pace it would not    given up: there is time to go on without it
-slow        send all its values by the end, or it has sent none
+is too      half of the round is over, ``TWO_ANSWERS_S`` at least, and  given up: there is time to go on without it
+slow        at its pace it would not send all its values by the end
 is overdue  65% of the round is over, a reducer sent no means for      given up, whatever it says
             ``FOUR_ANSWERS_S``, and another one has sent all
 is last     it is hurried, and for ``TWO_ANSWERS_S`` nobody else       given up
@@ -139,6 +139,11 @@ class RoundTimes:
 
 
 # partners in an exchange
+
+
+def is_pace_known(passed_s: float, round_s: float) -> bool:
+    """Whether so much of a round has passed that it shows how fast a line is."""
+    return passed_s >= PACE_KNOWN_SHARE * round_s
 
 
 @dataclass(frozen=True)
@@ -292,7 +297,8 @@ class Stragglers:
     def _too_slow(self, rank: int, received: int, now: float) -> str:
         """How a partner misses the end of the round at its pace; empty if it does not, or the pace is not known yet."""
         passed_s, waited_s = now - self._began, self._partners[rank].waited_s
-        if passed_s < max(TWO_ANSWERS_S, PACE_KNOWN_SHARE * self._round_s) or waited_s < passed_s / 2:
+        is_known = is_pace_known(passed_s, self._round_s) and passed_s >= TWO_ANSWERS_S
+        if not is_known or waited_s < passed_s / 2:
             return ""
         if received == 0:
             return "it has sent nothing"
