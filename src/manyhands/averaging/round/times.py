@@ -11,8 +11,8 @@ is gone     no answer within :meth:`RoundTimes.answer_s`, or it says   given up,
             that it is not in the round
 is not      its stream is not open within ``stream_timeout_s``; if     given up
 connected   hurried, within four round trips (0.25 to 2 s)
-is too      half of the round is over, ``TWO_ANSWERS_S`` at least, and  given up: there is time to go on without it
-slow        at its pace it would not send all its values by the end
+is too      half of the round is over (and ``TWO_ANSWERS_S``), and at  given up: there is time to go on without it
+slow        its pace it would not send all its values by the end
 is overdue  65% of the round is over, a reducer sent no means for      given up, whatever it says
             ``FOUR_ANSWERS_S``, and another one has sent all
 is last     it is hurried, and for ``TWO_ANSWERS_S`` nobody else       given up
