@@ -14,7 +14,7 @@ import torch
 from manyhands.averaging.allreduce.partition import owned_spans
 from manyhands.averaging.grid.seats import Layout, Seat, Step
 from manyhands.averaging.messages import (
-    ASK_MOVED,
+    ASK_IN_ROUND,
     ASK_VERDICT,
     CALL,
     JOIN,
@@ -22,11 +22,11 @@ from manyhands.averaging.messages import (
     CallRequest,
     CallResponse,
     Group,
+    InRound,
+    InRoundQuery,
     JoinRequest,
     JoinResponse,
     Member,
-    Moved,
-    MovedQuery,
     Position,
     Received,
     RoundManifest,
@@ -292,8 +292,8 @@ TARGETS = [
     _decoder(f"{WHERE.name}.response", HereIAm, HereIAm(RECORDS[0])),
     _decoder(f"{TELL.name}.request", HereIAm, HereIAm(RECORDS[0])),
     _decoder(f"{TELL.name}.response", TellResponse, TellResponse()),
-    _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id, GROUP.leader)),
-    _decoder(f"{ASK_MOVED.name}.response", Moved, Moved(3), Moved(is_gone=True)),
+    _decoder(f"{ASK_IN_ROUND.name}.request", InRoundQuery, InRoundQuery(GROUP.group_id, GROUP.leader)),
+    _decoder(f"{ASK_IN_ROUND.name}.response", InRound, InRound(True), InRound(False)),
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),
     Target(name="averaging.round-manifest", seeds=_messages(MANIFEST), run=_round_manifest, errors=_VIOLATION),
     Target(name="run.peer-record", seeds=_values(*RECORDS), run=_peer_record, errors=(ValueError,)),

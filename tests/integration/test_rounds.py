@@ -34,7 +34,7 @@ from manyhands.averaging.messages import (
     Vote,
 )
 from manyhands.averaging.presence import next_position
-from manyhands.averaging.round import answers
+from manyhands.averaging.round import driver as round_driver
 from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.round.exchange import Contribution
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
@@ -402,7 +402,7 @@ async def test_a_leader_that_leaves_does_not_wait_for_a_member_that_dies_meanwhi
         (leading,), tasks = start([leader]), start(others)
         await leading
         await outcomes(tasks[1:])
-        monkeypatch.setattr(answers, "ANSWER_S", 1e6)
+        monkeypatch.setattr(round_driver, "ANSWER_S", 1e6)
         leaving = asyncio.ensure_future(leader.averager.close())
         await until(lambda: leader.averager._answers._news._tasks)
         await victim.kill()
@@ -422,7 +422,7 @@ async def test_a_leader_that_leaves_in_mid_round_waits_until_the_others_know(mon
         before_voting(leader.averager, never)
         before_voting(others[0].averager, never)
         on_driver(others[0].averager, ask_nothing)
-        monkeypatch.setattr(answers, "ANSWER_S", 30.0)
+        monkeypatch.setattr(round_driver, "ANSWER_S", 30.0)
         tasks = start([leader, *others])
         await until(lambda: leader.averager._answers._rounds)
         leaving = asyncio.ensure_future(leader.averager.close())

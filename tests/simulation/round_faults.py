@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import logging
 import struct
 from collections import Counter, defaultdict
@@ -18,14 +17,13 @@ import torch
 from manyhands.averaging.allreduce.butterfly import Butterfly, Condition
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Group, SpanResult
-from manyhands.averaging.round.driver import RoundDriver
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
-from tests.phases import Phase, change_butterflies, on_driver, on_phase
+from tests.phases import Phase, change_butterflies, on_phase
 from tests.swarm import FixedMeeting
 
 NUMEL = 60_000
@@ -77,8 +75,7 @@ class RoundWorld:
         slow: by name, what a host sends, in megabits per second.
         believes: by name, what it says that it sends, if that is not so.
         stuck: by name, what a member does not do while it still answers calls: ``send`` its values, or ``reduce``. With
-            ``claim`` it does not reduce either, and says that it gets on. With ``unlike`` it sends half of the others
-            other means.
+            ``unlike`` it sends half of the others other means.
         max_attempts: of each member, as its training loop would make them: the next one follows when one is aborted.
         attempts: by name, how many a member has made.
         group_sizes: by name, members of the first group that a member has found.
@@ -291,20 +288,15 @@ def get_stuck(runner: RoundRunner, what: str) -> None:
     async def stand_still(*_: object) -> None:
         await asyncio.Event().wait()
 
-    def claim(driver: RoundDriver) -> None:
-        driver.moved = itertools.count().__next__  # type: ignore[method-assign]
-
     def change(butterfly: Butterfly) -> None:
         if what == "unlike":
             send_unlike_means(butterfly, set(butterfly.partners[::2]))
         elif what == "send":
             butterfly._send_to = stand_still  # type: ignore[method-assign]
         else:
-            butterfly._reducer.run = stand_still  # type: ignore[assignment,method-assign]
+            butterfly._reduce = stand_still  # type: ignore[method-assign]
 
     change_butterflies(runner, change)
-    if what == "claim":
-        on_driver(runner, claim)
 
 
 def send_unlike_means(butterfly: Butterfly, victims: Collection[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -17,13 +16,13 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
 from manyhands.averaging.matchmaking.attendees import Attendees
 from manyhands.averaging.messages import (
-    ASK_MOVED,
+    ASK_IN_ROUND,
     CALL,
     JOIN,
     CallRequest,
+    InRound,
     JoinRequest,
     JoinResponse,
-    Moved,
     Position,
 )
 from manyhands.averaging.peer_records import PROGRESS_KIND, PeerRecord, peer_key
@@ -299,10 +298,9 @@ async def joins(stranger: Stranger) -> None:
 
 
 async def joins_and_answers(stranger: Stranger) -> None:
-    """It opens no stream, but claims each time that it gets on."""
+    """It opens no stream, but says each time that it is in the round."""
     if not stranger.is_claiming:
-        claims = itertools.count()
-        stranger.endpoint.handle(ASK_MOVED, lambda *_: Moved(next(claims)))
+        stranger.endpoint.handle(ASK_IN_ROUND, lambda *_: InRound(True))
         stranger.is_claiming = True
     await joins(stranger)
 

@@ -337,18 +337,17 @@ class Verdict(msgspec.Struct):
     again: Again | None = None
 
 
-class MovedQuery(msgspec.Struct):
-    """Asks a member whether it is in the round, and how far its exchange is."""
+class InRoundQuery(msgspec.Struct):
+    """Asks a member whether it is in the round."""
 
     group_id: Digest
     leader: PeerIdText
 
 
-class Moved(msgspec.Struct):
-    """A member's progress."""
+class InRound(msgspec.Struct):
+    """Whether a member is in the round, or waits for a group of that leader."""
 
-    amount: Count = 0  # bytes sent and received in this exchange, and chunks averaged
-    is_gone: bool = False  # it is not in this round, and waits for no group of that leader
+    is_in: bool
 
 
 class StreamHeader(msgspec.Struct):
@@ -388,6 +387,6 @@ JOIN = Method("averaging.join", JoinRequest, JoinResponse)
 CALL = Method("averaging.call", CallRequest, CallResponse)
 VOTE = Method("averaging.vote", Vote, Received)
 ASK_VERDICT = Method("averaging.ask_verdict", VerdictQuery, Verdict)
-ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
+ASK_IN_ROUND = Method("averaging.ask_in_round", InRoundQuery, InRound)
 make_ready(StreamHeader)
 STREAM_KIND = "averaging"

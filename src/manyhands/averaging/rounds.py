@@ -15,7 +15,6 @@ import torch
 
 from manyhands.averaging.allreduce.bandwidth import RoundBandwidth, describe_slow_round, needed_s
 from manyhands.averaging.allreduce.means import Means
-from manyhands.averaging.allreduce.straggler_monitor import PACE_KNOWN_SHARE
 from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.codecs import INT4, INT8, Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
@@ -24,10 +23,10 @@ from manyhands.averaging.matchmaking.attendees import Meeting
 from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict
-from manyhands.averaging.round.answers import Answers
-from manyhands.averaging.round.driver import RoundDriver
+from manyhands.averaging.round.driver import Answers, RoundDriver
 from manyhands.averaging.round.exchange import Contribution, Refill
 from manyhands.averaging.round.limits import MemberLimits, limited
+from manyhands.averaging.round.times import RoundTimes, is_pace_known
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout, TooSlow
@@ -123,9 +122,8 @@ class RoundRunner:
         self._answers = Answers(own, self.matchmaker)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
-        self._meter = RoundMeter()  # of the current round, and so are these:
+        self._meter = RoundMeter()  # of the current round, and so is this one:
         self._deadline = 0.0
-        self._ends_at = 0.0  # for this peer or for the leader
         self.memory = Memory()
         self._feedbacks: dict[int, Feedbacks] = {}  # by part of the vector
 
@@ -181,13 +179,12 @@ class RoundRunner:
         shapes = shapes if shapes is not None else [flat_N.shape]
         group = await self._find_group(weight, gather_s)
         formed_at = self._loop.time()
-        sent_before, received_before = self._meter.num_bytes_sent, self._meter.num_bytes_received
+        ends_at = min(self._deadline, formed_at + (group.time_left_s or math.inf))  # for this peer or for the leader
         contribution = self._contribution(group, flat_N, shapes, refill, part, norm_before)
-        driver = RoundDriver(
-            self._endpoint, self._config, self._streams, contribution,
-            deadline=self._deadline, ends_at=self._ends_at, hurried=self.matchmaker.hurried(group.members),
-            voters=self.matchmaker.voters(group.members),
-        )  # fmt: skip
+        hurried = frozenset(self.matchmaker.hurried(group.members))
+        times = RoundTimes(self._config, group, contribution.rank, self._deadline, ends_at, hurried)
+        voters = self.matchmaker.voters(group.members)
+        driver = RoundDriver(self._endpoint, self._streams, contribution, times, voters)
         feedbacks = contribution.feedbacks
         try:
             committed = await self._take_part(driver, contribution, formed_at)
@@ -196,12 +193,10 @@ class RoundRunner:
                 await run_to_end(functools.partial(feedbacks.commit, is_left_out=is_left_out))
         except RoundAborted as error:
             self._streams.drop_idle(member.peer_id for member in group.members)
-            seconds, available_s = self._loop.time() - formed_at, self._ends_at - formed_at
-            num_sent = self._meter.num_bytes_sent - sent_before
-            was_moving = driver.was_moving
-            if was_moving and seconds >= PACE_KNOWN_SHARE * available_s and not contribution.plan.passes_on:
-                num_received = self._meter.num_bytes_received - received_before
-                rate = self._bandwidth.end_slow_round(min(num_sent, num_received), seconds)
+            seconds, available_s = self._loop.time() - formed_at, ends_at - formed_at
+            if driver.was_moving and is_pace_known(seconds, available_s) and not contribution.plan.passes_on:
+                num_bytes = min(driver.num_bytes_sent, driver.num_bytes_received)
+                rate = self._bandwidth.end_slow_round(num_bytes, seconds)
                 if rate is not None:
                     said = self._slow_round(group, flat_N, shapes, rate, available_s)
                     raise TooSlow(f"{said}. The round ended because {error.reason}", error.blamed) from error
@@ -214,8 +209,7 @@ class RoundRunner:
         if self._endpoint.peer_id in committed.blamed:
             self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
-            num_sent = self._meter.num_bytes_sent - sent_before
-            self._bandwidth.end_round(num_sent, committed.averaging_s, driver.rate)
+            self._bandwidth.end_round(driver.num_bytes_sent, committed.averaging_s, driver.rate)
         return committed
 
     def _slow_round(self, group: Group, flat_N: torch.Tensor, shapes: Shapes, rate: float, available_s: float) -> str:
@@ -247,7 +241,6 @@ class RoundRunner:
             raise RoundAborted(str(error)) from error
         finally:
             self._meter.matchmaking_s += self._loop.time() - started
-        self._ends_at = min(self._deadline, self._loop.time() + (group.time_left_s or math.inf))
         return limited(group, self._limits) if self._limits is not None else group
 
     async def _take_part(self, driver: RoundDriver, contribution: Contribution, formed_at: float) -> CommittedRound:

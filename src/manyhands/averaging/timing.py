@@ -45,25 +45,8 @@ derived               seconds    because
 ``METRICS_S``         600        twice that. Lifetime of metrics, for monitors that are started later
 ====================  =========  ===================================================================================
 
-In a round:
-
-====================  ========================  ====================================================================
-what                  is                        because
-====================  ========================  ====================================================================
-asked                 ``ANSWER_S`` of silence   a member that is waited for is asked whether it is there, and
-                                                again after as long
-gone                  no answer                 within :func:`.allreduce.bandwidth.answer_time_s`
-stuck with values     ``TWO_ANSWERS_S``         it answers and moves nothing: it had time for a second answer
-stuck with means      ``FOUR_ANSWERS_S``        it may wait for values of a stuck member, and must find that out
-too slow              half of the round         then its pace is known, and there is time to go on without it
-left                  ``TWO_ANSWERS_S``         members that wait for a leader that stands still have asked it by
-                                                then, and left
-last vote, verdict    ``ANSWER_S``              what a message may take that is on its way
-no name for a stream  ``TWO_MINUTES_S``         the side that dialled it does not use it again after ``MINUTE_S``
-after the end         ``MOMENT_S``              the least time for an exchange or for votes that are just due
-====================  ========================  ====================================================================
-
-The rest is the user's: ``matchmaking_time_s``, ``averaging_timeout_s``, ``stream_timeout_s``, ``in_doubt_timeout_s``
+:mod:`.round.times` says how long a round waits for whom. The rest is the user's: ``matchmaking_time_s``,
+``averaging_timeout_s``, ``stream_timeout_s``, ``in_doubt_timeout_s``
 (:class:`manyhands.averaging.config.AveragingConfig`), and how often an optimizer publishes and reads
 (:class:`manyhands.optim.config.ProgressConfig`). ``benchmarks/durations.py`` counts.
 """

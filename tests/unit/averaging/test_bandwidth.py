@@ -6,12 +6,10 @@ import math
 
 import pytest
 
-from manyhands.averaging.allreduce.bandwidth import UNTESTED, RoundBandwidth, answer_time_s
+from manyhands.averaging.allreduce.bandwidth import UNTESTED, RoundBandwidth
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import BLAMED, MAX_BANDWIDTH
-from manyhands.averaging.timing import ANSWER_S
 from manyhands.base.errors import ConfigError
-from tests.unit.averaging.groups import group_of
 
 MB = 10**6
 
@@ -108,13 +106,6 @@ def test_after_blame_what_the_user_declared_counts_again() -> None:
         assert bandwidth.bandwidth == BLAMED
         add_round(bandwidth, None, num_bytes=num_bytes)
         assert bandwidth.bandwidth == 10 * MB
-
-
-def test_blame_says_nothing_about_how_long_an_answer_takes() -> None:
-    group = group_of(3, bandwidths=[BLAMED, 10 * MB, 4096])
-    assert answer_time_s(group, 1, 0) == answer_time_s(group, 0, 1) == ANSWER_S
-    assert answer_time_s(group, 2, 0) == 4.0
-    assert answer_time_s(group, 1, 0, 4096.0) == 4.0
 
 
 @pytest.mark.parametrize("mbit_s", [0.0, -1.0, math.nan, math.inf, 8e6 + 1])

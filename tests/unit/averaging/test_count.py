@@ -349,7 +349,7 @@ def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_v
     assert count.only_stalled() == {3}
     count.lose(3, "it does not vote")
     assert count.decide() == Again(1, [0, 1, 2])
-    assert count.faults == {3: "0 of 3"}, "what it did says more than that it is gone"
+    assert count.left_out == {3: "0 of 3"}, "what it did says more than that it is gone"
 
 
 # guests

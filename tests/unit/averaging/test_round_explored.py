@@ -236,11 +236,10 @@ class World:
 
 def _copied(one: Round) -> Round:
     other = copy.copy(one)
-    other._asked_at = dict(one._asked_at)
+    other._times = copy.deepcopy(one._times)
     if one.count is not None:
         other.count = copy.copy(one.count)
         other.count.votes, other.count.lost = dict(one.count.votes), dict(one.count.lost)
-        other.count.faults = dict(one.count.faults)
     return other
 
 

@@ -54,12 +54,13 @@ def reduced(
     reducer = SpanReducer(partition, OWN, own_N, averaged_N, encoded, Memory(), feedbacks=None, norms=None)
     blamed: set[int] = set()
 
-    def blame(rank: int, reason: str) -> None:
-        blamed.add(rank)
-        reducer.lose(rank, is_violation=True)
+    async def reduce() -> None:
+        async for rank, _ in reducer.run():
+            blamed.add(rank)
+            reducer.lose(rank, is_violation=True)
 
     async def run() -> None:
-        running = asyncio.ensure_future(reducer.run(blame))
+        running = asyncio.ensure_future(reduce())
         for chunk, place in zip(partition.chunks[OWN], partition.places[OWN], strict=True):
             for rank in (OTHER, LIAR):
                 inbox = reducer.inboxes.get(rank)

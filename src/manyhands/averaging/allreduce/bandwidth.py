@@ -15,8 +15,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from manyhands.averaging.messages import BLAMED, MAX_BANDWIDTH, Group
-from manyhands.averaging.timing import ANSWER_S, SLOW_ANSWER_S
+from manyhands.averaging.messages import BLAMED, MAX_BANDWIDTH
 
 MIN_BYTES = 1 << 20
 """With less to send, a round says nothing: it took as long as its messages."""
@@ -26,20 +25,11 @@ EPSILON = 1e-6
 """No round counts as shorter, also by a clock that did not move meanwhile."""
 NUM_ROUNDS = 3
 """Rounds that count. Of two the better one: an estimate that is too high costs a round, one too low all later ones."""
-QUEUED_BYTES = 16 * 1024
-"""Bytes of a round that may be queued before an answer."""
 
 
 def needed_s(num_bytes: float, num_peers: int, rate: float) -> float:
     """Seconds for the butterfly of an encoded vector, if each member sends so many bytes a second."""
     return 2 * (num_peers - 1) / num_peers * num_bytes / rate
-
-
-def answer_time_s(group: Group, rank: int, other: int, bytes_per_s: float = 0.0) -> float:
-    """Timeout of an answer during a round, by the lowest known rate: what came, or the bandwidth of one of both."""
-    rates = bytes_per_s, group.members[rank].bandwidth, group.members[other].bandwidth
-    slowest = min((rate for rate in rates if rate not in (0, BLAMED)), default=math.inf)
-    return min(max(ANSWER_S, QUEUED_BYTES / slowest), SLOW_ANSWER_S)
 
 
 def describe_slow_round(

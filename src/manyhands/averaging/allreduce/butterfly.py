@@ -187,10 +187,6 @@ class Butterfly:
         return [told[rank] for rank in sorted(told)]
 
     @property
-    def num_averaged(self) -> int:
-        return len(self._reducer.presents)
-
-    @property
     def has_reduced(self) -> bool:
         """Whether all means of this member's span are there."""
         return len(self._reducer.presents) == len(self._reducer.chunks)
@@ -209,7 +205,7 @@ class Butterfly:
             RoundAborted: all contributors to its span were lost.
         """
         loop = asyncio.get_running_loop()
-        reducing = loop.create_task(self._reducer.run(self._spoil))
+        reducing = loop.create_task(self._reduce())
         self._conversations = {rank: loop.create_task(self._converse(rank, streams[rank])) for rank in self.partners}
         try:
             await _all_or_none([reducing, *self._conversations.values()])
@@ -226,6 +222,11 @@ class Butterfly:
         self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation, is_stalled)
         self._reducer.lose(rank, is_violation=is_violation)
         self._conversations[rank].cancel()
+
+    async def _reduce(self) -> None:
+        """Average this member's span."""
+        async for rank, how in self._reducer.run():
+            self._spoil(rank, how)
 
     def _spoil(self, rank: int, how: str) -> None:
         """Lose a member whose values cannot be averaged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -133,11 +133,9 @@ class SpanReducer:
         """A condition: more chunks than these are averaged."""
         return lambda: len(self.presents) > num_chunks
 
-    async def run(self, blame: Callable[[int, str], None]) -> None:
-        """Average all chunks.
+    async def run(self) -> AsyncIterator[tuple[int, str]]:
+        """Average all chunks; yields each member whose values cannot be averaged, and what is wrong with them.
 
-        Args:
-            blame: called with each member whose values cannot be averaged, and what is wrong with them.
         Raises:
             RoundAborted: no member's values came for a chunk.
             NotFinite: this member's own are not finite.
@@ -150,7 +148,7 @@ class SpanReducer:
                 self._reduce_all()
             await self._to_look.wait_until(self._must_look)
             for rank in list(self._spoilt):
-                blame(rank, self._spoilt.pop(rank))
+                yield rank, self._spoilt.pop(rank)
             if self._error is not None:
                 raise self._error
 

@@ -25,7 +25,7 @@ the others lack costs one more exchange.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -55,10 +55,9 @@ class Count:
         exchange: whose votes are counted now.
         again: the order that led to it; None for the first one.
         voters: ranks whose votes count.
-        members: ranks that take part in it.
         votes: by rank; the first vote of a member counts.
         lost: members that cannot vote any more, by rank, with the reason.
-        faults: what members did wrong, by rank.
+        left_out: members that take no part any more, by rank, with the reason.
     """
 
     def __init__(self, group: Group, voters: Collection[int] | None = None) -> None:
@@ -68,12 +67,16 @@ class Count:
         self.leader = leader
         self.exchange = 0
         self.again: Again | None = None
-        self.members = frozenset(range(len(group.members)))
-        self.voters = self.members if voters is None else frozenset(voters)
         self.votes: dict[int, Vote] = {}
         self.lost: dict[int, str] = {}
-        self.faults: dict[int, str] = {}
+        self.left_out: dict[int, str] = {}
+        self.voters = self.members if voters is None else frozenset(voters)
         self._is_closed = False
+
+    @property
+    def members(self) -> frozenset[int]:
+        """Ranks that take part in the exchange whose votes are counted now."""
+        return frozenset(range(len(self.group.members))).difference(self.left_out)
 
     def add(self, rank: int, vote: Vote) -> None:
         """Count a vote; those on other exchanges, and of members that were left out, are ignored."""
@@ -125,11 +128,12 @@ class Count:
         missing = set() if self._is_closed else self.missing()
         if missing and (self._is_majority(self._live()) or self._is_majority(missing.union(most))):
             return None  # also for guests, that they are in the next exchange
-        here = self._members_that_hear_each_other()
+        at_fault = self._at_fault()
+        here = (self._live() & self.votes.keys()) - at_fault.keys()
         can_average = self._is_majority(here) and includes_values(self.group, here)
         if can_average and here < self.members and self.exchange + 1 < MAX_EXCHANGES and not self._is_closed:
-            return self._exchange_again(here)
-        return self._abort()
+            return self._exchange_again(here, at_fault)
+        return self._verdict(None, at_fault)
 
     def _by_result(self) -> dict[bytes, list[int]]:
         """The voters that hold each result."""
@@ -146,15 +150,13 @@ class Count:
     def _live(self) -> set[int]:
         return set(self.members - self.lost.keys())
 
-    def _members_that_hear_each_other(self) -> set[int]:
-        """The living members that have voted, without those that are at fault where two accuse each other."""
+    def _at_fault(self) -> dict[int, str]:
+        """Of the living members that have voted, those without whom all others hear each other, with the reason."""
         here = self._live() & self.votes.keys()
         said = [(rank, one) for rank in here & self.voters for one in self.votes[rank].accusations]
         said += [(rank, one) for rank, one in self._different() if rank in here]
-        at_fault = {one.accused: one.reason for _, one in said if one.accused in here - self.voters}
-        at_fault |= dropped(((rank, one) for rank, one in said if one.accused in here & self.voters), self.leader)
-        self.faults |= at_fault
-        return here - at_fault.keys()
+        guests = {one.accused: one.reason for _, one in said if one.accused in here - self.voters}
+        return guests | dropped(((rank, one) for rank, one in said if one.accused in here & self.voters), self.leader)
 
     def _different(self) -> list[tuple[int, Accusation]]:
         """Who holds other means of a span than most do: it accuses the reducer, which may have sent them."""
@@ -173,28 +175,26 @@ class Count:
 
     # decisions
 
-    def _exchange_again(self, here: Iterable[int]) -> Again:
-        self._note_faults(lambda said: said.accused in self.lost and (said.is_stalled or said.is_violation))
+    def _exchange_again(self, here: Collection[int], at_fault: Mapping[int, str]) -> Again:
+        silent = {said.accused: said.reason for said in reversed(self._said()) if said.is_stalled or said.is_violation}
+        reasons = {**self.lost, **silent, **at_fault}  # what a member did says more than that it is gone
+        self.left_out = self.left_out | {rank: reasons[rank] for rank in self.members.difference(here)}
         self.again = Again(self.exchange + 1, sorted(here))
-        self.exchange, self.votes, self.members = self.again.exchange, {}, frozenset(self.again.members)
+        self.exchange, self.votes = self.again.exchange, {}
         return self.again
 
-    def _note_faults(self, counts: Callable[[Accusation], bool]) -> None:
-        for said in filter(counts, self._said()):
-            self.faults.setdefault(said.accused, said.reason)
-
     def _commit(self, ranks: Sequence[int]) -> Verdict:
-        self._members_that_hear_each_other()  # the others are at fault
-        self._note_faults(lambda said: said.accused not in self.votes or said.is_violation)
-        vote = self.votes[ranks[0]]
-        return self._verdict(self.group.manifest(vote.digest, vote.parts, self.members), [])
+        vote, accused = self.votes[ranks[0]], dict[int, str]()
+        for said in self._said():
+            if said.accused not in self.votes or said.is_violation:
+                accused.setdefault(said.accused, said.reason)
+        manifest = self.group.manifest(vote.digest, vote.parts, self.members)
+        return self._verdict(manifest, {**accused, **self._at_fault()})
 
-    def _abort(self) -> Verdict:
-        return self._verdict(None, sorted({vote.reason for vote in self.votes.values() if vote.reason}))
-
-    def _verdict(self, manifest: RoundManifest | None, said: Sequence[str]) -> Verdict:
-        faults = {**self.lost, **self.faults}  # what a member did says more than that it is gone
-        reasons = list(dict.fromkeys([*said, *(faults[rank] for rank in sorted(faults))]))
+    def _verdict(self, manifest: RoundManifest | None, at_fault: Mapping[int, str]) -> Verdict:
+        faults = {**self.lost, **at_fault, **self.left_out}
+        said = {vote.reason for vote in self.votes.values() if vote.reason} if manifest is None else set[str]()
+        reasons = list(dict.fromkeys([*sorted(said), *(faults[rank] for rank in sorted(faults))]))
         if manifest is None and not reasons:
             reasons = [DIFFERENT]
         reason = "; ".join(reasons[:SHOWN_REASONS])[: SHOWN_REASONS * MAX_REASON_LENGTH]

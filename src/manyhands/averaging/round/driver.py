@@ -1,5 +1,7 @@
 """Carries out what :mod:`.machine` decides in one round: calls, streams, timers. It decides nothing itself.
 
+:class:`Answers` takes the calls of other members, and passes them to the round that they are about.
+
 ::
 
     member                                        leader
@@ -13,16 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
-from manyhands.averaging.allreduce.bandwidth import answer_time_s
 from manyhands.averaging.allreduce.streams import PartnerStreams
-from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker
 from manyhands.averaging.messages import (
-    ASK_MOVED,
+    ASK_IN_ROUND,
     ASK_VERDICT,
     VOTE,
-    MovedQuery,
+    InRound,
+    InRoundQuery,
+    Received,
     Verdict,
     VerdictQuery,
     Vote,
@@ -31,8 +36,10 @@ from manyhands.averaging.messages import (
 from manyhands.averaging.round import machine
 from manyhands.averaging.round.exchange import Contribution, Exchange
 from manyhands.averaging.round.machine import Action, Event, Round
+from manyhands.averaging.round.times import RoundTimes
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LATE_ANSWER_S, LOOK_S, MOMENT_S
+from manyhands.averaging.timing import ANSWER_S, LOOK_S
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
@@ -41,6 +48,8 @@ from manyhands.runtime.waker import Waker
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED_VERDICTS = 16
+"""A member asks within its round's time, which ends within this many later rounds."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be reached."""
 
@@ -49,9 +58,6 @@ class RoundDriver:
     """One round of this peer, until it is over.
 
     Args:
-        deadline: loop time at which this peer's time for the round is over.
-        ends_at: the same of the whole group, if that is earlier.
-        hurried: ranks of members for which nobody waits long.
         voters: ranks whose votes count.
 
     Attributes:
@@ -63,30 +69,22 @@ class RoundDriver:
     def __init__(
         self,
         endpoint: RunEndpoint,
-        config: AveragingConfig,
         partners: PartnerStreams,
         contribution: Contribution,
-        *,
-        deadline: float,
-        ends_at: float,
-        hurried: set[int],
+        times: RoundTimes,
         voters: set[int],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
-        self._config = config
         self._partners = partners
         self._contribution = contribution
-        self._deadline = deadline
-        self._ends_at = ends_at
-        self._hurried = hurried
+        self._times = times
         self.group = contribution.group
-        self.machine = Round(self.group, contribution.rank, hurried, voters)
+        self.machine = Round(self.group, contribution.rank, times.hurried, voters)
         self.num_bytes_sent = self.num_bytes_received = 0
         self.exchanging_s = self.voting_s = 0.0
         self.rate: float | None = None
         self.was_moving = False
-        self._current: Exchange | None = None
         self._rates: dict[int, float] = {}  # bytes per second that came from each member
         self._exchanging: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -111,8 +109,9 @@ class RoundDriver:
                 self._tasks.spawn(self._ask_leader(), name="asking the leader how it ends")
             await asyncio.wait([self._over])
             verdict = self._over.result()
-            if verdict.manifest is not None and self._exchanging is not None and self._current is not None:
-                await asyncio.wait([self._exchanging], timeout=self._current.late_s())  # this member is a little late
+            if verdict.manifest is not None and self._exchanging is not None:
+                late_s = self._times.late_s(self._loop.time())  # this member is a little late
+                await asyncio.wait([self._exchanging], timeout=late_s)
                 self._count_time()
             return verdict
         finally:
@@ -141,10 +140,6 @@ class RoundDriver:
             self._partners.give_up(self.group.members[rank].peer_id)  # it sends no values any more
         self._on(machine.Voted(rank, vote))
 
-    def moved(self) -> int:
-        """How far this member's exchange is."""
-        return self._current.moved() if self._current is not None else 0
-
     # the machine
 
     def _on(self, event: Event) -> None:
@@ -157,10 +152,8 @@ class RoundDriver:
                 case machine.BeginExchange(number, members):
                     self._stop_exchange()
                     exchange = Exchange(
-                        self._endpoint, self._config, self._partners, self._contribution, number, members,
-                        self._ends_at, self._deadline, self._hurried,
-                    )  # fmt: skip
-                    self._current = exchange
+                        self._endpoint, self._partners, self._contribution, self._times, number, members
+                    )
                     self._exchanging = self._tasks.spawn(self._exchange(exchange), name=f"exchange {number}")
                 case machine.StopExchange():
                     self._stop_exchange()
@@ -207,7 +200,6 @@ class RoundDriver:
             self.num_bytes_received += exchange.num_bytes_received
             self.rate, self.was_moving = exchange.rate, exchange.was_moving
             self._rates = {rank: exchange.rate_of(rank) for rank in exchange.streams}
-            self._current = None
         self._count_time()
         self._exchanging = None
         self._wait_for_others()
@@ -224,16 +216,11 @@ class RoundDriver:
     def _wait_for_others(self) -> None:
         """Limit the wait for the votes, or for the verdict of a leader that may have begun later."""
         if self.machine.count is not None:
-            seconds, what = max(self._deadline - self._loop.time(), MOMENT_S), "vote"
+            seconds, what = self._times.left_s(self._loop.time()), "vote"
         else:
-            seconds, what = self._verdict_s, "answer"
+            seconds, what = self._times.verdict_s, "answer"
         over = machine.TimeOver(f"no {what} within {seconds:.3g} s")
         self._timer = self._loop.call_later(seconds, self._on, over)
-
-    @property
-    def _verdict_s(self) -> float:
-        """The longest wait of a member that has voted."""
-        return self._config.averaging_timeout_s + LATE_ANSWER_S
 
     async def _look(self) -> None:
         while True:
@@ -248,16 +235,14 @@ class RoundDriver:
         while not self._over.done():
             query = VerdictQuery(self.group.group_id, state.exchange, len(state.lost))
             before = query.exchange, query.num_lost
-            longest_s = self._config.averaging_timeout_s + self._verdict_s  # of an exchange, then of the wait
-            if (answer := await self._call_leader(ASK_VERDICT, query, longest_s)) is None:
+            if (answer := await self._call_leader(ASK_VERDICT, query, self._times.question_s)) is None:
                 return
             self._on(machine.Told(state.leader, answer))
             if (state.exchange, len(state.lost)) == before:  # it has not come to the round yet
                 await asyncio.sleep(LOOK_S)
 
     async def _send(self, vote: Vote) -> None:
-        timeout_s = max(self._deadline - self._loop.time(), MOMENT_S) + ANSWER_S
-        await self._call_leader(VOTE, vote, timeout_s)
+        await self._call_leader(VOTE, vote, self._times.vote_s(self._loop.time()))
 
     async def _call_leader(self, method: Method[Any, Any], request: object, timeout_s: float) -> Any:
         """Call the leader, again if a connection breaks; None once it is lost, which the machine then knows."""
@@ -281,17 +266,17 @@ class RoundDriver:
         return None
 
     def _answer_s(self, rank: int) -> float:
-        return answer_time_s(self.group, self.machine.rank, rank, self._rates.get(rank, 0.0))
+        return self._times.answer_s(rank, self._rates.get(rank, 0.0))
 
     async def _ask(self, rank: int) -> None:
         """Ask a member whether it is in this round, or still waits for the leader's answer."""
-        peer_id, query = self.group.members[rank].peer_id, MovedQuery(self.group.group_id, self.group.leader)
+        peer_id, query = self.group.members[rank].peer_id, InRoundQuery(self.group.group_id, self.group.leader)
         try:
-            moved = await self._endpoint.call(peer_id, ASK_MOVED, query, self._answer_s(rank))
+            answer = await self._endpoint.call(peer_id, ASK_IN_ROUND, query, self._answer_s(rank))
         except (Unavailable, PeerError) as error:
             self._on(machine.Lost(rank, f"{peer_id} cannot be asked: {error}"))
             return
-        if moved.is_gone:
+        if not answer.is_in:
             self._on(machine.Lost(rank, f"{peer_id} is in another round, or in none"))
 
     async def _ask_others(self) -> None:
@@ -300,14 +285,104 @@ class RoundDriver:
         others = set(range(len(self.group.members))) - {self.machine.rank, self.machine.leader}
         asking = [self._tasks.spawn(self._ask_how_it_ended(rank), name="asking how it ended") for rank in others]
         if asking:
-            await asyncio.wait(asking, timeout=self._config.in_doubt_timeout_s)
+            await asyncio.wait(asking, timeout=self._times.in_doubt_s)
         self._on(machine.NobodyKnows())
 
     async def _ask_how_it_ended(self, rank: int) -> None:
         peer_id, query = self.group.members[rank].peer_id, VerdictQuery(self.group.group_id, self.machine.exchange)
         try:
-            answer = await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.in_doubt_timeout_s)
+            answer = await self._endpoint.call(peer_id, ASK_VERDICT, query, self._times.in_doubt_s)
         except (Unavailable, PeerError) as error:
             logger.debug("peer %s does not say how the round ended: %s", peer_id, error)
         else:
             self._on(machine.Told(rank, answer))
+
+
+class Answers:
+    """The rounds of one peer, as the others see them."""
+
+    def __init__(self, endpoint: RunEndpoint, matchmaker: Matchmaker) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._endpoint = endpoint
+        self._matchmaker = matchmaker
+        self._rounds: dict[bytes, RoundDriver] = {}
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._untold: set[PeerId] = set()  # members that do not know the verdict of the round that this peer led last
+        self._last_led = b""
+        self._decided_at = 0.0
+        self._news = Waker()
+        endpoint.handle(VOTE, self._on_vote)
+        endpoint.handle(ASK_VERDICT, self._on_ask)
+        endpoint.handle(ASK_IN_ROUND, self._on_ask_in_round)
+        endpoint.on_lost.append(self._on_lost)
+
+    async def close(self) -> None:
+        """Leave the run: a leader first decides its round, and tells the members that wait."""
+        for driver in self._rounds.values():
+            driver.give_up("the leader leaves the run")
+            self._note_decided(driver)
+        left_s = self._decided_at + ANSWER_S - self._loop.time()
+        with suppress(Timeout):
+            async with time_limit(left_s, "telling the verdict"):
+                await self._news.wait_until(lambda: not any(map(self._endpoint.is_connected, self._untold)))
+        self._endpoint.unhandle(VOTE)
+        self._endpoint.unhandle(ASK_VERDICT)
+        self._endpoint.unhandle(ASK_IN_ROUND)
+        if self._on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self._on_lost)
+
+    def begin(self, driver: RoundDriver) -> None:
+        """Answer for a round from now on."""
+        group = driver.group
+        self._rounds[group.group_id] = driver
+        if group.leader == self._endpoint.peer_id:
+            self._last_led = group.group_id
+            self._untold = {member.peer_id for member in group.members} - {group.leader}
+
+    def end(self, driver: RoundDriver) -> None:
+        """A round is over for this peer; the verdict is still told, if this peer knows it."""
+        group_id, verdict = driver.group.group_id, driver.machine.verdict
+        del self._rounds[group_id]
+        self._note_decided(driver)
+        if verdict is not None:
+            self._verdicts[group_id] = verdict
+            while len(self._verdicts) > REMEMBERED_VERDICTS:
+                self._verdicts.popitem(last=False)
+
+    def _note_decided(self, driver: RoundDriver) -> None:
+        if driver.group.group_id == self._last_led:
+            self._decided_at = self._loop.time()
+
+    def _on_vote(self, remote: PeerId, vote: Vote) -> Received:
+        if vote.group_id in self._verdicts:
+            return Received()  # its question was answered, or will be
+        me, driver = self._endpoint.peer_id, self._rounds.get(vote.group_id)
+        if driver is None:
+            raise Refused(me, "unknown_group", "this peer is in no such group")
+        rank = driver.group.rank_of(remote)
+        if rank is None:
+            raise Refused(me, "not_a_member", "only members of a group vote in it")
+        if driver.machine.count is None:
+            raise Refused(me, "not_leader", "only the leader of a group counts its votes")
+        driver.vote(rank, vote)
+        return Received()
+
+    async def _on_ask(self, remote: PeerId, query: VerdictQuery) -> Verdict:
+        driver = self._rounds.get(query.group_id)
+        rank = driver.group.rank_of(remote) if driver is not None else None
+        if driver is None or rank is None:
+            unknown = Verdict(False, None, "the asked peer does not know this round")
+            answer = self._verdicts.get(query.group_id, unknown)
+        else:
+            answer = await driver.answer(rank, query)
+        if answer.is_known and query.group_id == self._last_led:
+            self._untold.discard(remote)
+            self._news.wake()
+        return answer
+
+    def _on_ask_in_round(self, remote: PeerId, query: InRoundQuery) -> InRound:
+        may_come = self._matchmaker.follows(query.leader)  # the leader's answer may still be on its way
+        return InRound(query.group_id in self._rounds or may_come)
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        self._news.wake()

@@ -14,17 +14,25 @@ from blake3 import blake3
 
 from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
 from manyhands.averaging.allreduce.means import Means
-from manyhands.averaging.allreduce.straggler_monitor import StragglerMonitor
-from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
+from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream, dials
 from manyhands.averaging.codecs import Feedbacks, Plan
-from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.memory import Memory, empty_vector
-from manyhands.averaging.messages import MAX_REASON_LENGTH, NAME_BYTES, Accusation, Group, RoundManifest, Vote
+from manyhands.averaging.messages import (
+    ASK_IN_ROUND,
+    MAX_REASON_LENGTH,
+    NAME_BYTES,
+    Accusation,
+    Group,
+    InRoundQuery,
+    RoundManifest,
+    Vote,
+)
 from manyhands.averaging.round.limits import MemberLimits, joined, outsized, usual_norm
+from manyhands.averaging.round.times import Ask, GiveUp, RoundTimes, Seen, Stragglers
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.timing import ANSWER_S, LOOK_S, MOMENT_S
+from manyhands.averaging.timing import LOOK_S
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import RoundAborted, Timeout
+from manyhands.base.errors import PeerError, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.uplink import RoundShare
 from manyhands.runtime import TaskOwner
@@ -35,8 +43,6 @@ Refill = Callable[[], torch.Tensor]
 
 OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
-ROUND_TRIPS = 4
-"""Of a member for which nobody waits long: so many to open its stream."""
 
 
 def stream_id(group: Group, exchange: int, members: Sequence[int]) -> bytes:
@@ -129,11 +135,6 @@ class Contribution:
 class Exchange:
     """One member's exchange with the others over streams.
 
-    Args:
-        ends_at: loop time at which the round should end, by which members are judged to be too slow.
-        deadline: of this peer.
-        hurried: ranks of members that get less time.
-
     Attributes:
         streams: by rank, as far as they are open.
         rate: bytes per second while only the line held the streams up; None if the system cannot tell.
@@ -142,24 +143,20 @@ class Exchange:
     """
 
     endpoint: RunEndpoint
-    config: AveragingConfig
     partners: PartnerStreams
     contribution: Contribution
+    times: RoundTimes
     number: int
     members: tuple[int, ...]
-    ends_at: float
-    deadline: float
-    hurried: Collection[int]
     streams: dict[int, RoundStream] = field(default_factory=dict)
     rate: float | None = None
     was_moving: bool = False
     num_bytes_sent: int = 0
     num_bytes_received: int = 0
-    _butterfly: Butterfly | None = None
     _began_at: float = 0.0
     _share: RoundShare | None = None
     _lost: set[PeerId] = field(default_factory=set)
-    _watchers: TaskOwner = field(default_factory=lambda: TaskOwner("watching an exchange"))
+    _tasks: TaskOwner = field(default_factory=lambda: TaskOwner("an exchange"))
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     async def run(self) -> Vote:
@@ -169,13 +166,12 @@ class Exchange:
             Exception: what the refill raised.
         """
         members, self._began_at = self.contribution.group.members, self._loop.time()
-        butterfly = self._butterfly = await self.contribution.butterfly(self.members, is_again=self.number > 0)
+        butterfly = await self.contribution.butterfly(self.members, is_again=self.number > 0)
         failure: RoundAborted | None = None
         try:
             if not any(members[rank].weight > 0 for rank in self.members):
                 raise RoundAborted(NO_WEIGHT)
-            limit_s = max(self.deadline - self._loop.time(), MOMENT_S)
-            async with time_limit(limit_s, "averaging"):
+            async with time_limit(self.times.left_s(self._loop.time()), "averaging"):
                 await self._average(butterfly)
         except RoundAborted as error:
             failure = error
@@ -183,35 +179,24 @@ class Exchange:
             failure = RoundAborted(str(error))
         return self.contribution.vote(butterfly, self.members, self.number, failure)
 
-    def moved(self) -> int:
-        """How far it is: bytes sent and received, and chunks averaged."""
-        num_averaged = self._butterfly.num_averaged if self._butterfly is not None else 0
-        return num_averaged + sum(stream.bytes_sent + stream.bytes_received for stream in self.streams.values())
-
     def rate_of(self, rank: int) -> float:
         """Bytes per second that came from a member; 0 if nothing did."""
         stream = self.streams.get(rank)
         moving_s = stream.last_received - self._began_at if stream is not None else 0.0
         return stream.bytes_received / moving_s if stream is not None and moving_s > 0 else 0.0
 
-    def late_s(self) -> float:
-        """Seconds that bytes already sent may still take."""
-        return max(self.deadline - self._loop.time(), self.config.stream_timeout_s)
-
     async def _average(self, butterfly: Butterfly) -> None:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
-        group, rank = self.contribution.group, self.contribution.rank
+        group = self.contribution.group
         name, is_whole = stream_id(group, self.number, self.members), False
-        monitor = StragglerMonitor(self.endpoint, group, rank, butterfly, self.streams, self.ends_at, self.hurried)
         opening: dict[int, asyncio.Task[RoundStream]] = {}
-        watching: list[asyncio.Task[None]] = []
+        watching = self._tasks.spawn(self._watch(butterfly), name="watching the others")
         self.endpoint.on_lost.append(self._on_lost)
         try:
             with self.endpoint.uplink.shared() as self._share, ExitStack() as held:
                 for other in butterfly.partners:
                     held.enter_context(self.endpoint.held(group.members[other].peer_id))
                     opening[other] = self._loop.create_task(self._connect(other, name, butterfly.num_bytes_with(other)))
-                    watching.append(self._watchers.spawn(monitor.watch(other), name=group.members[other].peer_id))
                 await butterfly.run(opening)
                 is_whole = not butterfly.faults
                 if self._share.streams.keys() == {stream.stream for stream in self.streams.values()}:
@@ -219,25 +204,23 @@ class Exchange:
         finally:
             for task in opening.values():
                 task.cancel()
-            for watcher in watching:
-                self._watchers.cancel(watcher)
+            self._tasks.cancel(watching)
+            now = self._loop.time()
             last_received = max((stream.last_received for stream in self.streams.values()), default=-math.inf)
-            self.was_moving = not is_whole and self._loop.time() - last_received < ANSWER_S
+            self.was_moving = not is_whole and self.times.was_moving(last_received, now)
             self.endpoint.on_lost.remove(self._on_lost)
             self.partners.end(name)
             for other, stream in self.streams.items():
                 self.num_bytes_sent += stream.bytes_sent
                 self.num_bytes_received += stream.bytes_received
                 is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in self._lost
-                self.partners.give_back(stream, is_used_up=is_used_up, within_s=self.late_s())
+                self.partners.give_back(stream, is_used_up=is_used_up, within_s=self.times.late_s(now))
             # last, as a cancellation may end it here
-            await asyncio.gather(*opening.values(), *watching, return_exceptions=True)
+            await asyncio.gather(*opening.values(), watching, return_exceptions=True)
 
     async def _connect(self, other: int, name: bytes, num_bytes: int) -> RoundStream:
-        group, within_s = self.contribution.group, self.config.stream_timeout_s
-        if other in self.hurried:
-            least_s = ROUND_TRIPS * self.endpoint.rtt_s(group.members[other].peer_id)
-            within_s = min(max(least_s, LOOK_S), ANSWER_S)
+        group = self.contribution.group
+        within_s = self.times.stream_s(other, self.endpoint.rtt_s(group.members[other].peer_id))
         stream = await self.partners.connect(group, self.contribution.rank, other, num_bytes, name, within_s)
         self.streams[other] = stream
         if self._share is not None:
@@ -251,3 +234,57 @@ class Exchange:
         for stream in self.streams.values():
             if stream.remote == peer_id:
                 stream.abort()
+
+    # stragglers
+
+    async def _watch(self, butterfly: Butterfly) -> None:
+        """Carry out what :class:`.times.Stragglers` decides, until this is cancelled."""
+        num_bytes = {rank: butterfly.num_bytes_with(rank) for rank in butterfly.partners}
+        span_bytes = {rank: butterfly.partition.num_bytes[rank] for rank in butterfly.partition.reducers}
+        stragglers = Stragglers(self.times, num_bytes, span_bytes, self._loop.time())
+        asked: dict[int, asyncio.Task[str]] = {}
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                seen = {
+                    rank: Seen(butterfly.wanted.get(rank), stream.bytes_received, stream.last_received)
+                    for rank, stream in self.streams.items()
+                }
+                answers = {rank: asked.pop(rank).result() for rank in list(asked) if asked[rank].done()}
+                over, awaited = butterfly.done_with | butterfly.faults.keys(), self._awaited(butterfly.partners)
+                now, has_reduced = self._loop.time(), butterfly.has_reduced
+                for action in stragglers.looked(seen, answers, over, awaited, has_reduced, now):
+                    match action:
+                        case Ask(rank):
+                            timeout_s = self.times.answer_s(rank, self.rate_of(rank))
+                            asking = _why_gone(self.endpoint, self.contribution.group, rank, timeout_s)
+                            asked[rank] = self._loop.create_task(asking)
+                        case GiveUp(rank, reason):
+                            butterfly.lose(rank, reason, is_stalled=True)
+        finally:
+            for task in asked.values():
+                task.cancel()
+            await asyncio.gather(*asked.values(), return_exceptions=True)
+
+    def _awaited(self, partners: Sequence[int]) -> set[int]:
+        """The partners that must open their stream, and can be asked about it: a client may not be connected yet."""
+        group, rank = self.contribution.group, self.contribution.rank
+        members = {other: group.members[other] for other in partners if not dials(group, rank, other)}
+        return {
+            other
+            for other, member in members.items()
+            if not member.is_client or self.endpoint.is_connected(member.peer_id)
+        }
+
+
+async def _why_gone(endpoint: RunEndpoint, group: Group, rank: int, timeout_s: float) -> str:
+    """Ask a member whether it is in the round; returns why it counts as gone, empty if it is there.
+
+    A call that fails may live on until the collector comes, so it must not hold an exchange with its vectors.
+    """
+    query = InRoundQuery(group.group_id, group.leader)
+    try:
+        answer = await endpoint.call(group.members[rank].peer_id, ASK_IN_ROUND, query, timeout_s)
+    except (Unavailable, PeerError) as error:
+        return f"does not answer: {error}"
+    return "" if answer.is_in else "is in another round, or in none"

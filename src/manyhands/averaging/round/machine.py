@@ -1,5 +1,7 @@
 """One member's part in a round, from the formed group to the verdict, as a state machine. Pure.
 
+How long it waits for whom is in :mod:`.times`.
+
 A round is one or more *exchanges*: an all-reduce of the whole vector (:mod:`manyhands.averaging.allreduce.butterfly`),
 after which each member votes on what it holds. Each member asks the leader once how the round goes on, and the leader
 answers as soon as it has news for it. Events come in with :meth:`Round.on`, actions come out:
@@ -46,7 +48,7 @@ import msgspec
 
 from manyhands.averaging.messages import Again, Group, SpanResult, Verdict, VerdictQuery, Vote
 from manyhands.averaging.round.count import MAX_EXCHANGES, Count, includes_values
-from manyhands.averaging.timing import ANSWER_S, TWO_ANSWERS_S
+from manyhands.averaging.round.times import VoteTimes, has_left
 from manyhands.rpc.frames import readable
 
 
@@ -207,9 +209,7 @@ class Round:
         self._reason = ""  # why this member lacks the result
         self._vote: Vote | None = None  # on the exchange that this member is in
         self._last_event_at = math.inf
-        self._waits_since = math.inf  # for another member
-        self._asked_at: dict[int, float] = {}
-        self._stalled_since: float | None = None  # only members that sent nothing have not voted
+        self._times = VoteTimes()  # of this exchange
 
     @property
     def has_lost(self) -> bool:
@@ -229,7 +229,7 @@ class Round:
         if self.state is State.OVER:
             return []
         stood_still_s, self._last_event_at = now - self._last_event_at, now
-        if self.count is not None and stood_still_s > TWO_ANSWERS_S:  # the others have asked it, and left
+        if self.count is not None and has_left(stood_still_s):
             event = GaveUp(f"its process stood still for {stood_still_s:.0f} s")
         match event:
             case Exchanged(vote):
@@ -271,7 +271,7 @@ class Round:
         self.state, self._reason, self._vote = State.VOTED, vote.reason, vote
         if self.count is not None:
             return self._counted(Voted(self.rank, vote), now)
-        self._waits_since = now
+        self._times.begin(now)
         return [SendVote(vote)]
 
     def _told(self, rank: int, verdict: Verdict) -> list[Action]:
@@ -329,7 +329,7 @@ class Round:
 
     def _exchange_again(self, again: Again) -> list[Action]:
         self.exchange, self.members, self._reason = again.exchange, frozenset(again.members), ""
-        self._asked_at, self._waits_since, self._stalled_since = {}, math.inf, None
+        self._times = VoteTimes()
         if self.rank not in again.members:  # the leader, which goes on counting
             self.state = State.VOTED
             return [StopExchange()]
@@ -354,7 +354,7 @@ class Round:
                     msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.accusations
                 ]
                 count.add(rank, vote)
-                self._waits_since = min(self._waits_since, now)
+                self._times.begin(now)
             case Lost(rank, reason):
                 count.lose(rank, reason)
             case TimeOver(reason):
@@ -379,12 +379,7 @@ class Round:
         if not self.count.votes:
             return []
         stalled = self.count.only_stalled()
-        if not stalled:
-            self._stalled_since = None
-        elif self._stalled_since is None:
-            self._stalled_since = now
-        is_over = self._stalled_since is not None and now - self._stalled_since >= ANSWER_S
-        given_up = stalled if is_over else stalled & self._hurried
+        given_up = stalled if self._times.have_stalled(stalled, now) else stalled & self._hurried
         for rank in given_up:  # perhaps this leader
             self.count.lose(rank, f"{self.group.members[rank].peer_id} answers, but does not vote")
         if given_up:
@@ -392,13 +387,7 @@ class Round:
         return self._ask(self.count.missing() - {self.rank}, self.count.suspects(), now)
 
     def _ask(self, waited_for: Collection[int], suspects: Collection[int], now: float) -> list[Action]:
-        due = sorted(
-            rank
-            for rank in waited_for
-            if now - self._asked_at.get(rank, -math.inf if rank in suspects else self._waits_since) >= ANSWER_S
-        )
-        self._asked_at.update(dict.fromkeys(due, now))
-        return [Ask(rank) for rank in due]
+        return [Ask(rank) for rank in self._times.to_ask(waited_for, suspects, now)]
 
 
 def _are_whole(group: Group, parts: Sequence[SpanResult]) -> bool:

@@ -1,0 +1,376 @@
+"""How long a round waits for whom, from the formed group to the verdict: all its rules on time. Pure.
+
+In an exchange (:class:`Stragglers`):
+
+==========  =========================================================  =================================================
+a partner   when                                                       then
+==========  =========================================================  =================================================
+is asked    it owes something, and nothing came for ``ANSWER_S``; or   it says whether it is in the round; asked again
+            it has not opened its stream after one look                after ``ANSWER_S``
+is gone     no answer within :meth:`RoundTimes.answer_s`, or it says   given up, if nothing came meanwhile
+            that it is not in the round
+is not      its stream is not open within ``stream_timeout_s``; if     given up
+connected   hurried, within four round trips (0.25 to 2 s)
+is too      half of the round is over (and ``TWO_ANSWERS_S``), and at  given up: there is time to go on without it
+slow        its pace it would not send all its values by the end
+is overdue  65% of the round is over, a reducer sent no means for      given up, whatever it says
+            ``FOUR_ANSWERS_S``, and another one has sent all
+is last     it is hurried, and for ``TWO_ANSWERS_S`` nobody else       given up
+            owed what it owes
+==========  =========================================================  =================================================
+
+A partner that answers is waited for until one of the last three rows applies: on a slow line it may be silent for long.
+Its pace counts only the time in which the reducer waited for it.
+
+For the votes (:class:`VoteTimes`):
+
+===========  ========================================================  =================================================
+a member     when                                                      then
+===========  ========================================================  =================================================
+is asked     it is waited for since ``ANSWER_S``; at once if it is     asked again after ``ANSWER_S``
+             accused
+is stalled   only members that sent nothing to the others have not     lost, and the votes that are there decide
+             voted for ``ANSWER_S``; if hurried, at once
+has left     its process stood still for ``TWO_ANSWERS_S``: those      a leader decides by the votes that are there
+             that waited for it have asked it meanwhile
+===========  ========================================================  =================================================
+
+The limits of whole phases are methods of :class:`RoundTimes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from manyhands.averaging.allreduce.butterfly import Wanted
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import BLAMED, Group
+from manyhands.averaging.timing import (
+    ANSWER_S,
+    FOUR_ANSWERS_S,
+    LATE_ANSWER_S,
+    LOOK_S,
+    MOMENT_S,
+    SLOW_ANSWER_S,
+    TWO_ANSWERS_S,
+)
+
+PACE_KNOWN_SHARE = 0.5
+"""After this share of a round's time the pace of a member that owes values is known."""
+OVERDUE_SHARE = 0.65
+"""After this share, reducers that waited for a member that was too slow have gone on."""
+MARGIN = 1.5
+"""How much longer than another reducer one may take, in proportion to the size of its span, as a factor."""
+ROUND_TRIPS = 4
+"""So many has a hurried member to open its stream."""
+QUEUED_BYTES = 16 * 1024
+"""Bytes of a round that may be queued before an answer."""
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """The limits of one member's round. All instants are loop times.
+
+    Attributes:
+        rank: of this member.
+        deadline: when this peer's time for the round is over.
+        ends_at: the same of the whole group, if that is earlier: by it members are judged to be too slow.
+        hurried: ranks of members for which nobody waits long, see
+            :meth:`~manyhands.averaging.matchmaking.matchmaker.Matchmaker.hurried`.
+    """
+
+    config: AveragingConfig
+    group: Group
+    rank: int
+    deadline: float
+    ends_at: float
+    hurried: frozenset[int] = frozenset()
+
+    # of an exchange
+
+    def left_s(self, now: float) -> float:
+        """For an exchange, or for the votes after it."""
+        return max(self.deadline - now, MOMENT_S)
+
+    def stream_s(self, rank: int, rtt_s: float) -> float:
+        """For the stream to a partner, from the begin of the exchange."""
+        if rank not in self.hurried:
+            return self.config.stream_timeout_s
+        return min(max(ROUND_TRIPS * rtt_s, LOOK_S), ANSWER_S)
+
+    def late_s(self, now: float) -> float:
+        """For bytes that are sent already, and for this member to finish after the others have committed."""
+        return max(self.deadline - now, self.config.stream_timeout_s)
+
+    def was_moving(self, last_received: float, now: float) -> bool:
+        """Whether values still came at the end of an exchange."""
+        return now - last_received < ANSWER_S
+
+    # of calls
+
+    def answer_s(self, rank: int, bytes_per_s: float = 0.0) -> float:
+        """For an answer of a member, by the lowest known rate: that of its bytes, or the bandwidth of one of both."""
+        members = self.group.members
+        rates = bytes_per_s, members[self.rank].bandwidth, members[rank].bandwidth
+        slowest = min((rate for rate in rates if rate not in (0, BLAMED)), default=math.inf)
+        return min(max(ANSWER_S, QUEUED_BYTES / slowest), SLOW_ANSWER_S)
+
+    def vote_s(self, now: float) -> float:
+        """For the call that brings a vote to the leader."""
+        return self.left_s(now) + ANSWER_S
+
+    @property
+    def verdict_s(self) -> float:
+        """For the verdict, of a member that has voted: the leader may have begun later."""
+        return self.config.averaging_timeout_s + LATE_ANSWER_S
+
+    @property
+    def question_s(self) -> float:
+        """For the question to the leader how the round goes on: an exchange, then the wait for the verdict."""
+        return self.config.averaging_timeout_s + self.verdict_s
+
+    @property
+    def in_doubt_s(self) -> float:
+        """For the others' answers, once the leader is lost."""
+        return self.config.in_doubt_timeout_s
+
+
+# partners in an exchange
+
+
+def is_pace_known(passed_s: float, round_s: float) -> bool:
+    """Whether so much of a round has passed that it shows how fast a line is."""
+    return passed_s >= PACE_KNOWN_SHARE * round_s
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The stream of a partner at one look.
+
+    Attributes:
+        owed: what is waited for; None if nothing is, also while there is no room for it.
+        received: bytes that came in this exchange.
+        last_received: when the last of them came, or the stream was opened.
+    """
+
+    owed: Wanted | None
+    received: int
+    last_received: float
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask a partner whether it is in the round; :meth:`Stragglers.looked` takes the answer."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Go on without a partner."""
+
+    rank: int
+    reason: str
+
+
+Action: TypeAlias = Ask | GiveUp
+
+
+@dataclass
+class _Partner:
+    """What is remembered of one partner from look to look."""
+
+    owed: Wanted | None = None
+    owed_since: float = math.inf
+    waited_s: float = 0.0  # for its values, in all
+    last_since: float | None = None  # nobody else owes what it owes
+    asked_at: float = -math.inf
+    asked_received: int | None = None  # when it was asked; None if no stream was open
+    is_asked: bool = False  # and has not answered yet
+
+
+class Stragglers:
+    """The partners of one exchange for which it still waits.
+
+    Args:
+        num_bytes: by partner, approximately what it sends in all.
+        span_bytes: by rank of each reducer, the size of its span.
+        began: when the exchange began.
+    """
+
+    def __init__(
+        self, times: RoundTimes, num_bytes: Mapping[int, int], span_bytes: Mapping[int, int], began: float
+    ) -> None:
+        self._times = times
+        self._num_bytes = num_bytes
+        self._span_bytes = span_bytes
+        self._began = self._looked_at = began
+        self._round_s = times.ends_at - began
+        self._partners = {rank: _Partner() for rank in num_bytes}
+
+    def looked(
+        self,
+        seen: Mapping[int, Seen],
+        answers: Mapping[int, str],
+        over: Collection[int],
+        awaited: Collection[int],
+        has_reduced: bool,
+        now: float,
+    ) -> list[Action]:
+        """Judge all partners; call it every ``LOOK_S``.
+
+        Args:
+            seen: those whose streams are open.
+            answers: of those that were asked: why one is gone, or empty if it is in the round.
+            over: those with which all was exchanged, or that are lost.
+            awaited: those that must open their stream, and can be asked about it.
+            has_reduced: whether this member has averaged its own span.
+        """
+        passed_s, self._looked_at = now - self._looked_at, now
+        actions: list[Action] = []
+        for rank, partner in self._partners.items():
+            if rank in over:
+                continue
+            one = seen.get(rank)
+            if rank in answers:
+                partner.is_asked = False
+                received = one.received if one is not None else None
+                if answers[rank] and received == partner.asked_received:
+                    actions.append(GiveUp(rank, self._gone(rank, answers[rank])))
+                    continue
+            if one is None:
+                if rank in awaited and not partner.is_asked and now - partner.asked_at >= ANSWER_S:
+                    actions.append(self._ask(rank, None, now))
+                continue
+            if one.owed is not partner.owed:
+                partner.owed, partner.owed_since = one.owed, now
+            if one.owed is Wanted.VALUES:
+                partner.waited_s += passed_s
+            if one.owed is None:
+                continue
+            silent_s = now - max(one.last_received, partner.owed_since)
+            if how := self._fault(rank, seen, over, silent_s, has_reduced, now):
+                actions.append(GiveUp(rank, f"{self._name(rank)} {how}"))
+            elif silent_s >= ANSWER_S and not partner.is_asked and now - partner.asked_at >= ANSWER_S:
+                actions.append(self._ask(rank, one.received, now))
+        return actions
+
+    def _gone(self, rank: int, how: str) -> str:
+        if self._partners[rank].asked_received is None:
+            return f"no stream to a member: {self._name(rank)} {how}"
+        return f"{self._name(rank)} sends nothing, and {how}"
+
+    def _ask(self, rank: int, received: int | None, now: float) -> Ask:
+        partner = self._partners[rank]
+        partner.is_asked, partner.asked_at, partner.asked_received = True, now, received
+        return Ask(rank)
+
+    def _fault(
+        self, rank: int, seen: Mapping[int, Seen], over: Collection[int], silent_s: float, has_reduced: bool, now: float
+    ) -> str:
+        """Why a partner that owes something is not waited for any more; empty if it is."""
+        if self._is_last(rank, seen, over, now):
+            return "holds up the others, after there was trouble"
+        if seen[rank].owed is Wanted.VALUES:
+            how = self._too_slow(rank, seen[rank].received, now)
+            return f"is too slow for the time that this round has: {how}" if how else ""
+        if silent_s >= FOUR_ANSWERS_S and self._is_overdue(rank, seen, has_reduced, now):
+            return f"answers, but sent no means for {silent_s:.0f} s"
+        return ""
+
+    def _is_last(self, rank: int, seen: Mapping[int, Seen], over: Collection[int], now: float) -> bool:
+        """Whether a hurried partner has held up the others for some time."""
+        hurried, partner = self._times.hurried, self._partners[rank]
+        if rank not in hurried:
+            return False
+        others = self._partners.keys() - over - hurried
+        if any(other not in seen or seen[other].owed is seen[rank].owed for other in others):
+            partner.last_since = None
+            return False
+        if partner.last_since is None:
+            partner.last_since = now
+        return now - partner.last_since >= TWO_ANSWERS_S
+
+    def _too_slow(self, rank: int, received: int, now: float) -> str:
+        """How a partner misses the end of the round at its pace; empty if it does not, or the pace is not known yet."""
+        passed_s, waited_s = now - self._began, self._partners[rank].waited_s
+        is_known = is_pace_known(passed_s, self._round_s) and passed_s >= TWO_ANSWERS_S
+        if not is_known or waited_s < passed_s / 2:
+            return ""
+        if received == 0:
+            return "it has sent nothing"
+        needed_s = passed_s + (self._num_bytes[rank] - received) * waited_s / received
+        return f"at its pace it would need {needed_s:.0f} s" if needed_s > self._round_s else ""
+
+    def _is_overdue(self, rank: int, seen: Mapping[int, Seen], has_reduced: bool, now: float) -> bool:
+        """Whether a reducer must have had all values for some time: another one has sent all its means.
+
+        This peer's own span shows that only if nobody else has one: the others may wait for the values of this peer.
+        """
+        passed_s = now - self._began
+        if passed_s < OVERDUE_SHARE * self._round_s:
+            return False
+        reducers = self._span_bytes.keys() - {rank}
+        others = {other: one for other, one in seen.items() if other != rank}
+        if reducers == {self._times.rank}:
+            done_at = max([self._began, *(one.last_received for one in others.values())])
+            return has_reduced and passed_s > MARGIN * (done_at - self._began)
+        return any(
+            passed_s > MARGIN * (one.last_received - self._began) * max(1.0, self._larger(rank, other))
+            for other, one in others.items()
+            if other in reducers and one.received >= self._num_bytes[other]
+        )
+
+    def _larger(self, rank: int, other: int) -> float:
+        """The size of a reducer's span beside that of another one."""
+        return self._span_bytes[rank] / self._span_bytes[other]
+
+    def _name(self, rank: int) -> str:
+        return f"peer {self._times.group.members[rank].peer_id}"
+
+
+# votes
+
+
+class VoteTimes:
+    """The wait for the votes on one exchange, or of a member for its leader."""
+
+    def __init__(self) -> None:
+        self._since = math.inf
+        self._asked_at: dict[int, float] = {}
+        self._stalled_since: float | None = None
+
+    def begin(self, now: float) -> None:
+        """The first vote has come, or been sent."""
+        self._since = min(self._since, now)
+
+    def to_ask(self, waited_for: Collection[int], suspects: Collection[int], now: float) -> Sequence[int]:
+        """The members to ask now whether they are in the round."""
+        due = [
+            rank
+            for rank in sorted(waited_for)
+            if now - self._asked_at.get(rank, -math.inf if rank in suspects else self._since) >= ANSWER_S
+        ]
+        self._asked_at.update(dict.fromkeys(due, now))
+        return due
+
+    def have_stalled(self, stalled: Collection[int], now: float) -> bool:
+        """Whether the members that sent nothing have held up all others for too long; call it at every look.
+
+        Args:
+            stalled: these members, if nobody else is waited for.
+        """
+        if not stalled:
+            self._stalled_since = None
+            return False
+        if self._stalled_since is None:
+            self._stalled_since = now
+        return now - self._stalled_since >= ANSWER_S
+
+
+def has_left(stood_still_s: float) -> bool:
+    """Whether the others have gone on without a peer whose process stood still for so long."""
+    return stood_still_s > TWO_ANSWERS_S
