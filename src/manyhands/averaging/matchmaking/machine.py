@@ -1,7 +1,8 @@
 """One peer's search for the group of its next round, as a state machine. Pure.
 
-All peers know who should lead (:mod:`.attendees`). A peer whose step is due asks that leader for a place, or leads. Who
-cannot get there asks the next one. Events come in with :meth:`Matchmaking.on`, actions come out:
+All peers know who should lead (:mod:`manyhands.averaging.attendees`). A peer whose step is due asks that leader for a
+place, or leads. A peer that cannot get there asks the next one. Events come in with :meth:`Matchmaking.on`, actions
+come out:
 
 =========  ================================================  =========  ==============================================
 state      event                                             next       actions
@@ -38,7 +39,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from manyhands.averaging.matchmaking.attendees import Attendees
+from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.messages import Late, Member, Position
 from manyhands.averaging.roster import patience_share
 from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, NOTICED_S

@@ -183,7 +183,7 @@ class Collaboration:
         belief.poll = self._canvass.poll
         self._drift = Drift(self.tracker, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters)
         self.tracker.roster = lambda: self.local.roster
-        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, presence.rng)
+        assignment = GridAssignment(self.tracker, presence.endpoint, self.averaging.max_group_size, presence.rng)
         belief.roster = assignment.roster
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
