@@ -6,11 +6,9 @@ import pytest
 
 from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.matchmaking.machine import (
-    BATCH_MARGIN,
     BEHIND,
     BUSY,
     GONE,
-    GUEST_SHARE,
     LATE,
     Abort,
     Ask,
@@ -26,6 +24,7 @@ from manyhands.averaging.matchmaking.machine import (
     SentOn,
     Stage,
 )
+from manyhands.averaging.matchmaking.patience import BATCH_MARGIN, GUEST_SHARE
 from manyhands.averaging.messages import Late, Member, Position
 from manyhands.averaging.roster import Roster, Standing
 from manyhands.base.identity import PeerId

@@ -36,13 +36,13 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from manyhands.averaging.attendees import Attendees
+from manyhands.averaging.matchmaking.patience import Wait, half_came_at, leader_waits, patience_s
 from manyhands.averaging.messages import Late, Member, Position
-from manyhands.averaging.roster import patience_share
-from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, NOTICED_S
+from manyhands.averaging.timing import LOOK_S, MOMENT_S, NOTICED_S
 from manyhands.base.identity import PeerId
 
 # codes of refusals
@@ -58,12 +58,6 @@ LATE = "late"  # not sent: no answer in time
 LOOP_AWAY = "the leader's own training loop did not come to the round"
 MAX_REDIRECTS = 8
 SHOWN_REFUSALS = 3
-GUEST_SHARE = 0.1
-"""The share of a step's time for which guests are waited for, after one was waited for in vain."""
-BATCH_MARGIN = 1.25
-"""A batch may take this factor longer than the others."""
-LEAST_SHARE = 0.25
-"""The share of its patience that a leader has for the others at least, however early the first one came."""
 
 
 class Stage(enum.Enum):
@@ -275,7 +269,7 @@ class Matchmaking:
         self.leader: PeerId | None = None
         self.wake_at = math.inf
         self._own: Member | None = None
-        self._patience_s = 0.0
+        self._full_s = 0.0  # patience, in the first attempt after calm rounds
         self._ends_at = math.inf
         self._stepped_at = now
         self._begin_anew(None)
@@ -283,10 +277,8 @@ class Matchmaking:
     def _begin_anew(self, position: Position | None) -> None:
         """Forget all about the position before."""
         self._position = position
-        self._joined: dict[PeerId, Member] = {}
-        self._asked_at: dict[PeerId, float] = {}  # of those in joined that can call this peer
+        self._waits: dict[PeerId, Wait] = {}  # of the peers that ask for a place
         self._led_at = math.inf
-        self._until: dict[PeerId, float] = {}  # how long each that has asked waits
         self._passed_over: set[PeerId] = set()
         self._has_lost_time = False
         self._num_in_vain = 0  # attempts to which nobody came
@@ -314,14 +306,14 @@ class Matchmaking:
     @property
     def is_wanted(self) -> bool:
         """Whether :class:`Looked` should come: others wait for what this peer does, or it asks again."""
-        return self.stage is Stage.LEADING or bool(self._joined) or self._ask_again_at < math.inf
+        return self.stage is Stage.LEADING or bool(self._waits) or self._ask_again_at < math.inf
 
     def on(self, event: Event, now: float, who: Attendees) -> list[Action]:
         """Take an event in; returns what to do."""
         actions = self._moved(who) if who.position != self._position else []
         match event:
-            case Due(member, patience_s, ends_at):
-                self._own, self._patience_s, self._ends_at = member, patience_s, ends_at
+            case Due(member, full_s, ends_at):
+                self._own, self._full_s, self._ends_at = member, full_s, ends_at
                 self._refused.clear()
                 self._begin_attempt()
                 actions += self._seek(now, who)
@@ -357,8 +349,8 @@ class Matchmaking:
     def _moved(self, who: Attendees) -> list[Action]:
         """This peer is at another position: whoever asked at the former one is behind."""
         actions: list[Action] = []
-        if self._joined and self._position is not None:
-            others = tuple(self._joined.keys() - {self.own_id})
+        if self._waits and self._position is not None:
+            others = tuple(self._waits)
             actions.append(Refuse(others, BEHIND, where_the_run_is(who.position, self._position)))
         if self._own is not None:
             actions.append(Abort("this peer has gone to another position meanwhile"))
@@ -397,8 +389,8 @@ class Matchmaking:
 
     def _ask(self, leader: PeerId, who: Attendees) -> list[Action]:
         self.stage, self.leader, self._ask_again_at = Stage.ASKING, leader, math.inf
-        others = tuple(self._joined.keys() - {self.own_id})
-        self._forget_joined()
+        others = tuple(self._waits)
+        self._waits = {}
         actions: list[Action] = [Ask(leader, self._patience(who))]
         if others:
             actions.append(SendOn(others, leader))
@@ -407,20 +399,13 @@ class Matchmaking:
         return actions
 
     def _lead(self, now: float, who: Attendees) -> list[Action]:
-        assert self._own is not None
         self.stage, self.leader, self._ask_again_at = Stage.LEADING, None, math.inf
-        self._joined[self.own_id] = self._own
         self._led_at = now
         return self._gather(now, who)
 
     def _patience(self, who: Attendees) -> float:
-        """Seconds for the members; half as long for each troubled round and each attempt that failed.
-
-        But in mid-batch, where a call finds most of them, they come at the end of the batch.
-        """
         num_failed = self._num_in_vain + (0 if who.is_open else len(self._passed_over))
-        short_s = self._patience_s * patience_share(who.num_troubled, num_failed)
-        return max(short_s, min(BATCH_MARGIN * who.batch_s, self._patience_s))
+        return patience_s(self._full_s, who.num_troubled, num_failed, who.batch_s)
 
     def _abort(self, reason: str, blamed: tuple[PeerId, ...] = (), *, is_nobody_there: bool = False) -> list[Action]:
         return [*self._end(BUSY, reason), Abort(reason, blamed, is_nobody_there)]
@@ -433,12 +418,9 @@ class Matchmaking:
         if self.stage in (Stage.ASKING, Stage.LEADING):
             self.stage, self.leader = Stage.IDLE, None
         self._own, self._ask_again_at = None, math.inf
-        others = tuple(self._joined.keys() - {self.own_id})
-        self._forget_joined()
+        others = tuple(self._waits)
+        self._waits = {}
         return [Refuse(others, code, reason)] if others else []
-
-    def _forget_joined(self) -> None:
-        self._joined, self._asked_at, self._until = {}, {}, {}
 
     def _sent_on(self, to: PeerId, now: float, who: Attendees) -> list[Action]:
         by = self.leader
@@ -477,7 +459,7 @@ class Matchmaking:
         self.stage, self.leader = Stage.IDLE, None
         self._passed_over.add(leader)
         self._has_lost_time = True
-        self._asked_at = dict.fromkeys(self._asked_at, now)  # they wait already for the next attempt
+        self._waits = {peer_id: replace(wait, since=now) for peer_id, wait in self._waits.items()}
         return []
 
     # others that ask
@@ -489,19 +471,17 @@ class Matchmaking:
             return [SendOn((peer_id,), self.leader)]
         if self.stage is Stage.IDLE and self._refused and 2 * len(self._refused) >= len(who.members):
             return [Refuse((peer_id,), BUSY, LOOP_AWAY)]
-        taken = len(self._joined.keys() - {self.own_id, peer_id})
+        taken = len(self._waits.keys() - {peer_id})
         if taken + 1 >= size:  # one place is this peer's
             return [Refuse((peer_id,), FULL, f"the group has its {size:.0f} members; try the next round")]
-        self._joined[peer_id] = asked.member
         self._elsewhere.discard(peer_id)
-        self._until[peer_id] = now + asked.patience_s
-        if who.heeds(peer_id):
-            self._asked_at.setdefault(peer_id, now)
+        since = self._waits[peer_id].since if peer_id in self._waits else now
+        self._waits[peer_id] = Wait(asked.member, since, now + asked.patience_s)
         is_call = self.stage is Stage.IDLE and who.heeds(peer_id)
         return [*([CallLoop()] if is_call else []), *self._gather(now, who)]
 
     def _withdrew(self, peer_id: PeerId, now: float, who: Attendees) -> list[Action]:
-        for noted in (self._joined, self._until, self._asked_at, self._called_at):
+        for noted in (self._waits, self._called_at):
             noted.pop(peer_id, None)
         return self._gather(now, who)
 
@@ -517,53 +497,34 @@ class Matchmaking:
             self.wake_at = self._ask_again_at
             return []
         with_others = {peer_id for peer_id, leader in self._followed.items() if leader in self._elsewhere}
-        away = self._joined.keys() | self._elsewhere | self._ahead | with_others
+        away = self._waits.keys() | self._elsewhere | self._ahead | with_others
         members, guests = who.members - away, who.guests - away
-        closes_at = max(self._closes_at(who), self._led_at + LEAST_SHARE * self._patience(who))
-        closes_at = min(closes_at, (self._led_at + self._ends_at) / 2)  # the other half is for the round
-        far_at = self._led_at + DIAL_S  # until then a client that cannot be called could dial
-        guests_at = min(closes_at, self._led_at + self._guest_s(who))
-        if now >= far_at:
+        until = leader_waits(
+            who, self._waits, self._patience(who),
+            stepped_at=self._stepped_at, led_at=self._led_at, ends_at=self._ends_at,
+        )  # fmt: skip
+        if now >= until.far:
             members, guests = members - who.far, guests - who.far
-        if (members and now < closes_at) or (guests and now < guests_at):
-            self.wake_at = closes_at if members else guests_at
+        if (members and now < until.members) or (guests and now < until.guests):
+            self.wake_at = until.members if members else until.guests
             if (members | guests) & who.far:
-                self.wake_at = min(self.wake_at, far_at)
+                self.wake_at = min(self.wake_at, until.far)
             return self._call_all(now, who)
         return self._close(members, guests, who)
 
-    def _closes_at(self, who: Attendees) -> float:
-        """When the patience of this peer, or of all that have asked, is over; it counts from when half were here."""
-        others = [self._until[peer_id] for peer_id in self._asked_at]
-        return min(self._half_came_at(who) + self._patience(who), max(others, default=math.inf))
-
-    def _half_came_at(self, who: Attendees) -> float:
-        """When half of the members had asked, or this peer leads: one alone that asks early changes nothing.
-
-        Where there is no roster, the first one counts.
-        """
-        times, half = sorted(self._asked_at.values()), 1 if who.is_open else (len(who.members) + 1) // 2
-        return min(times[half - 1] if 0 < half <= len(times) else math.inf, self._led_at)
-
-    def _guest_s(self, who: Attendees) -> float:
-        step_s = max(self._led_at - self._stepped_at, 0.0)
-        return step_s * (1.0 if who.waits_for_guests else GUEST_SHARE)
-
     def _wait_for_loop(self, now: float, who: Attendees) -> list[Action]:
         """Each that asks waits as long as it likes; one alone has none of many others sent away."""
-        over = tuple(peer_id for peer_id in self._joined if now >= self._until[peer_id])
+        over = tuple(peer_id for peer_id, wait in self._waits.items() if now >= wait.until)
         least_s = 0.0 if who.is_open else max(self._patience(who), MOMENT_S)
-        waited = {peer_id for peer_id in over if now >= self._asked_at.get(peer_id, now) + least_s}
-        self._refused |= who.members & waited
+        self._refused |= {one for one in over if one in who.members and now >= self._waits[one].since + least_s}
         for peer_id in over:
-            del self._joined[peer_id], self._until[peer_id]
-            self._asked_at.pop(peer_id, None)
-        self.wake_at = min(self._until.values(), default=math.inf)
-        calls = self._call_all(now, who) if self._half_came_at(who) < math.inf else []
+            del self._waits[peer_id]
+        self.wake_at = min((wait.until for wait in self._waits.values()), default=math.inf)
+        calls = self._call_all(now, who) if half_came_at(who, self._waits) < math.inf else []
         return [*([Refuse(over, BUSY, LOOP_AWAY)] if over else []), *calls]
 
     def _call_all(self, now: float, who: Attendees) -> list[Action]:
-        due = sorted((who.members | who.guests) - self._joined.keys() - who.far)
+        due = sorted((who.members | who.guests) - self._waits.keys() - who.far)
         return [call for peer_id in due for call in self._call(peer_id, now)]
 
     def _call(self, peer_id: PeerId, now: float) -> list[Action]:
@@ -573,20 +534,20 @@ class Matchmaking:
         return [Call(peer_id)]
 
     def _close(self, members: frozenset[PeerId], guests: frozenset[PeerId], who: Attendees) -> list[Action]:
-        if self._joined.keys() == {self.own_id}:
+        if not self._waits:
             return self._nobody_came(members, who)
+        assert self._own is not None
         late = Late.GUESTS if guests and who.waits_for_guests else Late.NOBODY
         late = Late.MEMBERS if members or self._has_lost_time else late
-        joined = tuple(self._joined[peer_id] for peer_id in sorted(self._joined))
+        group = [self._own, *(wait.member for wait in self._waits.values())]
         self.stage, self.leader, self._own = Stage.GROUPED, self.own_id, None
-        self._forget_joined()
-        return [Close(joined, late, members)]
+        self._waits = {}
+        return [Close(tuple(sorted(group, key=lambda member: member.peer_id)), late, members)]
 
     def _nobody_came(self, members: frozenset[PeerId], who: Attendees) -> list[Action]:
         followed = sorted(set(self._followed.values()), key=who.rank)
         for leader in followed:
             if leader not in self._sent_by and leader != self.own_id:
-                self._joined = {}
                 self._sent_by[leader] = self.own_id
                 return self._ask(leader, who)
         if members:
@@ -638,7 +599,7 @@ class Matchmaking:
             if leader == peer_id or leader not in self._tried:  # else its followers find out, too, what is wrong
                 self._elsewhere.add(peer_id)
             return self._gather(now, who)
-        is_known = leader in self._joined or leader in who.members or leader in who.guests
+        is_known = leader in self._waits or leader in who.members or leader in who.guests
         calls = self._call(leader, now) if self.stage is Stage.LEADING and not is_known else []  # it should come, too
         return calls + self._gather(now, who)
 

@@ -359,9 +359,8 @@ class Matchmaker:
         _end(self._waiting.get(remote), JoinResponse())  # it asks again
         answer: asyncio.Future[JoinResponse] = self._loop.create_future()
         self._waiting[remote] = answer
-        size = (
-            self._config.max_group_size if who.position.group_key else math.inf
-        )  # only groups of a grid are ever full
+        is_grid = bool(who.position.group_key)
+        size = self._config.max_group_size if is_grid else math.inf  # only groups of a grid are ever full
         try:
             self._on(machine.Asked(request.member, request.patience_s, size))
             return await answer

@@ -55,12 +55,10 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking.patience import BATCH_MARGIN
 from manyhands.averaging.messages import Position
 from manyhands.averaging.timing import DIAL_S, IDLE_S, LOOK_S, MOMENT_S, TWO_DIALS_S
 from manyhands.base.identity import PeerId
-
-BATCH_MARGIN = 1.25
-"""A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
 
 WAIT_SHARE = 0.75
 """A peer waits for the others rather than begin another batch if they reach the target within this share of it. What it
