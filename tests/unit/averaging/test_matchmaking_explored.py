@@ -238,7 +238,8 @@ class World:
 
     def later(self) -> World | None:
         """Nothing is on its way: time passes, until the next thing is due; None at the end."""
-        wake_at = min((one.wake_at for peer, one in self.machines.items() if peer in self.alive), default=1e9)
+        wanted = [one for peer, one in self.machines.items() if peer in self.alive and one.is_wanted]
+        wake_at = min((one.wake_at for one in wanted), default=1e9)
         asking = sorted(pair for pair in self.waiting if pair[0] in self.alive)
         if wake_at < 1e9:
             after = self.copy("time passes")

@@ -13,6 +13,7 @@ from manyhands.averaging.matchmaking.machine import (
     Abort,
     Ask,
     Asked,
+    Called,
     CallFailed,
     Close,
     Due,
@@ -104,16 +105,14 @@ def test_however_much_trouble_there_was_peers_may_finish_the_batch_in_which_a_ca
     assert machine.on(Due(member(D), P_S), 1.0, who) == [Ask(A, pytest.approx(patience_s))]
 
 
-def test_who_is_sent_to_a_leader_that_it_has_lost_asks_again_until_the_other_has_noticed() -> None:
+def test_a_peer_that_is_sent_to_a_leader_which_it_has_lost_leads_until_another_one_does() -> None:
     machine, who = Matchmaking(D, 0.0), seen_by(D)
     machine.on(Due(member(D), P_S), 1.0, who)
     machine.on(Failed(A, GONE, "lost"), 2.0, who)
-    assert machine.leader == B
-    assert machine.on(SentOn(A), 2.1, who) == []
-    assert machine.is_wanted
-    assert machine.on(Looked(), machine.wake_at, who) == [Ask(B, P_S)]
-    machine.on(SentOn(A), 20.0, who)
-    assert machine.leader == A, "after so long the others seem to reach it"
+    assert machine.on(SentOn(A), 2.1, who) == [Ask(C, P_S)], "B has not noticed yet"
+    machine.on(SentOn(B), 2.2, who)
+    assert machine.stage is Stage.LEADING
+    assert machine.on(Called(B), 2.3, who) == [Ask(B, P_S)]
 
 
 @pytest.mark.parametrize(("was_late", "share"), [(False, 1.0), (True, GUEST_SHARE)])

@@ -14,8 +14,8 @@ idle       one that asked has waited as long as it likes      idle       refuse 
 asking     the leader's group has formed with this peer      grouped    begin the round
 asking     the leader cannot be reached, refuses, or its     asking or  ask the next leader, or lead
            time is over                                      leading
-asking     it follows a leader itself                        asking     ask that one, once; if that one is gone, as
-                                                                        this peer has found out, ask again
+asking     it follows a leader itself                        asking     ask that one, once; the next one, if that one
+                                                                        has given no place here
 asking     a peer calls that comes after the leader          asking     look whether the leader is still there
 leading    another peer asks for a place                     leading    note it
 leading    all that are waited for are here, or the          grouped    close the group with those that came
@@ -42,7 +42,7 @@ from typing import TypeAlias
 from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.matchmaking.patience import Wait, half_came_at, leader_waits, patience_s
 from manyhands.averaging.messages import Late, Member, Position
-from manyhands.averaging.timing import LOOK_S, MOMENT_S, NOTICED_S
+from manyhands.averaging.timing import MOMENT_S
 from manyhands.base.identity import PeerId
 
 # codes of refusals
@@ -288,15 +288,12 @@ class Matchmaking:
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
-        self._tried: dict[PeerId, float] = {}  # leaders, and since when one cannot be reached; else minus infinity
-        self._ask_again_at = math.inf
+        self._tried: set[PeerId] = set()  # leaders that gave no place
         self._refusals: list[str] = []
-        self._sent_by: dict[PeerId, PeerId] = {}
+        self._sent_to: set[PeerId] = set()  # leaders that called, or that others follow
         self._followed: dict[PeerId, PeerId] = {}  # the leaders of others that were called
         self._elsewhere: set[PeerId] = set()  # peers that do not come
         self._called_at: dict[PeerId, float] = {}
-        self._is_second_turn = False
-        self._num_moves = 0  # to leaders that called, or that others follow
 
     @property
     def follows(self) -> PeerId | None:
@@ -306,7 +303,7 @@ class Matchmaking:
     @property
     def is_wanted(self) -> bool:
         """Whether :class:`Looked` should come: others wait for what this peer does, or it asks again."""
-        return self.stage is Stage.LEADING or bool(self._waits) or self._ask_again_at < math.inf
+        return self.stage is Stage.LEADING or bool(self._waits)
 
     def on(self, event: Event, now: float, who: Attendees) -> list[Action]:
         """Take an event in; returns what to do."""
@@ -361,8 +358,7 @@ class Matchmaking:
     def _seek(self, now: float, who: Attendees) -> list[Action]:
         """Ask the first leader that is left, or lead."""
         left = [leader for leader in who.leaders if leader not in self._tried]
-        if not any(leader not in self._passed_over for leader in left) and not self._is_second_turn:
-            self._is_second_turn = True
+        if self._passed_over.issuperset(left):
             self._passed_over.clear()  # perhaps they can lead now
         leader = next((leader for leader in left if leader not in self._passed_over), None)
         leader = self._better(leader, who)
@@ -388,7 +384,7 @@ class Matchmaking:
         )
 
     def _ask(self, leader: PeerId, who: Attendees) -> list[Action]:
-        self.stage, self.leader, self._ask_again_at = Stage.ASKING, leader, math.inf
+        self.stage, self.leader = Stage.ASKING, leader
         others = tuple(self._waits)
         self._waits = {}
         actions: list[Action] = [Ask(leader, self._patience(who))]
@@ -399,7 +395,7 @@ class Matchmaking:
         return actions
 
     def _lead(self, now: float, who: Attendees) -> list[Action]:
-        self.stage, self.leader, self._ask_again_at = Stage.LEADING, None, math.inf
+        self.stage, self.leader = Stage.LEADING, None
         self._led_at = now
         return self._gather(now, who)
 
@@ -417,7 +413,7 @@ class Matchmaking:
         """End this peer's own search; whoever has asked here goes elsewhere."""
         if self.stage in (Stage.ASKING, Stage.LEADING):
             self.stage, self.leader = Stage.IDLE, None
-        self._own, self._ask_again_at = None, math.inf
+        self._own = None
         others = tuple(self._waits)
         self._waits = {}
         return [Refuse(others, code, reason)] if others else []
@@ -427,20 +423,25 @@ class Matchmaking:
         assert by is not None
         if to == self.own_id:
             return self._lead(now, who)
-        if now < self._tried.get(to, -math.inf) + NOTICED_S:  # the asked leader finds that out, too
-            self._ask_again_at = self.wake_at = now + LOOK_S
-            return []
-        if to in self._sent_by or len(self._sent_by) >= MAX_REDIRECTS:
+        if to in self._tried:
+            self._tried.add(by)
+            return self._seek(now, who)
+        if not self._may_be_sent_to(to):
             return self._abort(f"the others follow peer {to}, which gives this one no place", (to,))
-        self._sent_by[to] = by
         self._passed_over.discard(to)
-        return self._ask(to, who)
+        return self._follow(to, who)
+
+    def _may_be_sent_to(self, leader: PeerId) -> bool:
+        """Whether others can have this peer ask a leader out of turn: once, and not endlessly many."""
+        return leader not in self._sent_to and len(self._sent_to) < MAX_REDIRECTS
+
+    def _follow(self, leader: PeerId, who: Attendees) -> list[Action]:
+        self._sent_to.add(leader)
+        return self._ask(leader, who)
 
     def _failed(self, failed: Failed, now: float, who: Attendees) -> list[Action]:
         leader, reason = failed.leader, failed.reason
-        self._tried[leader] = now if failed.code == GONE else -math.inf
-        if (sent_by := self._sent_by.get(leader)) is not None:
-            self._tried.setdefault(sent_by, -math.inf)
+        self._tried.add(leader)
         self._refusals.append(reason)
         if failed.code not in (GONE, OTHER_POSITION):  # these may call this peer yet
             self._passed_over.add(leader)
@@ -490,11 +491,7 @@ class Matchmaking:
         self.wake_at = math.inf
         if self.stage is Stage.IDLE:
             return self._wait_for_loop(now, who)
-        if self.stage is Stage.ASKING and now >= self._ask_again_at:
-            assert self.leader is not None
-            return self._ask(self.leader, who)
         if self.stage is not Stage.LEADING:
-            self.wake_at = self._ask_again_at
             return []
         with_others = {peer_id for peer_id, leader in self._followed.items() if leader in self._elsewhere}
         away = self._waits.keys() | self._elsewhere | self._ahead | with_others
@@ -547,9 +544,8 @@ class Matchmaking:
     def _nobody_came(self, members: frozenset[PeerId], who: Attendees) -> list[Action]:
         followed = sorted(set(self._followed.values()), key=who.rank)
         for leader in followed:
-            if leader not in self._sent_by and leader != self.own_id:
-                self._sent_by[leader] = self.own_id
-                return self._ask(leader, who)
+            if self._may_be_sent_to(leader) and leader != self.own_id:
+                return self._follow(leader, who)
         if members:
             number = len(members)
             reason = f"none of the {number} expected peers came" if number > 1 else "the expected peer did not come"
@@ -573,8 +569,7 @@ class Matchmaking:
         if self.stage is Stage.LEADING:
             if not self._leads_before(by, self.own_id, who):
                 return []
-            self._num_moves += 1
-            return self._ask(by, who)
+            return self._follow(by, who)
         leader = self.leader
         assert leader is not None
         # a leader before the asked one calls that one, too
@@ -582,7 +577,7 @@ class Matchmaking:
 
     def _leads_before(self, one: PeerId, other: PeerId, who: Attendees) -> bool:
         is_before = who.rank(one) < who.rank(other) and one not in self._passed_over
-        return is_before and self._num_moves < MAX_REDIRECTS
+        return is_before and self._may_be_sent_to(one)
 
     def _heard(self, peer_id: PeerId, leader: PeerId | None, now: float, who: Attendees) -> list[Action]:
         self._elsewhere.discard(peer_id)
@@ -592,8 +587,7 @@ class Matchmaking:
         assert leader is not None
         can_move = self.stage is Stage.LEADING and (leader == peer_id or leader not in self._tried)
         if can_move and self._leads_before(leader, self.own_id, who):
-            self._num_moves += 1
-            return self._ask(leader, who)
+            return self._follow(leader, who)
         self._followed[peer_id] = leader
         if who.rank(leader) < who.rank(self.own_id):
             if leader == peer_id or leader not in self._tried:  # else its followers find out, too, what is wrong
