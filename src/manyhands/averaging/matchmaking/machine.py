@@ -390,8 +390,6 @@ class Matchmaking:
         actions: list[Action] = [Ask(leader, self._patience(who))]
         if others:
             actions.append(SendOn(others, leader))
-        if self._caller is not None and who.rank(leader) < who.rank(self._caller):
-            actions.append(Check(leader))  # the caller has passed it over
         return actions
 
     def _lead(self, now: float, who: Attendees) -> list[Action]:
@@ -493,8 +491,7 @@ class Matchmaking:
             return self._wait_for_loop(now, who)
         if self.stage is not Stage.LEADING:
             return []
-        with_others = {peer_id for peer_id, leader in self._followed.items() if leader in self._elsewhere}
-        away = self._waits.keys() | self._elsewhere | self._ahead | with_others
+        away = self._waits.keys() | self._elsewhere | self._ahead
         members, guests = who.members - away, who.guests - away
         until = leader_waits(
             who, self._waits, self._patience(who),
