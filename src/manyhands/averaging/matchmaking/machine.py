@@ -302,7 +302,7 @@ class Matchmaking:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether :class:`Looked` should come: others wait for what this peer does, or it asks again."""
+        """Whether :class:`Looked` should come: others wait for what this peer does."""
         return self.stage is Stage.LEADING or bool(self._waits)
 
     def on(self, event: Event, now: float, who: Attendees) -> list[Action]:
@@ -347,8 +347,7 @@ class Matchmaking:
         """This peer is at another position: whoever asked at the former one is behind."""
         actions: list[Action] = []
         if self._waits and self._position is not None:
-            others = tuple(self._waits)
-            actions.append(Refuse(others, BEHIND, where_the_run_is(who.position, self._position)))
+            actions.append(Refuse(tuple(self._waits), BEHIND, where_the_run_is(who.position, self._position)))
         if self._own is not None:
             actions.append(Abort("this peer has gone to another position meanwhile"))
         self.stage, self.leader, self._own = Stage.IDLE, None, None
