@@ -50,7 +50,7 @@ class System:
             if address.peer_id != endpoint.peer_id:
                 others[address.peer_id] = False
                 endpoint.learn(address.peer_id, [address])
-        roster = self._rosters[codec] = Everybody(others, may_leave=True)
+        roster = self._rosters[codec] = Everybody(endpoint, others, may_leave=True)
         config = AveragingConfig(averaging_timeout_s=TIMEOUT_S, codec=codec)
         limits = MemberLimits()  # as in runs of an Optimizer
         rounds = RoundRunner(endpoint, "benchmark", b"", roster, config, random.Random(), limits)

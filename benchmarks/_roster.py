@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint
 
 
 class Everybody:
@@ -19,26 +21,21 @@ class Everybody:
         at: the position of the next round.
     """
 
-    def __init__(self, others: Mapping[PeerId, bool], *, may_leave: bool = False) -> None:
+    def __init__(self, endpoint: Endpoint, others: Mapping[PeerId, bool], *, may_leave: bool = False) -> None:
         self.at = Position(0, b"benchmark")
+        self._endpoint = endpoint
         self._others = others
         self._may_leave = may_leave
 
     def position(self) -> Position:
         return self.at
 
-    def expected(self) -> Mapping[PeerId, bool]:
-        return self._others
-
-    def roster(self) -> None:
-        """None: the lowest peer id leads."""
+    def attendees(self) -> Attendees:
+        return Attendees.of(self._endpoint, self.at, self._others)
 
     def report_missing(self, peer_id: PeerId) -> None:
         if not self._may_leave:
             raise RuntimeError(f"{peer_id} is missing")
-
-    def batch_s(self) -> float:
-        return 0.0
 
     def call_to_round(self) -> None:
         """Does nothing: all peers come anyway."""

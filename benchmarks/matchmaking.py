@@ -59,7 +59,8 @@ class Swarm:
         for number, endpoint in enumerate(self.endpoints):
             for other in self.endpoints:
                 endpoint.learn(other.peer_id, other.addresses)
-            roster = Everybody({other.peer_id: False for other in self.endpoints if other is not endpoint})
+            others = {other.peer_id: False for other in self.endpoints if other is not endpoint}
+            roster = Everybody(endpoint, others)
             rng = random.Random(number)
             self.rosters.append(roster)
             self.matchmakers.append(Matchmaker(RunEndpoint(endpoint, "benchmark"), b"", roster, AveragingConfig(), rng))

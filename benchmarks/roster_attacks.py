@@ -17,9 +17,9 @@ from typing import Any
 from _command_line import Parser, json_path, positive_int, run, write_json
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking.machine import BATCH_MARGIN
+from manyhands.averaging.matchmaking.patience import patience_s
 from manyhands.averaging.messages import Late
-from manyhands.averaging.roster import Attendance, Roster, patience_share
+from manyhands.averaging.roster import Attendance, Roster
 from manyhands.base.identity import PeerId
 
 STEP_S = (5.0, 30.0)
@@ -37,7 +37,7 @@ def play(
     honest = [PeerId(f"honest {number:03}") for number in range(num_honest)]
     attackers = [PeerId(f"attacker {number:03}") for number in range(num_attackers)]
     roster = Roster().after(Attendance(honest[0], dict.fromkeys(honest, True)))
-    lost_s, num_harms, last_harm, least_s = 0.0, 0, "", min(BATCH_MARGIN * batch_s, WAIT_S)
+    lost_s, num_harms, last_harm = 0.0, 0, ""
     for _ in range(num_rounds):
         members = [peer_id for peer_id in attackers if peer_id in roster.members]
         leader = roster.leaders()[0]
@@ -46,9 +46,7 @@ def play(
         late = Late.NOBODY
         if harm == "leader" and leader in members:
             attempt = next(number for number, one in enumerate(roster.leaders()) if one not in members)
-            lost_s += sum(
-                max(WAIT_S * patience_share(roster.num_troubled, failed), least_s) for failed in range(attempt)
-            )
+            lost_s += sum(patience_s(WAIT_S, roster.num_troubled, failed, batch_s) for failed in range(attempt))
             num_harms += attempt
             leader, late = roster.leaders()[attempt], Late.MEMBERS
         elif members and harm in ("absent", "reducer"):
@@ -58,11 +56,11 @@ def play(
             if leader == harmful:
                 leader = next(one for one in roster.leaders() if one != harmful)
             if harm == "absent":
-                lost_s += max(WAIT_S * patience_share(roster.num_troubled), least_s)
+                lost_s += patience_s(WAIT_S, roster.num_troubled, batch_s=batch_s)
                 del group[harmful]
                 late = Late.MEMBERS
             else:
-                lost_s += STALL_S * patience_share(roster.num_troubled) + EXCHANGE_SHARE * step_s
+                lost_s += patience_s(STALL_S, roster.num_troubled) + EXCHANGE_SHARE * step_s
                 accused[harmful] = honest[:2]
         roster = roster.after(Attendance(leader, group, (), accused, late))
     return {

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.roster import Roster, Standing
@@ -30,6 +31,7 @@ class FixedMeeting:
         num_calls: to the training loop.
     """
 
+    endpoint: Endpoint
     others: dict[PeerId, bool]
     at: Position = field(default_factory=lambda: Position(0, b"start"))
     missing: list[PeerId] = field(default_factory=list)
@@ -39,6 +41,9 @@ class FixedMeeting:
 
     def position(self) -> Position:
         return self.at
+
+    def attendees(self) -> Attendees:
+        return Attendees.of(self.endpoint, self.at, self.expected(), self.roster())
 
     def expected(self) -> dict[PeerId, bool]:
         return {peer_id: is_client for peer_id, is_client in self.others.items() if peer_id not in self.missing}
@@ -54,9 +59,6 @@ class FixedMeeting:
 
     def report_missing(self, peer_id: PeerId) -> None:
         self.missing.append(peer_id)
-
-    def batch_s(self) -> float:
-        return 0.0
 
     def call_to_round(self) -> None:
         self.num_calls += 1
@@ -77,7 +79,7 @@ async def averagers(
         members = []
         for number, endpoint in enumerate(swarm):
             others = {other.peer_id: other.client_mode for other in swarm if other is not endpoint}
-            meeting = FixedMeeting(others)
+            meeting = FixedMeeting(endpoint, others)
             config = config or AveragingConfig(chunk_bytes=4096, matchmaking_time_s=3.0, averaging_timeout_s=20.0)
             rng = random.Random(number)
             runner = RoundRunner(endpoint, RUN_ID, b"same", meeting, config, rng, limits=limits)

@@ -73,7 +73,7 @@ async def _run(number: int, phase: str, fault: signal.Signals | None, pipe: Conn
     for peer_id, texts in addresses.items():
         endpoint.learn(peer_id, [Address.parse(text) for text in texts])
     others = {peer_id: False for peer_id in addresses if peer_id != endpoint.peer_id}
-    runner = RoundRunner(endpoint, "faults", b"", FixedMeeting(others), CONFIG, random.Random(number))
+    runner = RoundRunner(endpoint, "faults", b"", FixedMeeting(endpoint, others), CONFIG, random.Random(number))
     vector_N = torch.full((NUMEL,), float(number))
 
     def fail_in(now: str) -> None:

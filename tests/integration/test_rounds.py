@@ -1008,7 +1008,7 @@ async def test_votes_of_strangers_count_nothing() -> None:
 async def test_a_leader_that_sends_everybody_in_circles_ends_the_attempt() -> None:
     async with endpoints(3) as swarm:
         one, another, own = sorted(swarm, key=lambda endpoint: endpoint.peer_id)
-        roster = FixedMeeting({one.peer_id: False, another.peer_id: False})
+        roster = FixedMeeting(own, {one.peer_id: False, another.peer_id: False})
         averager = RoundRunner(own, RUN_ID, b"same", roster, PATIENT, random.Random(1))
 
         def point_to(other: Endpoint) -> Callable[[PeerId, JoinRequest], Awaitable[JoinResponse]]:

@@ -31,7 +31,7 @@ def runners_of(run_id: str, members: Sequence[Endpoint]) -> list[RoundRunner]:
             endpoint,
             run_id,
             b"same",
-            FixedMeeting({other.peer_id: False for other in members if other is not endpoint}),
+            FixedMeeting(endpoint, {other.peer_id: False for other in members if other is not endpoint}),
             CONFIG,
             random.Random(number),
         )

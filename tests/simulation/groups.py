@@ -52,7 +52,7 @@ class Seeker:
     group: Group | None = None
     reasons: list[str] = field(default_factory=list)
     took_s: float = -1.0
-    meeting: FixedMeeting = field(default_factory=lambda: FixedMeeting({}))
+    meeting: FixedMeeting = field(init=False)
     matchmaker: Matchmaker | None = None
     failures: int = 0
     pause_s: float = 0.0
@@ -115,6 +115,7 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
             await endpoint.listen([Address.of(host.ip, 0)])
             addresses[host.name] = endpoint.addresses
         seeker.meeting = FixedMeeting(
+            endpoint,
             {ids[name]: by_name[name].is_client for name in seeker.knows},
             seeker.position,
             members={ids[name] for name in seeker.run_members},

@@ -142,7 +142,7 @@ class RoundWorld:
         others = {self.ids[name]: name == self.name_of("client") for name in self.names if name != host.name}
         says_mbit_s = self.believes.get(host.name, 0.1 if is_sender else self.slow.get(host.name, LINK_MBIT_S))
         config = replace(self.config, bandwidth_mbit_s=says_mbit_s)
-        roster = FixedMeeting(others)
+        roster = FixedMeeting(endpoint, others)
         runner = RoundRunner(endpoint, "simulated", b"", roster, config, self.world.rng(f"round of {host.name}"))
         on_phase(runner, lambda phase: self._entered(host.name, phase))
         self.runners[host.name] = runner

@@ -82,7 +82,7 @@ def start_rounds(world: World, names: list[str]) -> Commits:
     async def peer(host: Host) -> None:
         rng = world.rng(f"rounds of {host.name} from {world.loop.time()}")
         endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
-        roster = FixedMeeting({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
+        roster = FixedMeeting(endpoint, {peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
         averager = RoundRunner(endpoint, "simulated", b"", roster, CONFIG, rng)
         try:
             await endpoint.listen([Address.of(host.ip, 0)])

@@ -67,7 +67,7 @@ def run_rounds(
     async def peer(host: Host) -> None:
         rpc_config = RpcConfig(heartbeat_period_s=HEARTBEAT_S)
         endpoint = Endpoint(world.transport(host), config=rpc_config, rng=world.rng(f"endpoint of {host.name}"))
-        roster = FixedMeeting({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
+        roster = FixedMeeting(endpoint, {peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
         config = AveragingConfig(averaging_timeout_s=600.0, bandwidth_mbit_s=(declared or {}).get(host.name))
         averager = RoundRunner(endpoint, "simulated", b"", roster, config, random.Random(1))
         await endpoint.listen([Address.of(host.ip, 0)])

@@ -13,8 +13,8 @@ import torch
 
 from manyhands.averaging import AveragingConfig, messages
 from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.grid.seats import NO_SEAT, Seat, layout_for
-from manyhands.averaging.matchmaking.attendees import Attendees
 from manyhands.averaging.messages import (
     ASK_IN_ROUND,
     CALL,
@@ -371,10 +371,10 @@ def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
 
     def train(member: Member) -> None:
         together(len(names), member)
-        attendees = rounds_of(member).matchmaker._attendees
+        attendees = rounds_of(member).matchmaker._meeting.attendees
 
         def leading_nobody(who: Attendees) -> Attendees:
-            return replace(who, hosts=who.hosts - {member.peer.peer_id})
+            return replace(who, is_client=True)
 
         loop, number, seen, step = swarm.world.loop, names.index(member.name), 0, 0
         while loop.time() < QUIET_S + attack_s:
@@ -382,7 +382,7 @@ def test_a_member_that_leads_and_never_closes_its_group_costs_a_few_rounds(
                 matchmaker = rounds_of(member).matchmaker
                 matchmaker._endpoint.unhandle(JOIN)
                 matchmaker._endpoint.handle(JOIN, never)
-                matchmaker._attendees = lambda: leading_nobody(attendees())  # type: ignore[method-assign]
+                matchmaker._meeting.attendees = lambda: leading_nobody(attendees())  # type: ignore[method-assign]
                 if not goes_on:
                     member.peer.sleep(1.0)
                     continue

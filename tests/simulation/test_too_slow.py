@@ -74,7 +74,7 @@ class Lines:
     async def _peer(self, host: Host) -> None:
         world, name = self._world, host.name
         endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {name}"))
-        meeting = FixedMeeting({peer_id: False for other, peer_id in self.ids.items() if other != name})
+        meeting = FixedMeeting(endpoint, {peer_id: False for other, peer_id in self.ids.items() if other != name})
         if self.guest:
             members = {peer_id: Standing(3, is_member=True, can_lead=True) for peer_id in sorted(self.ids.values())}
             del members[self.ids[self.guest]]

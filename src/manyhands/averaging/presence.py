@@ -28,6 +28,7 @@ from dataclasses import replace
 
 import msgspec
 
+from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.grid.seats import ONE_GROUP, Layout, Seat, Step, next_step
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.peer_records import AVERAGING_KIND, GOODBYE, PEER_RECORD, PeerRecord, PeerRecords, peer_key
@@ -68,7 +69,7 @@ def order_of(position: Position) -> tuple[int, bytes]:
 class PresenceTracker(PeerRecords):
     """The positions of this averager and the others of its run.
 
-    It is the :class:`manyhands.averaging.matchmaking.attendees.Meeting` of the rounds, and in a grid the
+    It is the :class:`manyhands.averaging.matchmaking.matchmaker.Meeting` of the rounds, and in a grid the
     :class:`manyhands.averaging.grid.step.GridPlace`.
     """
 
@@ -145,11 +146,9 @@ class PresenceTracker(PeerRecords):
                 expected[peer_id] = record.is_client or is_absent
         return expected
 
-    def roster(self) -> None:
-        """Peers share none: an averager that comes later does not know the rounds before."""
-
-    def batch_s(self) -> float:
-        return 0.0
+    def attendees(self) -> Attendees:
+        """Those of the next round, without a roster: an averager that comes later does not know the rounds before."""
+        return Attendees.of(self._endpoint, self.position(), self.expected())
 
     def report_missing(self, peer_id: PeerId) -> None:
         super().report_missing(peer_id)

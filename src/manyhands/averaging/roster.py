@@ -61,8 +61,6 @@ MEMORY = 16
 """Rounds that count as recent."""
 MEMBERS_FOR_TROUBLE = 16
 """One troubled round in ``MEMORY`` is calm; so is one more for each so many members."""
-MAX_HALVINGS = 4
-"""The patience for a member is at least a sixteenth."""
 MAX_FORMER = 256
 """Members that left, and still count where a run has split."""
 MAX_STANDINGS = 4096
@@ -385,16 +383,6 @@ class Roster(msgspec.Struct, frozen=True):
 
 
 make_ready(Roster)
-
-
-def patience_share(num_troubled: int, num_failed: int = 0) -> float:
-    """The share of the full patience for a member that does not come or does not get on.
-
-    Args:
-        num_troubled: recent rounds with trouble.
-        num_failed: attempts at this round that failed.
-    """
-    return 0.5 ** min(num_troubled + num_failed, MAX_HALVINGS)
 
 
 def _limited(standings: Mapping[PeerId, Standing]) -> dict[PeerId, Standing]:

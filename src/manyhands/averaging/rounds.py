@@ -19,8 +19,7 @@ from manyhands.averaging.allreduce.streams import PartnerStreams
 from manyhands.averaging.codecs import INT4, INT8, Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import chosen_codec
-from manyhands.averaging.matchmaking.attendees import Meeting
-from manyhands.averaging.matchmaking.matchmaker import Matchmaker
+from manyhands.averaging.matchmaking.matchmaker import Matchmaker, Meeting
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, RoundManifest, Verdict
 from manyhands.averaging.round.driver import Answers, RoundDriver
@@ -85,7 +84,7 @@ class RoundRunner:
     Args:
         run_id: one endpoint has one runner for each run.
         run_fingerprint: digest of the settings that all peers of the run share; a peer with another one is refused.
-        meeting: this peer's position, and the peers expected there.
+        meeting: where, and with whom, the rounds are.
         limits: bounds on what one member can do to the mean, the same on all peers of the run; None for no bounds.
 
     Raises:

@@ -32,8 +32,6 @@ derived               seconds    because
                                  come is seen
 ``TWO_ANSWERS_S``     4          a peer that did not answer had time to answer again, or another peer in its place
 ``FOUR_ANSWERS_S``    8          the same, for a peer that first has to find out the same about another one
-``NOTICED_S``         9          a slow answer and a moment. All that were connected to a peer that is gone have
-                                 noticed it, by missing heartbeats
 ``TWO_DIALS_S``       10         two dials, or one and what follows it, such as a read or another step
 ``STALL_S``           20         four dials. A transfer that moved less than 256 KiB, or a call to the network
                                  thread, is given up; a peer that is outvoted goes where the others are
@@ -73,7 +71,6 @@ MOMENT_S = ANSWER_S / 2
 LATE_ANSWER_S = ANSWER_S + MOMENT_S
 TWO_ANSWERS_S = 2 * ANSWER_S
 FOUR_ANSWERS_S = 4 * ANSWER_S
-NOTICED_S = SLOW_ANSWER_S + MOMENT_S
 TWO_DIALS_S = 2 * DIAL_S
 STALL_S = 4 * DIAL_S
 JOIN_S = RECORD_S + TWO_DIALS_S

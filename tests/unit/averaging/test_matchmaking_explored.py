@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.averaging.matchmaking.attendees import Attendees
+from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.matchmaking.machine import (
     GONE,
     LATE,
@@ -38,6 +38,7 @@ from manyhands.averaging.matchmaking.machine import (
     Withdrew,
 )
 from manyhands.averaging.messages import Member, Position
+from manyhands.averaging.roster import Roster, Standing
 from manyhands.base.identity import PeerId
 
 HERE = Position(1, b"here")
@@ -67,6 +68,7 @@ class World:
 
     Attributes:
         order: who leads, the first one first.
+        roster: None if there are no guests.
         away: peers whose training loop does not come.
         cut: two peers that cannot reach each other.
         attempts: how often each may still look.
@@ -74,7 +76,7 @@ class World:
     """
 
     order: tuple[PeerId, ...]
-    guests: frozenset[PeerId]
+    roster: Roster | None
     machines: dict[PeerId, Matchmaking]
     faults: Faults
     away: frozenset[PeerId]
@@ -107,10 +109,8 @@ class World:
         )  # fmt: skip
 
     def who(self, peer: PeerId) -> Attendees:
-        others = frozenset(self.order) - {peer} - self.missing[peer]
-        return Attendees(
-            HERE, self.order, others | {peer}, others - self.guests, others & self.guests, is_open=not self.guests
-        )
+        others = [one for one in self.order if one != peer and one not in self.missing[peer]]
+        return Attendees(peer, HERE, dict.fromkeys(others, False), others, roster=self.roster)
 
     def feed(self, peer: PeerId, event: Event) -> World:
         """Let a peer take an event in, and carry out what it decides."""
@@ -238,7 +238,8 @@ class World:
 
     def later(self) -> World | None:
         """Nothing is on its way: time passes, until the next thing is due; None at the end."""
-        wake_at = min((one.wake_at for peer, one in self.machines.items() if peer in self.alive), default=1e9)
+        wanted = [one for peer, one in self.machines.items() if peer in self.alive and one.is_wanted]
+        wake_at = min((one.wake_at for one in wanted), default=1e9)
         asking = sorted(pair for pair in self.waiting if pair[0] in self.alive)
         if wake_at < 1e9:
             after = self.copy("time passes")
@@ -282,8 +283,9 @@ def world_of(
     names: str, *, guests: str = "", away: str = "", cut: str = "", deaths: int = 0, attempts: int = 2
 ) -> World:
     peers = tuple(PeerId(name) for name in names)
+    members = {PeerId(name): Standing(3, is_member=True, can_lead=True) for name in names if name not in guests}
     return World(
-        peers, frozenset(map(PeerId, guests)), {peer: Matchmaking(peer, -1.0) for peer in peers},
+        peers, Roster(members) if guests else None, {peer: Matchmaking(peer, -1.0) for peer in peers},
         Faults(deaths), frozenset(map(PeerId, away)), frozenset(peers), dict.fromkeys(peers, attempts),
         dict.fromkeys(peers, frozenset()), frozenset(map(PeerId, cut)),
     )  # fmt: skip

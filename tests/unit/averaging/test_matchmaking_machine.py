@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.averaging.matchmaking.attendees import Attendees, attendees_of
+from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.matchmaking.machine import (
-    BATCH_MARGIN,
     BEHIND,
     BUSY,
     GONE,
-    GUEST_SHARE,
     LATE,
     Abort,
     Ask,
     Asked,
+    Called,
     CallFailed,
     Close,
     Due,
@@ -26,6 +25,7 @@ from manyhands.averaging.matchmaking.machine import (
     SentOn,
     Stage,
 )
+from manyhands.averaging.matchmaking.patience import BATCH_MARGIN, GUEST_SHARE
 from manyhands.averaging.messages import Late, Member, Position
 from manyhands.averaging.roster import Roster, Standing
 from manyhands.base.identity import PeerId
@@ -39,15 +39,20 @@ def member(peer: PeerId) -> Member:
     return Member(peer, [], False, 1.0)
 
 
-def seen_by(peer: PeerId, *, guests: tuple[PeerId, ...] = (), **fields: object) -> Attendees:
+def seen_by(
+    peer: PeerId, *, guests: tuple[PeerId, ...] = (), batch_s: float = 0.0, **of_roster: tuple[bool, ...]
+) -> Attendees:
     """A run of four members, who lead in this order."""
-    others = frozenset((A, B, C, D)) - {peer}
-    hosts = others | {peer, *guests}
-    return Attendees(HERE, (A, B, C, D), hosts, others, frozenset(guests), is_open=False, **fields)  # type: ignore[arg-type]
+    standings = {one: Standing(3, is_member=True, can_lead=True) for one in (A, B, C, D)}
+    others = [one for one in (A, B, C, D, *guests) if one != peer]
+    roster = Roster(standings, **of_roster)  # type: ignore[arg-type]
+    return Attendees(peer, HERE, dict.fromkeys(others, False), others, roster=roster, batch_s=batch_s)
 
 
-def leading(now: float = 10.0, **fields: object) -> tuple[Matchmaking, Attendees]:
-    machine, who = Matchmaking(A, 0.0), seen_by(A, **fields)  # type: ignore[arg-type]
+def leading(
+    now: float = 10.0, guests: tuple[PeerId, ...] = (), **of_roster: tuple[bool, ...]
+) -> tuple[Matchmaking, Attendees]:
+    machine, who = Matchmaking(A, 0.0), seen_by(A, guests=guests, **of_roster)
     machine.on(Due(member(A), P_S), now, who)
     return machine, who
 
@@ -96,32 +101,30 @@ def test_a_leader_whose_round_failed_or_that_kept_this_peer_waiting_is_passed_ov
 def test_however_much_trouble_there_was_peers_may_finish_the_batch_in_which_a_call_finds_them(
     batch_s: float, patience_s: float
 ) -> None:
-    machine, who = Matchmaking(D, 0.0), seen_by(D, num_troubled=3, batch_s=batch_s)
+    machine, who = Matchmaking(D, 0.0), seen_by(D, troubled=(True, True, True), batch_s=batch_s)
     assert machine.on(Due(member(D), P_S), 1.0, who) == [Ask(A, pytest.approx(patience_s))]
 
 
-def test_who_is_sent_to_a_leader_that_it_has_lost_asks_again_until_the_other_has_noticed() -> None:
+def test_a_peer_that_is_sent_to_a_leader_which_it_has_lost_leads_until_another_one_does() -> None:
     machine, who = Matchmaking(D, 0.0), seen_by(D)
     machine.on(Due(member(D), P_S), 1.0, who)
     machine.on(Failed(A, GONE, "lost"), 2.0, who)
-    assert machine.leader == B
-    assert machine.on(SentOn(A), 2.1, who) == []
-    assert machine.is_wanted
-    assert machine.on(Looked(), machine.wake_at, who) == [Ask(B, P_S)]
-    machine.on(SentOn(A), 20.0, who)
-    assert machine.leader == A, "after so long the others seem to reach it"
+    assert machine.on(SentOn(A), 2.1, who) == [Ask(C, P_S)], "B has not noticed yet"
+    machine.on(SentOn(B), 2.2, who)
+    assert machine.stage is Stage.LEADING
+    assert machine.on(Called(B), 2.3, who) == [Ask(B, P_S)]
 
 
-@pytest.mark.parametrize(("waits", "share"), [(True, 1.0), (False, GUEST_SHARE)])
-def test_guests_are_waited_for_a_step_or_a_tenth_of_it(waits: bool, share: float) -> None:
-    machine, who = leading(now=4.0, guests=(G,), waits_for_guests=waits)
+@pytest.mark.parametrize(("was_late", "share"), [(False, 1.0), (True, GUEST_SHARE)])
+def test_guests_are_waited_for_a_step_or_a_tenth_of_it(was_late: bool, share: float) -> None:
+    machine, who = leading(now=4.0, guests=(G,), guests_late=(was_late,))
     for peer in (B, C, D):
         machine.on(Asked(member(peer), P_S), 4.0, who)
     assert machine.stage is Stage.LEADING
     assert machine.wake_at == pytest.approx(4.0 + 4.0 * share)
     (close,) = machine.on(Looked(), machine.wake_at, who)
     assert isinstance(close, Close)
-    assert close.late == (Late.GUESTS if waits else Late.NOBODY)
+    assert close.late == (Late.NOBODY if was_late else Late.GUESTS)
 
 
 def test_only_guests_that_are_connected_and_not_barred_are_waited_for_and_who_is_barred_leads_nobody() -> None:
@@ -129,6 +132,6 @@ def test_only_guests_that_are_connected_and_not_barred_are_waited_for_and_who_is
     standings = {one: Standing(3, is_member=True, can_lead=True) for one in (A, B)} | {D: barred}
     roster = Roster(standings, 8)
     others = dict.fromkeys((B, C, D, G), False)
-    who = attendees_of(A, HERE, others, roster, [B, C, D], is_client=False)
+    who = Attendees(A, HERE, others, [B, C, D], roster=roster)
     assert (who.members, who.guests) == ({B}, {C})
     assert D not in who.hosts

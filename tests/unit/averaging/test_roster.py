@@ -15,7 +15,6 @@ from manyhands.averaging.roster import (
     MAX_FAULTS,
     MAX_FORMER,
     MAX_FROZEN,
-    MAX_HALVINGS,
     MAX_MISSED,
     MAX_STANDINGS,
     MEMORY,
@@ -26,7 +25,6 @@ from manyhands.averaging.roster import (
     check_roster,
     lineage_of,
     next_place,
-    patience_share,
 )
 from manyhands.base.identity import PeerId
 
@@ -184,19 +182,18 @@ def test_a_round_without_most_members_changes_no_standing_until_it_lasts() -> No
     assert set(again.former) == {C, D}
 
 
-def test_trouble_halves_the_patience_and_keeps_guests_out() -> None:
+def test_trouble_is_counted_and_keeps_guests_out() -> None:
     roster = founded(A, B, C, D)
-    assert patience_share(roster.num_troubled) == 1.0
+    assert roster.num_troubled == 0
     for number in range(1, 3):
         leader = next(one for one in roster.leaders() if one != D)
         roster = roster.after(attendance(A, B, C, leader=leader, late=Late.MEMBERS))
-        assert patience_share(roster.num_troubled) == 0.5**number
-    assert patience_share(roster.num_troubled, 9) == 0.5**MAX_HALVINGS
+        assert roster.num_troubled == number
     roster = after_rounds(roster, QUALIFYING, A, B, C, D, E)
     assert not roster.is_calm
     assert roster.members == {A, B, C, D}
     roster = after_rounds(roster, MEMORY, A, B, C, D, E)
-    assert patience_share(roster.num_troubled) == 1.0
+    assert roster.num_troubled == 0
     assert roster.members == {A, B, C, D, E}
 
 
@@ -217,7 +214,7 @@ def test_a_leader_that_says_that_all_were_late_makes_no_trouble_if_all_are_there
     roster = founded(A, B, C, D)
     for _ in range(3):
         roster = roster.after(attendance(A, B, C, D, leader=roster.leaders()[0], late=Late.MEMBERS))
-    assert patience_share(roster.num_troubled) == 1.0
+    assert roster.num_troubled == 0
 
 
 def test_a_leader_that_is_passed_over_in_a_frozen_round_has_had_its_turn() -> None:
@@ -227,7 +224,7 @@ def test_a_leader_that_is_passed_over_in_a_frozen_round_has_had_its_turn() -> No
     other = B if first == A else A
     roster = roster.after(attendance(other, leader=other, late=Late.MEMBERS))
     assert roster.frozen == 1
-    assert patience_share(roster.num_troubled) == 0.5
+    assert roster.num_troubled == 1
     assert roster.standings[first].led == roster.standings[other].led == roster.round
 
 

@@ -24,7 +24,7 @@ async def seats() -> AsyncIterator[tuple[Run, GridAssignment]]:
     """One peer at step 3; more than two are a grid."""
     async with run_of_one() as run:
         run.tracker.roster = lambda: ROSTER
-        assignment = GridAssignment(run.tracker, run.endpoint.peer_id, 2, random.Random(1))
+        assignment = GridAssignment(run.tracker, run.endpoint, 2, random.Random(1))
         run.tracker.on_outlook = assignment.plan
         yield run, assignment
 
@@ -173,16 +173,16 @@ async def test_the_least_patience_is_the_median_batch_of_the_members_here() -> N
     """Neither strangers change it, nor a minority of the members."""
     async with seats() as (run, assignment):
         assignment.max_group_size = 100
-        assert assignment.batch_s() == 0.0
+        assert assignment.attendees().batch_s == 0.0
         standing = Standing(is_member=True)
         run.tracker.roster = lambda: Roster(dict.fromkeys([run.endpoint.peer_id, *OTHERS[:2]], standing), round=3)
         run.tracker.report(0, 1.0, batch_s=1.0)
         await run.hears(OTHERS[0], batch_s=3.0)
         await run.hears(OTHERS[1], batch_s=1000.0)
-        assert assignment.batch_s() == 3.0
+        assert assignment.attendees().batch_s == 3.0
         await hears_many(run, HERE, batch_s=1000.0)
-        assert assignment.batch_s() == 3.0
+        assert assignment.attendees().batch_s == 3.0
         await run.hears(OTHERS[1], batch_s=0.0)  # it has computed none yet
-        assert assignment.batch_s() == 3.0
+        assert assignment.attendees().batch_s == 3.0
         run.tracker.roster = lambda: ROSTER
-        assert assignment.batch_s() == 1000.0, "without members all count"
+        assert assignment.attendees().batch_s == 1000.0, "without members all count"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
+from manyhands.optim.run.progress import View
 from manyhands.optim.run.run_machine import (
     Action,
     AskAnyone,
@@ -29,6 +30,7 @@ from manyhands.optim.run.run_machine import (
     Event,
     Look,
     RunMachine,
+    Situation,
     Stepped,
     Tell,
     WaitUntilDue,
@@ -36,6 +38,7 @@ from manyhands.optim.run.run_machine import (
 
 TARGET = 2  # batches
 START = Position(0, b"")
+NOBODY = View({}, START)
 CONFIG = AveragingConfig()
 LAST_STEP = 2
 LIVELY_EVENTS = 60
@@ -54,7 +57,7 @@ def order_of(position: Position) -> tuple[int, bytes]:
 
 @dataclass
 class Peer:
-    """One peer; as a situation it is what it knows itself."""
+    """One peer, and what it knows."""
 
     machine: RunMachine = field(default_factory=lambda: RunMachine(CONFIG))
     position: Position = START
@@ -66,9 +69,6 @@ class Peer:
     doing: Action | None = None  # what its machine waits for
     averages: bool = False
     is_alive: bool = True
-
-    is_worth_a_look = refusal = has_lost_run = differs = is_near = knew_others = False
-    eta_s = math.inf
 
     def copied(self) -> Peer:
         other = copy.copy(self)
@@ -106,14 +106,12 @@ class Peer:
     def is_alone(self) -> bool:
         return not self.mates() and not self.has_better_branch
 
-    def arrives_in_s(self, within_s: float) -> float:
-        return math.inf
-
-    def busy_until(self, instant: float) -> float:
-        return instant
-
-    def newcomers(self, *, are_late: bool) -> Collection[PeerId]:
-        return ()
+    def situation(self) -> Situation:
+        return Situation(
+            self.position, NOBODY, 0, (), is_worth_a_look=False, has_better_branch=self.has_better_branch, refusal="",
+            has_lost_run=False, differs=False, is_near=False, is_due=self.is_due, eta_s=math.inf,
+            can_meet=self.can_meet, is_alone=self.is_alone, newcomers=(), late_newcomers=(), knew_others=False,
+        )  # fmt: skip
 
 
 @dataclass
@@ -217,7 +215,7 @@ class Run:
 
     def on(self, number: int, event: Event) -> None:
         peer = self.peers[number]
-        for action in peer.machine.on(event, 0.0, peer):
+        for action in peer.machine.on(event, 0.0, peer.situation()):
             match action:
                 case Decide(Decision.LOAD_STATE):
                     self.load(number)
@@ -251,7 +249,7 @@ class Run:
         peer.met |= set(group) - {number}
         peer.view |= {mate: Record(peer.position, 0) for mate in group if mate != number}
         self.publish(number)
-        peer.machine.on(Stepped([PeerId(str(one)) for one in group]), 0.0, peer)
+        peer.machine.on(Stepped([PeerId(str(one)) for one in group]), 0.0, peer.situation())
 
     def load(self, number: int) -> None:
         """From a peer that is there; whoever is not has no state to send."""

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
 import pytest
 
@@ -14,6 +14,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.timing import IDLE_S, LOOK_S, MOMENT_S
 from manyhands.base.identity import PeerId
+from manyhands.optim.run.progress import View
 from manyhands.optim.run.run_machine import (
     WAIT_SHARE,
     Action,
@@ -29,6 +30,7 @@ from manyhands.optim.run.run_machine import (
     Look,
     RunMachine,
     SayItWaits,
+    Situation,
     Stage,
     Stepped,
     Tell,
@@ -44,35 +46,47 @@ MOST_ACTIONS = len(Stage)  # it may read twice
 ACCUMULATE, AVERAGE, ALONE = Decide(Decision.ACCUMULATE), Decide(Decision.AVERAGE), Decide(Decision.GO_ALONE)
 
 
+class Others(View):
+    """Others whose batches end, and reach the target, when a test says so."""
+
+    def __init__(self, busy_s: float, arrives_s: float) -> None:
+        super().__init__({}, HERE)
+        self._busy_s = busy_s
+        self._arrives_s = arrives_s
+
+    def busy_until(self, instant: float) -> float:
+        return instant + self._busy_s
+
+    def arrives_in_s(self, samples: int, within_s: float, now: float, members: Collection[PeerId] = ()) -> float:
+        return self._arrives_s if self._arrives_s <= within_s else math.inf
+
+
 @dataclass(frozen=True)
-class Facts:
+class Facts(Situation):
     """A situation that is written down."""
 
     position: Position = HERE
+    others: View = field(init=False)
+    missing_samples: int = 0
+    members: Collection[PeerId] = ()
     is_worth_a_look: bool = False
     has_better_branch: bool = False
     refusal: str = ""
     has_lost_run: bool = False
     differs: bool = False
     is_near: bool = False
-    arrives_s: float = math.inf  # until the others reach the target
     is_due: bool = False
     eta_s: float = math.inf
-    busy_s: float = 0.0  # of the others' batches
     can_meet: bool = False
     is_alone: bool = False
-    loading: tuple[PeerId, ...] = ()
-    are_late: bool = True
+    newcomers: Collection[PeerId] = ()
+    late_newcomers: Collection[PeerId] = ()
     knew_others: bool = False
+    arrives_s: float = math.inf  # until the others reach the target
+    busy_s: float = 0.0  # of the others' batches
 
-    def busy_until(self, instant: float) -> float:
-        return instant + self.busy_s
-
-    def arrives_in_s(self, within_s: float) -> float:
-        return self.arrives_s if self.arrives_s <= within_s else math.inf
-
-    def newcomers(self, *, are_late: bool) -> Collection[PeerId]:
-        return self.loading if self.are_late or not are_late else ()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "others", Others(self.busy_s, self.arrives_s))
 
 
 def outcome_of(machine: RunMachine, batch: Batch, now: float, *facts: Facts, is_there: bool = False) -> list[Action]:
@@ -134,11 +148,11 @@ def test_others_that_reach_the_target_well_before_another_batch_would_end_are_wa
 
 
 def test_a_wait_in_vain_is_not_repeated_before_the_next_step() -> None:
-    machine, arriving = RunMachine(CONFIG), Facts(arrives_s=0.5)
+    machine, arriving = RunMachine(CONFIG), Facts(is_near=True, arrives_s=0.5)
     assert outcome_of(machine, BATCH, 100.0, arriving)[-1] == ACCUMULATE
-    assert outcome_of(machine, BATCH, 101.0, arriving) == [ACCUMULATE]
+    assert outcome_of(machine, BATCH, 101.0, arriving) == [Tell(), ACCUMULATE]
     there = replace(arriving, position=Position(4, b"there"))
-    assert isinstance(outcome_of(machine, BATCH, 102.0, there)[0], WaitUntilDue)
+    assert isinstance(outcome_of(machine, BATCH, 102.0, there)[1], WaitUntilDue)
 
 
 def test_a_peer_computes_another_batch_that_ends_before_those_of_the_others() -> None:
@@ -172,7 +186,7 @@ def test_a_peer_whose_link_is_up_goes_alone_though_nobody_of_its_run_is_there() 
 
 
 def test_a_step_that_is_made_while_the_peer_waits_ends_the_wait() -> None:
-    machine, arriving = RunMachine(CONFIG), Facts(arrives_s=0.5)
+    machine, arriving = RunMachine(CONFIG), Facts(is_near=True, arrives_s=0.5)
     machine.on(BATCH, 100.0, arriving)
     machine.on(Stepped([MATE]), 100.1, arriving)
     assert machine.on(Done(), 100.2, arriving) == [ACCUMULATE]
@@ -193,19 +207,20 @@ def test_of_two_reasons_not_to_step_the_first_one_decides(one: int, other: int) 
 
 
 def changed(facts: Facts) -> dict[str, object]:
-    return {name: value for name, value in vars(facts).items() if value != getattr(Facts(), name)}
+    named = ((one.name, getattr(facts, one.name)) for one in fields(facts) if one.init)
+    return {name: value for name, value in named if value != getattr(Facts(), name)}
 
 
 def test_no_wait_is_longer_than_half_of_the_matchmaking_time_and_a_second() -> None:
     half_s, slow = CONFIG.matchmaking_time_s / 2, Batch(8, 20.0, may_wait=True)
-    arriving = Facts(arrives_s=half_s)
-    assert after(arriving, batch=slow)[0] == WaitUntilDue(half_s + MOMENT_S)
-    assert after(replace(arriving, arrives_s=half_s + 0.1), batch=slow) == [ACCUMULATE]
+    arriving = Facts(is_near=True, arrives_s=half_s)
+    assert after(arriving, batch=slow)[1] == WaitUntilDue(half_s + MOMENT_S)
+    assert after(replace(arriving, arrives_s=half_s + 0.1), batch=slow) == [Tell(), ACCUMULATE]
     machine, due = RunMachine(CONFIG), Facts(is_due=True, can_meet=True, busy_s=100.0)
     assert outcome_of(machine, BATCH, 100.0, due) == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 100.0 + half_s - 1.3, due) == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 100.0 + half_s - 1.2, due) == [AVERAGE]
-    newcomer = Facts(is_due=True, can_meet=True, loading=(GUEST,))
+    newcomer = Facts(is_due=True, can_meet=True, newcomers=(GUEST,), late_newcomers=(GUEST,))
     machine = RunMachine(CONFIG)
     assert outcome_of(machine, BATCH, 100.0, newcomer) == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 100.0 + half_s, newcomer) == [AVERAGE]
@@ -219,7 +234,7 @@ def test_the_others_batches_count_from_when_the_step_was_due() -> None:
 
 
 def test_a_group_waits_only_for_newcomers_that_would_never_take_part_else() -> None:
-    assert after(Facts(is_due=True, can_meet=True, loading=(GUEST,), are_late=False)) == [AVERAGE]
+    assert after(Facts(is_due=True, can_meet=True, newcomers=(GUEST,))) == [AVERAGE]
 
 
 def test_a_peer_that_can_be_met_after_another_read_is_met() -> None:
@@ -244,7 +259,7 @@ def test_a_peer_without_samples_tells_nothing_and_one_that_sees_no_end_reports_e
 
 
 def test_a_lone_peer_waits_for_whoever_loads_its_state_but_not_for_ever() -> None:
-    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, loading=(GUEST,), are_late=False)
+    machine, alone = RunMachine(CONFIG), Facts(is_due=True, is_alone=True, newcomers=(GUEST,))
     assert outcome_of(machine, BATCH, 100.0, alone)[1:] == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 159.0, alone)[1:] == [ACCUMULATE]
     assert outcome_of(machine, BATCH, 160.0, alone)[1:] == [AskMates(), ALONE]
@@ -256,7 +271,7 @@ STEP_S = 10.0
 def waits(machine: RunMachine, number: int, loading: tuple[PeerId, ...], members: Collection[PeerId]) -> bool:
     """Make a step in a group, the last one of a number; returns whether it waits for those that load the state."""
     now, here = number * STEP_S, Position(number, b"run")
-    facts = Facts(here, is_due=True, can_meet=True, loading=loading)
+    facts = Facts(here, is_due=True, can_meet=True, newcomers=loading, late_newcomers=loading)
     has_waited = outcome_of(machine, BATCH, now, facts) == [ACCUMULATE]
     machine.on(Stepped(members), now, facts)
     return has_waited
@@ -294,7 +309,7 @@ def situations() -> Iterator[Facts]:
         for loading, busy_s in itertools.product(((), (GUEST,)), (0.5, 9.0)):
             yield Facts(
                 is_worth_a_look=old, is_near=arriving, arrives_s=arrives_s, is_due=due, can_meet=meet, is_alone=alone,
-                knew_others=knew, loading=loading, busy_s=busy_s,
+                knew_others=knew, newcomers=loading, late_newcomers=loading, busy_s=busy_s,
             )  # fmt: skip
 
 

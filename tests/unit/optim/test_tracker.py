@@ -19,6 +19,7 @@ from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.progress import CROWD
+from manyhands.optim.run.run_machine import Situation
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.rpc import Endpoint
 from tests.network import PATIENCE_S
@@ -286,14 +287,23 @@ async def test_the_target_is_reached_together() -> None:
 # branches
 
 
+def situation_of(run: Run) -> Situation:
+    return run.tracker.situation(differs=False, newcomers=(), late_newcomers=(), knew_others=False, allow_solo=False)
+
+
+def arrives_in_s(run: Run, within_s: float) -> float:
+    now, one = asyncio.get_running_loop().time(), situation_of(run)
+    return one.others.arrives_in_s(one.missing_samples, within_s, now, one.members)
+
+
 async def test_batches_that_are_being_computed_complete_the_target() -> None:
     async with run_of_one(target_batch_size=16) as run:
         await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
         run.tracker.report(4, 4.0, 1.0)
-        assert run.tracker.arrives_in_s(1.0) == math.inf, "4 here, 4 there and 4 in the batch that is computed there"
+        assert arrives_in_s(run, 1.0) == math.inf, "4 here, 4 there and 4 in the batch that is computed there"
         run.tracker.report(8, 4.0, 1.0)
-        assert run.tracker.arrives_in_s(1.0) == 1.0
-        assert run.tracker.arrives_in_s(0.9) == math.inf
+        assert arrives_in_s(run, 1.0) == 1.0
+        assert arrives_in_s(run, 0.9) == math.inf
         assert not run.tracker.is_due(), "a step begins by what was counted"
 
 
@@ -305,7 +315,7 @@ async def test_only_the_batches_of_members_are_waited_for_once_the_run_has_some(
             run.tracker.load(here, 0)
             await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
             run.tracker.report(8, 4.0, 1.0)
-            assert (run.tracker.arrives_in_s(1.0) < math.inf) == is_waited_for
+            assert (arrives_in_s(run, 1.0) < math.inf) == is_waited_for
         run.tracker.roster = lambda: Roster({me: Standing(is_member=True)})
         run.tracker.load(here, 0)
         await run.hears(BOB, samples=8, samples_per_second=4.0, batch_s=1.0)
@@ -317,9 +327,9 @@ async def test_in_a_crowd_no_batches_are_waited_for() -> None:
     async with run_of_one(target_batch_size=CROWD * 8) as run:
         run.tracker.report(8, 4.0, 1.0)
         for number in range(CROWD):
-            assert number < CROWD - 1 or run.tracker.arrives_in_s(1.0) < math.inf, "of 40 peers"
+            assert number < CROWD - 1 or situation_of(run).is_near, "of 40 peers"
             await run.hears(identity_of(200 + number).peer_id, samples=8, samples_per_second=4.0, batch_s=1.0)
-        assert run.tracker.arrives_in_s(1.0) == math.inf, "of 41"
+        assert not situation_of(run).is_near, "of 41"
 
 
 async def test_what_a_peer_tells_ends_the_wait_and_no_older_record_takes_it_back() -> None:

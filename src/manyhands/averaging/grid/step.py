@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking.attendees import Meeting
+from manyhands.averaging.matchmaking.matchmaker import Meeting
 from manyhands.averaging.messages import RoundManifest
 from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
 from manyhands.averaging.timing import ANSWER_S, BRIEF_S, LOOK_S, MOMENT_S
@@ -174,7 +174,7 @@ class GridSteps:
         elsewhere: set[PeerId] = set()  # peers that are done with this round, perhaps without this peer
         outcome.reason = ""
         while (left_s := deadline - loop.time()) >= least_s:
-            position, expected = place.position(), place.expected().keys()
+            position, expected = place.position(), place.attendees().expected.keys()
             if expected - elsewhere or place.called.is_set():
                 place.called.clear()
                 try:

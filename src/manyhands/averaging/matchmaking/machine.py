@@ -1,7 +1,8 @@
 """One peer's search for the group of its next round, as a state machine. Pure.
 
-All peers know who should lead (:mod:`.attendees`). A peer whose step is due asks that leader for a place, or leads. Who
-cannot get there asks the next one. Events come in with :meth:`Matchmaking.on`, actions come out:
+All peers know who should lead (:mod:`manyhands.averaging.attendees`). A peer whose step is due asks that leader for a
+place, or leads. A peer that cannot get there asks the next one. Events come in with :meth:`Matchmaking.on`, actions
+come out:
 
 =========  ================================================  =========  ==============================================
 state      event                                             next       actions
@@ -13,8 +14,8 @@ idle       one that asked has waited as long as it likes      idle       refuse 
 asking     the leader's group has formed with this peer      grouped    begin the round
 asking     the leader cannot be reached, refuses, or its     asking or  ask the next leader, or lead
            time is over                                      leading
-asking     it follows a leader itself                        asking     ask that one, once; if that one is gone, as
-                                                                        this peer has found out, ask again
+asking     it follows a leader itself                        asking     ask that one, once; the next one, if that one
+                                                                        has given no place here
 asking     a peer calls that comes after the leader          asking     look whether the leader is still there
 leading    another peer asks for a place                     leading    note it
 leading    all that are waited for are here, or the          grouped    close the group with those that came
@@ -35,13 +36,13 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from manyhands.averaging.matchmaking.attendees import Attendees
+from manyhands.averaging.attendees import Attendees
+from manyhands.averaging.matchmaking.patience import Wait, half_came_at, leader_waits, patience_s
 from manyhands.averaging.messages import Late, Member, Position
-from manyhands.averaging.roster import patience_share
-from manyhands.averaging.timing import DIAL_S, LOOK_S, MOMENT_S, NOTICED_S
+from manyhands.averaging.timing import MOMENT_S
 from manyhands.base.identity import PeerId
 
 # codes of refusals
@@ -57,12 +58,6 @@ LATE = "late"  # not sent: no answer in time
 LOOP_AWAY = "the leader's own training loop did not come to the round"
 MAX_REDIRECTS = 8
 SHOWN_REFUSALS = 3
-GUEST_SHARE = 0.1
-"""The share of a step's time for which guests are waited for, after one was waited for in vain."""
-BATCH_MARGIN = 1.25
-"""A batch may take this factor longer than the others."""
-LEAST_SHARE = 0.25
-"""The share of its patience that a leader has for the others at least, however early the first one came."""
 
 
 class Stage(enum.Enum):
@@ -274,7 +269,7 @@ class Matchmaking:
         self.leader: PeerId | None = None
         self.wake_at = math.inf
         self._own: Member | None = None
-        self._patience_s = 0.0
+        self._full_s = 0.0  # patience, in the first attempt after calm rounds
         self._ends_at = math.inf
         self._stepped_at = now
         self._begin_anew(None)
@@ -282,10 +277,8 @@ class Matchmaking:
     def _begin_anew(self, position: Position | None) -> None:
         """Forget all about the position before."""
         self._position = position
-        self._joined: dict[PeerId, Member] = {}
-        self._asked_at: dict[PeerId, float] = {}  # of those in joined that can call this peer
+        self._waits: dict[PeerId, Wait] = {}  # of the peers that ask for a place
         self._led_at = math.inf
-        self._until: dict[PeerId, float] = {}  # how long each that has asked waits
         self._passed_over: set[PeerId] = set()
         self._has_lost_time = False
         self._num_in_vain = 0  # attempts to which nobody came
@@ -295,15 +288,12 @@ class Matchmaking:
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
-        self._tried: dict[PeerId, float] = {}  # leaders, and since when one cannot be reached; else minus infinity
-        self._ask_again_at = math.inf
+        self._tried: set[PeerId] = set()  # leaders that gave no place
         self._refusals: list[str] = []
-        self._sent_by: dict[PeerId, PeerId] = {}
+        self._sent_to: set[PeerId] = set()  # leaders that called, or that others follow
         self._followed: dict[PeerId, PeerId] = {}  # the leaders of others that were called
         self._elsewhere: set[PeerId] = set()  # peers that do not come
         self._called_at: dict[PeerId, float] = {}
-        self._is_second_turn = False
-        self._num_moves = 0  # to leaders that called, or that others follow
 
     @property
     def follows(self) -> PeerId | None:
@@ -312,15 +302,15 @@ class Matchmaking:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether :class:`Looked` should come: others wait for what this peer does, or it asks again."""
-        return self.stage is Stage.LEADING or bool(self._joined) or self._ask_again_at < math.inf
+        """Whether :class:`Looked` should come: others wait for what this peer does."""
+        return self.stage is Stage.LEADING or bool(self._waits)
 
     def on(self, event: Event, now: float, who: Attendees) -> list[Action]:
         """Take an event in; returns what to do."""
         actions = self._moved(who) if who.position != self._position else []
         match event:
-            case Due(member, patience_s, ends_at):
-                self._own, self._patience_s, self._ends_at = member, patience_s, ends_at
+            case Due(member, full_s, ends_at):
+                self._own, self._full_s, self._ends_at = member, full_s, ends_at
                 self._refused.clear()
                 self._begin_attempt()
                 actions += self._seek(now, who)
@@ -356,9 +346,8 @@ class Matchmaking:
     def _moved(self, who: Attendees) -> list[Action]:
         """This peer is at another position: whoever asked at the former one is behind."""
         actions: list[Action] = []
-        if self._joined and self._position is not None:
-            others = tuple(self._joined.keys() - {self.own_id})
-            actions.append(Refuse(others, BEHIND, where_the_run_is(who.position, self._position)))
+        if self._waits and self._position is not None:
+            actions.append(Refuse(tuple(self._waits), BEHIND, where_the_run_is(who.position, self._position)))
         if self._own is not None:
             actions.append(Abort("this peer has gone to another position meanwhile"))
         self.stage, self.leader, self._own = Stage.IDLE, None, None
@@ -368,8 +357,7 @@ class Matchmaking:
     def _seek(self, now: float, who: Attendees) -> list[Action]:
         """Ask the first leader that is left, or lead."""
         left = [leader for leader in who.leaders if leader not in self._tried]
-        if not any(leader not in self._passed_over for leader in left) and not self._is_second_turn:
-            self._is_second_turn = True
+        if self._passed_over.issuperset(left):
             self._passed_over.clear()  # perhaps they can lead now
         leader = next((leader for leader in left if leader not in self._passed_over), None)
         leader = self._better(leader, who)
@@ -395,31 +383,22 @@ class Matchmaking:
         )
 
     def _ask(self, leader: PeerId, who: Attendees) -> list[Action]:
-        self.stage, self.leader, self._ask_again_at = Stage.ASKING, leader, math.inf
-        others = tuple(self._joined.keys() - {self.own_id})
-        self._forget_joined()
+        self.stage, self.leader = Stage.ASKING, leader
+        others = tuple(self._waits)
+        self._waits = {}
         actions: list[Action] = [Ask(leader, self._patience(who))]
         if others:
             actions.append(SendOn(others, leader))
-        if self._caller is not None and who.rank(leader) < who.rank(self._caller):
-            actions.append(Check(leader))  # the caller has passed it over
         return actions
 
     def _lead(self, now: float, who: Attendees) -> list[Action]:
-        assert self._own is not None
-        self.stage, self.leader, self._ask_again_at = Stage.LEADING, None, math.inf
-        self._joined[self.own_id] = self._own
+        self.stage, self.leader = Stage.LEADING, None
         self._led_at = now
         return self._gather(now, who)
 
     def _patience(self, who: Attendees) -> float:
-        """Seconds for the members; half as long for each troubled round and each attempt that failed.
-
-        But in mid-batch, where a call finds most of them, they come at the end of the batch.
-        """
         num_failed = self._num_in_vain + (0 if who.is_open else len(self._passed_over))
-        short_s = self._patience_s * patience_share(who.num_troubled, num_failed)
-        return max(short_s, min(BATCH_MARGIN * who.batch_s, self._patience_s))
+        return patience_s(self._full_s, who.num_troubled, num_failed, who.batch_s)
 
     def _abort(self, reason: str, blamed: tuple[PeerId, ...] = (), *, is_nobody_there: bool = False) -> list[Action]:
         return [*self._end(BUSY, reason), Abort(reason, blamed, is_nobody_there)]
@@ -431,33 +410,35 @@ class Matchmaking:
         """End this peer's own search; whoever has asked here goes elsewhere."""
         if self.stage in (Stage.ASKING, Stage.LEADING):
             self.stage, self.leader = Stage.IDLE, None
-        self._own, self._ask_again_at = None, math.inf
-        others = tuple(self._joined.keys() - {self.own_id})
-        self._forget_joined()
+        self._own = None
+        others = tuple(self._waits)
+        self._waits = {}
         return [Refuse(others, code, reason)] if others else []
-
-    def _forget_joined(self) -> None:
-        self._joined, self._asked_at, self._until = {}, {}, {}
 
     def _sent_on(self, to: PeerId, now: float, who: Attendees) -> list[Action]:
         by = self.leader
         assert by is not None
         if to == self.own_id:
             return self._lead(now, who)
-        if now < self._tried.get(to, -math.inf) + NOTICED_S:  # the asked leader finds that out, too
-            self._ask_again_at = self.wake_at = now + LOOK_S
-            return []
-        if to in self._sent_by or len(self._sent_by) >= MAX_REDIRECTS:
+        if to in self._tried:
+            self._tried.add(by)
+            return self._seek(now, who)
+        if not self._may_be_sent_to(to):
             return self._abort(f"the others follow peer {to}, which gives this one no place", (to,))
-        self._sent_by[to] = by
         self._passed_over.discard(to)
-        return self._ask(to, who)
+        return self._follow(to, who)
+
+    def _may_be_sent_to(self, leader: PeerId) -> bool:
+        """Whether others can have this peer ask a leader out of turn: once, and not endlessly many."""
+        return leader not in self._sent_to and len(self._sent_to) < MAX_REDIRECTS
+
+    def _follow(self, leader: PeerId, who: Attendees) -> list[Action]:
+        self._sent_to.add(leader)
+        return self._ask(leader, who)
 
     def _failed(self, failed: Failed, now: float, who: Attendees) -> list[Action]:
         leader, reason = failed.leader, failed.reason
-        self._tried[leader] = now if failed.code == GONE else -math.inf
-        if (sent_by := self._sent_by.get(leader)) is not None:
-            self._tried.setdefault(sent_by, -math.inf)
+        self._tried.add(leader)
         self._refusals.append(reason)
         if failed.code not in (GONE, OTHER_POSITION):  # these may call this peer yet
             self._passed_over.add(leader)
@@ -476,7 +457,7 @@ class Matchmaking:
         self.stage, self.leader = Stage.IDLE, None
         self._passed_over.add(leader)
         self._has_lost_time = True
-        self._asked_at = dict.fromkeys(self._asked_at, now)  # they wait already for the next attempt
+        self._waits = {peer_id: replace(wait, since=now) for peer_id, wait in self._waits.items()}
         return []
 
     # others that ask
@@ -488,19 +469,17 @@ class Matchmaking:
             return [SendOn((peer_id,), self.leader)]
         if self.stage is Stage.IDLE and self._refused and 2 * len(self._refused) >= len(who.members):
             return [Refuse((peer_id,), BUSY, LOOP_AWAY)]
-        taken = len(self._joined.keys() - {self.own_id, peer_id})
+        taken = len(self._waits.keys() - {peer_id})
         if taken + 1 >= size:  # one place is this peer's
             return [Refuse((peer_id,), FULL, f"the group has its {size:.0f} members; try the next round")]
-        self._joined[peer_id] = asked.member
         self._elsewhere.discard(peer_id)
-        self._until[peer_id] = now + asked.patience_s
-        if who.heeds(peer_id):
-            self._asked_at.setdefault(peer_id, now)
+        since = self._waits[peer_id].since if peer_id in self._waits else now
+        self._waits[peer_id] = Wait(asked.member, since, now + asked.patience_s)
         is_call = self.stage is Stage.IDLE and who.heeds(peer_id)
         return [*([CallLoop()] if is_call else []), *self._gather(now, who)]
 
     def _withdrew(self, peer_id: PeerId, now: float, who: Attendees) -> list[Action]:
-        for noted in (self._joined, self._until, self._asked_at, self._called_at):
+        for noted in (self._waits, self._called_at):
             noted.pop(peer_id, None)
         return self._gather(now, who)
 
@@ -509,60 +488,36 @@ class Matchmaking:
         self.wake_at = math.inf
         if self.stage is Stage.IDLE:
             return self._wait_for_loop(now, who)
-        if self.stage is Stage.ASKING and now >= self._ask_again_at:
-            assert self.leader is not None
-            return self._ask(self.leader, who)
         if self.stage is not Stage.LEADING:
-            self.wake_at = self._ask_again_at
             return []
-        with_others = {peer_id for peer_id, leader in self._followed.items() if leader in self._elsewhere}
-        away = self._joined.keys() | self._elsewhere | self._ahead | with_others
+        away = self._waits.keys() | self._elsewhere | self._ahead
         members, guests = who.members - away, who.guests - away
-        closes_at = max(self._closes_at(who), self._led_at + LEAST_SHARE * self._patience(who))
-        closes_at = min(closes_at, (self._led_at + self._ends_at) / 2)  # the other half is for the round
-        far_at = self._led_at + DIAL_S  # until then a client that cannot be called could dial
-        guests_at = min(closes_at, self._led_at + self._guest_s(who))
-        if now >= far_at:
+        until = leader_waits(
+            who, self._waits, self._patience(who),
+            stepped_at=self._stepped_at, led_at=self._led_at, ends_at=self._ends_at,
+        )  # fmt: skip
+        if now >= until.far:
             members, guests = members - who.far, guests - who.far
-        if (members and now < closes_at) or (guests and now < guests_at):
-            self.wake_at = closes_at if members else guests_at
+        if (members and now < until.members) or (guests and now < until.guests):
+            self.wake_at = until.members if members else until.guests
             if (members | guests) & who.far:
-                self.wake_at = min(self.wake_at, far_at)
+                self.wake_at = min(self.wake_at, until.far)
             return self._call_all(now, who)
         return self._close(members, guests, who)
 
-    def _closes_at(self, who: Attendees) -> float:
-        """When the patience of this peer, or of all that have asked, is over; it counts from when half were here."""
-        others = [self._until[peer_id] for peer_id in self._asked_at]
-        return min(self._half_came_at(who) + self._patience(who), max(others, default=math.inf))
-
-    def _half_came_at(self, who: Attendees) -> float:
-        """When half of the members had asked, or this peer leads: one alone that asks early changes nothing.
-
-        Where there is no roster, the first one counts.
-        """
-        times, half = sorted(self._asked_at.values()), 1 if who.is_open else (len(who.members) + 1) // 2
-        return min(times[half - 1] if 0 < half <= len(times) else math.inf, self._led_at)
-
-    def _guest_s(self, who: Attendees) -> float:
-        step_s = max(self._led_at - self._stepped_at, 0.0)
-        return step_s * (1.0 if who.waits_for_guests else GUEST_SHARE)
-
     def _wait_for_loop(self, now: float, who: Attendees) -> list[Action]:
         """Each that asks waits as long as it likes; one alone has none of many others sent away."""
-        over = tuple(peer_id for peer_id in self._joined if now >= self._until[peer_id])
+        over = tuple(peer_id for peer_id, wait in self._waits.items() if now >= wait.until)
         least_s = 0.0 if who.is_open else max(self._patience(who), MOMENT_S)
-        waited = {peer_id for peer_id in over if now >= self._asked_at.get(peer_id, now) + least_s}
-        self._refused |= who.members & waited
+        self._refused |= {one for one in over if one in who.members and now >= self._waits[one].since + least_s}
         for peer_id in over:
-            del self._joined[peer_id], self._until[peer_id]
-            self._asked_at.pop(peer_id, None)
-        self.wake_at = min(self._until.values(), default=math.inf)
-        calls = self._call_all(now, who) if self._half_came_at(who) < math.inf else []
+            del self._waits[peer_id]
+        self.wake_at = min((wait.until for wait in self._waits.values()), default=math.inf)
+        calls = self._call_all(now, who) if half_came_at(who, self._waits) < math.inf else []
         return [*([Refuse(over, BUSY, LOOP_AWAY)] if over else []), *calls]
 
     def _call_all(self, now: float, who: Attendees) -> list[Action]:
-        due = sorted((who.members | who.guests) - self._joined.keys() - who.far)
+        due = sorted((who.members | who.guests) - self._waits.keys() - who.far)
         return [call for peer_id in due for call in self._call(peer_id, now)]
 
     def _call(self, peer_id: PeerId, now: float) -> list[Action]:
@@ -572,22 +527,21 @@ class Matchmaking:
         return [Call(peer_id)]
 
     def _close(self, members: frozenset[PeerId], guests: frozenset[PeerId], who: Attendees) -> list[Action]:
-        if self._joined.keys() == {self.own_id}:
+        if not self._waits:
             return self._nobody_came(members, who)
+        assert self._own is not None
         late = Late.GUESTS if guests and who.waits_for_guests else Late.NOBODY
         late = Late.MEMBERS if members or self._has_lost_time else late
-        joined = tuple(self._joined[peer_id] for peer_id in sorted(self._joined))
+        group = [self._own, *(wait.member for wait in self._waits.values())]
         self.stage, self.leader, self._own = Stage.GROUPED, self.own_id, None
-        self._forget_joined()
-        return [Close(joined, late, members)]
+        self._waits = {}
+        return [Close(tuple(sorted(group, key=lambda member: member.peer_id)), late, members)]
 
     def _nobody_came(self, members: frozenset[PeerId], who: Attendees) -> list[Action]:
         followed = sorted(set(self._followed.values()), key=who.rank)
         for leader in followed:
-            if leader not in self._sent_by and leader != self.own_id:
-                self._joined = {}
-                self._sent_by[leader] = self.own_id
-                return self._ask(leader, who)
+            if self._may_be_sent_to(leader) and leader != self.own_id:
+                return self._follow(leader, who)
         if members:
             number = len(members)
             reason = f"none of the {number} expected peers came" if number > 1 else "the expected peer did not come"
@@ -611,8 +565,7 @@ class Matchmaking:
         if self.stage is Stage.LEADING:
             if not self._leads_before(by, self.own_id, who):
                 return []
-            self._num_moves += 1
-            return self._ask(by, who)
+            return self._follow(by, who)
         leader = self.leader
         assert leader is not None
         # a leader before the asked one calls that one, too
@@ -620,7 +573,7 @@ class Matchmaking:
 
     def _leads_before(self, one: PeerId, other: PeerId, who: Attendees) -> bool:
         is_before = who.rank(one) < who.rank(other) and one not in self._passed_over
-        return is_before and self._num_moves < MAX_REDIRECTS
+        return is_before and self._may_be_sent_to(one)
 
     def _heard(self, peer_id: PeerId, leader: PeerId | None, now: float, who: Attendees) -> list[Action]:
         self._elsewhere.discard(peer_id)
@@ -630,14 +583,13 @@ class Matchmaking:
         assert leader is not None
         can_move = self.stage is Stage.LEADING and (leader == peer_id or leader not in self._tried)
         if can_move and self._leads_before(leader, self.own_id, who):
-            self._num_moves += 1
-            return self._ask(leader, who)
+            return self._follow(leader, who)
         self._followed[peer_id] = leader
         if who.rank(leader) < who.rank(self.own_id):
             if leader == peer_id or leader not in self._tried:  # else its followers find out, too, what is wrong
                 self._elsewhere.add(peer_id)
             return self._gather(now, who)
-        is_known = leader in self._joined or leader in who.members or leader in who.guests
+        is_known = leader in self._waits or leader in who.members or leader in who.guests
         calls = self._call(leader, now) if self.stage is Stage.LEADING and not is_known else []  # it should come, too
         return calls + self._gather(now, who)
 

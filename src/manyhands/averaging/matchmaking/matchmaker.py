@@ -16,13 +16,14 @@ import logging
 import math
 import random
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
+from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking import machine
 from manyhands.averaging.matchmaking.admission import check_call, check_join, chosen_codec, fault_of, is_later_round
-from manyhands.averaging.matchmaking.attendees import Attendees, Meeting, attendees_of
 from manyhands.averaging.matchmaking.machine import Action, Event, Matchmaking, Stage
 from manyhands.averaging.messages import (
     BLAMED,
@@ -49,6 +50,22 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 FLOAT_BYTES = 4
+
+
+class Meeting(Protocol):
+    """Knows where and with whom this peer averages next; the optimizer and the averager implement it."""
+
+    def position(self) -> Position:
+        """That of the attendees, at once."""
+
+    def attendees(self) -> Attendees:
+        """All that is known of the next round now."""
+
+    def report_missing(self, peer_id: PeerId) -> None:
+        """A peer did not come; it is expected again only after a fresh record."""
+
+    def call_to_round(self) -> None:
+        """Another peer has begun a round at this position; the training loop should come as soon as it can."""
 
 
 class Matchmaker:
@@ -147,13 +164,13 @@ class Matchmaker:
 
     def voters(self, group: Sequence[Member]) -> set[int]:
         """The ranks whose votes count in a round: the members of the run; all, if none of them is in the group."""
-        roster = self._meeting.roster()
+        roster = self._meeting.attendees().roster
         members = roster.members if roster is not None else frozenset()
         return {rank for rank, one in enumerate(group) if one.peer_id in members} or set(range(len(group)))
 
     def hurried(self, group: Sequence[Member]) -> set[int]:
         """The ranks for which nobody waits long in a round, and which reduce nothing."""
-        roster = self._meeting.roster()
+        roster = self._meeting.attendees().roster
         if roster is None:
             return set()
         guests = set(range(len(group))) - self.voters(group)
@@ -161,16 +178,8 @@ class Matchmaker:
 
     # the machine
 
-    def _attendees(self) -> Attendees:
-        expected, endpoint = self._meeting.expected(), self._endpoint
-        connected = [peer_id for peer_id in expected if endpoint.is_connected(peer_id)]
-        return attendees_of(
-            endpoint.peer_id, self._meeting.position(), expected, self._meeting.roster(), connected,
-            is_client=endpoint.client_mode, batch_s=self._meeting.batch_s(),
-        )  # fmt: skip
-
     def _on(self, event: Event) -> None:
-        self._carry_out(self._machine.on(event, self._loop.time(), self._attendees()))
+        self._carry_out(self._machine.on(event, self._loop.time(), self._meeting.attendees()))
         self._news.set()
         if self._machine.is_wanted and self._looking is None and not self._tasks.is_closed:
             self._looking = self._tasks.spawn(self._look(), name="gathering a group")
@@ -229,7 +238,7 @@ class Matchmaker:
 
     def _on_lost(self, peer_id: PeerId) -> None:
         """Stop waiting for a peer whose connection broke."""
-        if peer_id in self._meeting.expected():
+        if peer_id in self._meeting.attendees().expected:
             self._meeting.report_missing(peer_id)
         self._on(machine.Withdrew(peer_id))
 
@@ -299,7 +308,7 @@ class Matchmaker:
 
     def _reach_all(self) -> None:
         """Find out at once which hosts cannot be reached, where the leader is one that this peer has to dial."""
-        for peer_id, is_client in self._meeting.expected().items():
+        for peer_id, is_client in self._meeting.attendees().expected.items():
             if not is_client and not self._endpoint.is_connected(peer_id) and peer_id not in self._reaching:
                 self._reaching.add(peer_id)
                 self._tasks.spawn(self._reach(peer_id), name=f"dialling {peer_id}")
@@ -341,16 +350,17 @@ class Matchmaker:
 
     async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
         await self._catch_up(request.position)
-        here, roster = self._meeting.position(), self._meeting.roster()
+        who = self._meeting.attendees()
         check_join(
-            self._endpoint.peer_id, self._run_fingerprint, here, roster, remote, request,
+            self._endpoint.peer_id, self._run_fingerprint, who.position, who.roster, remote, request,
             is_client=self._endpoint.client_mode,
         )  # fmt: skip
         self._endpoint.learn(remote, readable_addresses(request.member.addresses))
         _end(self._waiting.get(remote), JoinResponse())  # it asks again
         answer: asyncio.Future[JoinResponse] = self._loop.create_future()
         self._waiting[remote] = answer
-        size = self._config.max_group_size if here.group_key else math.inf  # only groups of a grid are ever full
+        is_grid = bool(who.position.group_key)
+        size = self._config.max_group_size if is_grid else math.inf  # only groups of a grid are ever full
         try:
             self._on(machine.Asked(request.member, request.patience_s, size))
             return await answer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 
@@ -48,79 +48,6 @@ logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
 MAX_CONTRADICTED = 3  # states to download until one has the sums that the majority published
-
-
-@dataclass(frozen=True)
-class _Situation:
-    """What the tracker and the other parts of one peer know; see :class:`manyhands.optim.run.run_machine.Situation`."""
-
-    tracker: ProgressTracker
-    drift: Drift
-    server: StateServer
-    presence: Presence
-    _: KW_ONLY
-    allow_solo: bool
-
-    @property
-    def position(self) -> Position:
-        return self.tracker.own.position
-
-    @property
-    def is_worth_a_look(self) -> bool:
-        return self.tracker.is_worth_a_look()
-
-    @property
-    def has_better_branch(self) -> bool:
-        return self.tracker.should_load_state()
-
-    @property
-    def refusal(self) -> str:
-        return self.tracker.branches.refusal()
-
-    @property
-    def has_lost_run(self) -> bool:
-        return self.tracker.has_lost_run()
-
-    @property
-    def differs(self) -> bool:
-        return self.drift.compare()
-
-    @property
-    def is_near(self) -> bool:
-        return self.tracker.is_near()
-
-    def arrives_in_s(self, within_s: float) -> float:
-        return self.tracker.arrives_in_s(within_s)
-
-    @property
-    def is_due(self) -> bool:
-        return self.tracker.is_due()
-
-    @property
-    def eta_s(self) -> float:
-        return min(self.tracker.progress.eta_s, self.tracker.outlook.eta_s)
-
-    def busy_until(self, instant: float) -> float:
-        return self.tracker.view.busy_until(instant)
-
-    @property
-    def can_meet(self) -> bool:
-        return self.tracker.can_meet_somebody()
-
-    @property
-    def is_alone(self) -> bool:
-        """A client begins no branch of its own."""
-        if self.presence.endpoint.client_mode and self.tracker.trainers():
-            return self.allow_solo and self.tracker.is_stranded()
-        return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
-
-    def newcomers(self, *, are_late: bool) -> Collection[PeerId]:
-        # after its download a peer has this long to appear, before a lone one moves on
-        return self.server.followers(LATE_ANSWER_S, by_latecomers=are_late)
-
-    @property
-    def knew_others(self) -> bool:
-        return self.presence.knew_others
 
 
 @dataclass(eq=False)
@@ -180,7 +107,7 @@ class Collaboration:
         belief.poll = self._canvass.poll
         self._drift = Drift(self.tracker, presence.peer_id, self.local.drift_bound, self.tracker.judges_of_parameters)
         self.tracker.roster = lambda: self.local.roster
-        assignment = GridAssignment(self.tracker, presence.peer_id, self.averaging.max_group_size, presence.rng)
+        assignment = GridAssignment(self.tracker, presence.endpoint, self.averaging.max_group_size, presence.rng)
         belief.roster = assignment.roster
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self._canvass.close)
@@ -211,7 +138,6 @@ class Collaboration:
             parts.callback(self.step_rounds.close)
             self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
             parts.callback(self._contacts.close)
-            self._situation = _Situation(self.tracker, self._drift, self._server, presence, allow_solo=self.allow_solo)
             self.tracker.on_outlook = self._on_news
             signed = presence.signed_manifests().get(manifest.run_id, b"")
             agreed = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
@@ -361,6 +287,7 @@ class Collaboration:
                     case run_machine.Decide(decision):
                         if decision is Decision.RELOAD:
                             self.local.can_replay = False  # something here changes parameters beside the steps
+                            self._drift.tries_reload()
                         return decision
                     case run_machine.Fail(reason):
                         raise Unavailable(reason)
@@ -381,7 +308,17 @@ class Collaboration:
             actions = self._on(run_machine.Done(is_there))
 
     def _on(self, event: run_machine.Event) -> list[run_machine.Action]:
-        return self._machine.on(event, asyncio.get_running_loop().time(), self._situation)
+        return self._machine.on(event, asyncio.get_running_loop().time(), self._situation())
+
+    def _situation(self) -> run_machine.Situation:
+        # after its download a peer has this long to appear, before a lone one moves on
+        return self.tracker.situation(
+            differs=self._drift.compare(),
+            newcomers=self._server.followers(LATE_ANSWER_S),
+            late_newcomers=self._server.followers(LATE_ANSWER_S, by_latecomers=True),
+            knew_others=self.presence.knew_others,
+            allow_solo=self.allow_solo,
+        )
 
     async def rest(self, seconds: float) -> None:
         """Rest for this time, or until a step becomes due."""

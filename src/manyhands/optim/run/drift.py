@@ -146,6 +146,7 @@ class Drift:
     _sketch: Sketch = field(default_factory=Sketch, init=False)
     _is_in_grid: bool = field(default=False, init=False)
     _compared: tuple[int, Position] | None = field(default=None, init=False)  # at which records, and where
+    _must_reload: bool = field(default=False, init=False)  # by that comparison
     _named: set[PeerId] = field(default_factory=set, init=False)
     _has_reloaded: bool = field(default=False, init=False)
     _has_warned: bool = field(default=False, init=False)  # that there is no majority
@@ -179,12 +180,20 @@ class Drift:
     def compare(self) -> bool:
         """Compare the peers after each step and each news, and name those that differ, once.
 
-        Returns whether this peer must load the majority's state now: at most once for the same records.
+        Returns whether this peer must load the majority's state now.
         """
         here = self._position
-        if here is None or self._is_in_grid or self._compared == (basis := (self.reader.version, here)):
+        if here is None or self._is_in_grid:
             return False
-        self._compared = basis
+        if self._compared != (basis := (self.reader.version, here)):
+            self._compared, self._must_reload = basis, self._compare_at(here)
+        return self._must_reload
+
+    def tries_reload(self) -> None:
+        """This peer tries to load the majority's state: once for the same records."""
+        self._must_reload = False
+
+    def _compare_at(self, here: Position) -> bool:
         if not (apart := self._distances_at(here)):
             self._warn_without_majority(here)
         differing = {peer_id for peer_id, distance in apart.items() if distance > self.bound}

@@ -15,6 +15,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manyhands.averaging.attendees import Attendees
 from manyhands.averaging.grid.seats import (
     MAX_ROUNDS_AGO,
     NO_SEAT,
@@ -29,13 +30,14 @@ from manyhands.averaging.peer_records import PeerRecord
 from manyhands.averaging.roster import Roster
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.rpc import Endpoint
 
 
 @dataclass(eq=False)
 class GridAssignment:
     """The groups of one peer's global steps. Lives on the network thread.
 
-    It is the :class:`manyhands.averaging.matchmaking.attendees.Meeting` of the run's rounds, and in a step the
+    It is the :class:`manyhands.averaging.matchmaking.matchmaker.Meeting` of the run's rounds, and in a step the
     :class:`manyhands.averaging.grid.step.GridPlace`.
 
     Args:
@@ -46,7 +48,7 @@ class GridAssignment:
     """
 
     tracker: ProgressTracker
-    own_id: PeerId
+    endpoint: Endpoint
     max_group_size: int
     rng: random.Random
     is_settled: bool = field(default=True, init=False)
@@ -66,6 +68,9 @@ class GridAssignment:
         """The position of this peer's next round: in a grid with its number and group."""
         step, here = self._step, self.tracker.own.position
         return here if step is None else Position(self._number, here.lineage, step.key(self._number))
+
+    def attendees(self) -> Attendees:
+        return Attendees.of(self.endpoint, self.position(), self.expected(), self.roster(), self.batch_s())
 
     def expected(self) -> Mapping[PeerId, bool]:
         """The other peers that should come to it; in one group auxiliary ones, too."""
@@ -161,7 +166,7 @@ class GridAssignment:
         first_round = here.step * layout.num_rounds
         seated = [said for said in (own, *others.values()) if said.layout.sides == layout.sides]
         self.is_settled = len({cell_at(said, first_round) for said in seated}) == len(records) + 1
-        step = step_from(self.own_id, own, others, named, layout, first_round, self.rng)
+        step = step_from(self.endpoint.peer_id, own, others, named, layout, first_round, self.rng)
         is_old = first_round - own.round_number > MAX_ROUNDS_AGO // 2
         if is_old or own.layout != layout or cell_at(own, first_round) != step.cell:
             self.tracker.sit(Seat(layout, step.cell, first_round))  # the others could not have predicted it

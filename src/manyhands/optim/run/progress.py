@@ -42,6 +42,8 @@ NEWS_SHARE = 0.1
 """Share of a peer's part of the target by which the others may be wrong about its samples."""
 NEWS_SPEED = 0.2
 """Relative error of its speed."""
+LOOKS_AHEAD = 16
+"""Instants for which it is predicted what the others will have."""
 CROWD = 40
 MAX_CROWD_FACTOR = 6.0
 MAX_COUNT = 2**53
@@ -209,6 +211,22 @@ class View:
         missing = max(target_batch_size - samples, 0)
         eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
         return Progress(samples, num_peers, speed, eta_s)
+
+    def arrives_in_s(self, samples: int, within_s: float, now: float, members: Collection[PeerId] = ()) -> float:
+        """Predicted seconds until the others have so many samples; infinite if they need longer than ``within_s``.
+
+        A stranger may claim to compute; so once the run has members, only their batches are predicted.
+        """
+
+        def samples_of(peer_id: PeerId, seen: SeenRecord, ahead_s: float) -> int:
+            is_proven = not members or peer_id in members
+            return samples_in(seen.record, now - seen.since, ahead_s) if is_proven else seen.record.samples
+
+        for number in range(1, LOOKS_AHEAD + 1):
+            ahead_s = within_s * number / LOOKS_AHEAD
+            if sum(samples_of(peer_id, seen, ahead_s) for peer_id, seen in self.awaited.items()) >= samples:
+                return ahead_s
+        return math.inf
 
     def busy_until(self, instant: float) -> float:
         """The predicted end of the last batch that one of them computes at an instant."""

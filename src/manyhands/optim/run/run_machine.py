@@ -56,15 +56,14 @@ import enum
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking.patience import BATCH_MARGIN
 from manyhands.averaging.messages import Position
 from manyhands.averaging.timing import DIAL_S, IDLE_S, LOOK_S, MOMENT_S, TWO_DIALS_S
 from manyhands.base.identity import PeerId
-
-BATCH_MARGIN = 1.25
-"""A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
+from manyhands.optim.run.progress import View
 
 WAIT_SHARE = 0.75
 """A peer waits for the others rather than begin another batch if they reach the target within this share of it. What it
@@ -92,65 +91,47 @@ class Stage(enum.Enum):
     ASKING_ANYONE = "asking anyone"
 
 
-class Situation(Protocol):
-    """The run as a peer knows it when an event comes."""
+@dataclass(frozen=True)
+class Situation:
+    """The run as a peer knows it when an event comes; :meth:`.tracker.ProgressTracker.situation` makes it.
 
-    @property
-    def position(self) -> Position:
-        """Of this peer."""
+    Attributes:
+        position: of this peer.
+        others: those at this position.
+        missing_samples: what the others must have for the target to be reached.
+        members: of the roster: once there are any, only their batches are predicted.
+        is_worth_a_look: the target should be reached, although the last records do not say so.
+        has_better_branch: a better branch has a state that this peer can load.
+        refusal: why this peer, which has learnt nothing, must not go on; empty if it may.
+        has_lost_run: this peer has no state, has seen a run that has one, and knows of nobody there any more.
+        differs: its parameters are not those of the majority, and it has not tried to load these yet.
+        is_near: the target is at most two batches away, and the peers are few enough to tell each other.
+        is_due: the target is reached, or another peer calls to the round.
+        eta_s: predicted seconds until the target.
+        can_meet: a round could find another peer.
+        is_alone: waiting would bring no other peer to the step.
+        newcomers: peers that load the state here.
+        late_newcomers: those of them whose last download took longer than a step.
+        knew_others: this peer has known others in the DHT before.
+    """
 
-    @property
-    def is_worth_a_look(self) -> bool:
-        """The target should be reached, although the last records do not say so."""
-
-    @property
-    def has_better_branch(self) -> bool:
-        """A better branch has a state that this peer can load."""
-
-    @property
-    def refusal(self) -> str:
-        """Why this peer, which has learnt nothing, must not go on; empty if it may."""
-
-    @property
-    def has_lost_run(self) -> bool:
-        """This peer has no state, has seen a run that has one, and knows of nobody there any more."""
-
-    @property
-    def differs(self) -> bool:
-        """Its parameters are not those of the majority, and it has not tried to load these yet."""
-
-    @property
-    def is_near(self) -> bool:
-        """The target is at most two batches away, and the peers are few enough to tell each other."""
-
-    def arrives_in_s(self, within_s: float) -> float:
-        """Predicted seconds until the batches of the others reach the target; infinite if they need longer."""
-
-    @property
-    def is_due(self) -> bool:
-        """The target is reached, or another peer calls to the round."""
-
-    @property
-    def eta_s(self) -> float:
-        """Predicted seconds until the target."""
-
-    def busy_until(self, instant: float) -> float:
-        """The predicted end of the last batch that another peer computes at an instant."""
-
-    @property
-    def can_meet(self) -> bool:
-        """A round could find another peer."""
-
-    @property
-    def is_alone(self) -> bool:
-        """Waiting would bring no other peer to the step."""
-
-    def newcomers(self, *, are_late: bool) -> Collection[PeerId]:
-        """Peers that load the state here; with ``are_late`` only those whose last download took longer than a step."""
-
-    @property
-    def knew_others(self) -> bool:
-        """This peer has known others in the DHT before."""
+    position: Position
+    others: View
+    missing_samples: int
+    members: Collection[PeerId]
+    is_worth_a_look: bool
+    has_better_branch: bool
+    refusal: str
+    has_lost_run: bool
+    differs: bool
+    is_near: bool
+    is_due: bool
+    eta_s: float
+    can_meet: bool
+    is_alone: bool
+    newcomers: Collection[PeerId]
+    late_newcomers: Collection[PeerId]
+    knew_others: bool
 
 
 # events
@@ -312,16 +293,17 @@ class RunMachine:
         tell: list[Action] = [Tell()] if batch.samples and batch.may_wait and run.is_near else []
         if run.is_due:
             return tell + self._at_target(now, run)
-        if batch.may_wait and (wait_s := self._wait_s(run)):
+        if batch.may_wait and (wait_s := self._wait_s(now, run)):
             return tell + self._first(Stage.WAITING, WaitUntilDue(wait_s))
         return tell + self._not_due(now, run)
 
-    def _wait_s(self, run: Situation) -> float:
+    def _wait_s(self, now: float, run: Situation) -> float:
         """How long to wait for the others to reach the target; 0 if another batch of this peer is worth more."""
         batch_s = self._batch.batch_s
-        if self._waited_in_vain_at == run.position or batch_s <= 0:
+        if not run.is_near or self._waited_in_vain_at == run.position or batch_s <= 0:
             return 0.0
-        arrival_s = run.arrives_in_s(min(WAIT_SHARE * batch_s, self._config.matchmaking_time_s / 2))
+        within_s = min(WAIT_SHARE * batch_s, self._config.matchmaking_time_s / 2)
+        arrival_s = run.others.arrives_in_s(run.missing_samples, within_s, now, run.members)
         return arrival_s + min(batch_s, MOMENT_S) if arrival_s < math.inf else 0.0
 
     def _not_due(self, now: float, run: Situation) -> list[Action]:
@@ -342,7 +324,7 @@ class RunMachine:
     def _has_time(self, now: float, run: Situation) -> bool:
         """Whether this peer can compute another batch before the others finish theirs and come to the round."""
         batch_s = self._batch.batch_s
-        until = min(run.busy_until(self._due_since), self._due_since + self._config.matchmaking_time_s / 2)
+        until = min(run.others.busy_until(self._due_since), self._due_since + self._config.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
     def _waits_for_newcomers(self, now: float, run: Situation, *, is_alone: bool) -> bool:
@@ -354,7 +336,7 @@ class RunMachine:
         longest_s = self._config.averaging_timeout_s if is_alone else self._config.matchmaking_time_s / 2
         if now - self._due_since >= longest_s or now < self._pause_until:
             return False
-        newcomers = run.newcomers(are_late=not is_alone)
+        newcomers = run.newcomers if is_alone else run.late_newcomers
         self._awaited.update(newcomers)
         return bool(newcomers)
 

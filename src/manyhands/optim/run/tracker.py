@@ -32,8 +32,8 @@ from manyhands.optim.run.progress import (
     gone_to,
     is_news,
     next_refresh_s,
-    samples_in,
 )
+from manyhands.optim.run.run_machine import Situation
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -43,8 +43,6 @@ IDLE_BATCHES = 5
 """A trainer's record is no longer published after ``IDLE_S``, and so many batches, without a new sample."""
 MAX_IN_NEED = 2
 """Peers that are behind, and that a client calls so that they can ask it for its state."""
-LOOKS_AHEAD = 16
-"""Instants for which it is predicted what the others will have."""
 CALLED_SHARE = 0.5
 """Share of the target that this peer must expect itself before a call makes a step due. Records are late, and it may
 not have read those of the peers that came; but no peer can force steps without samples."""
@@ -309,6 +307,43 @@ class ProgressTracker(ProgressReader):
 
     # peers at this position, and whether a step is due
 
+    def situation(
+        self,
+        *,
+        differs: bool,
+        newcomers: Collection[PeerId],
+        late_newcomers: Collection[PeerId],
+        knew_others: bool,
+        allow_solo: bool,
+    ) -> Situation:
+        """What this peer knows now, for its next decision; the arguments are what others here know."""
+        own_samples = 0 if self.own.is_auxiliary else self.own.samples
+        return Situation(
+            position=self.own.position,
+            others=self.view,
+            missing_samples=self.target_batch_size - own_samples,
+            members=self.roster().members,
+            is_worth_a_look=self.is_worth_a_look(),
+            has_better_branch=self.should_load_state(),
+            refusal=self.branches.refusal(),
+            has_lost_run=self.has_lost_run(),
+            differs=differs,
+            is_near=self.is_near(),
+            is_due=self.is_due(),
+            eta_s=min(self.progress.eta_s, self.outlook.eta_s),
+            can_meet=self.can_meet_somebody(),
+            is_alone=self._is_alone(allow_solo),
+            newcomers=newcomers,
+            late_newcomers=late_newcomers,
+            knew_others=knew_others,
+        )
+
+    def _is_alone(self, allow_solo: bool) -> bool:
+        """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
+        if self._endpoint.client_mode and self.trainers():
+            return allow_solo and self.is_stranded()
+        return self.num_peers_here() == 1 and self.is_on_best_branch()
+
     def num_peers(self) -> int:
         """Number of peers that train, wherever in the run they are, this one included."""
         return len(self.trainers()) + (not self.own.is_auxiliary)
@@ -337,27 +372,6 @@ class ProgressTracker(ProgressReader):
             return False
         longest_s = max([seen.record.batch_s for seen in self.view.trainers.values()], default=0.0)
         return self.outlook.eta_s <= 2 * longest_s
-
-    def arrives_in_s(self, within_s: float) -> float:
-        """Predicted seconds until the batches of the others reach the target; infinite beyond ``within_s``.
-
-        A stranger may claim to compute; so once the run has members, only these count.
-        """
-        if not self.is_near():
-            return math.inf
-        now, members = asyncio.get_running_loop().time(), self.roster().members
-        own_samples = 0 if self.own.is_auxiliary else self.own.samples
-
-        def samples_of(peer_id: PeerId, seen: SeenRecord, ahead_s: float) -> int:
-            is_proven = not members or peer_id in members
-            return samples_in(seen.record, now - seen.since, ahead_s) if is_proven else seen.record.samples
-
-        for number in range(1, LOOKS_AHEAD + 1):
-            ahead_s = within_s * number / LOOKS_AHEAD
-            others = sum(samples_of(peer_id, seen, ahead_s) for peer_id, seen in self.view.awaited.items())
-            if own_samples + others >= self.target_batch_size:
-                return ahead_s
-        return math.inf
 
     def seconds_until(self, samples: int) -> float:
         """Predicted seconds until the peers together have ``samples``; infinite if no peer computes."""
